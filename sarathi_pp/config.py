@@ -1,0 +1,165 @@
+"""What a run was asked to do (RunConfig) and what it will do (ResolvedRun). Frozen values, no I/O.
+
+Resolving returns a new type instead of filling in blanks, so that a component that needs the page count
+cannot be handed a configuration that does not have one yet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sarathi_pp.errors import ConfigError, RowError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request turns logits into tokens. Temperature 0 is greedy, whatever the other fields say.
+
+    max_new_tokens: most tokens to generate; 0 gives a valid empty answer.
+    top_k: 0 keeps every token. top_p, min_p: 1.0 and 0.0 keep every token.
+    seed: the sample at position i is drawn from (seed, i) alone, so that neither batch mates, chunk size nor
+    stage count change it. None: derived from the run's seed and the request.
+    stop: strings that end the output and are left out of its text.
+
+    Raises RowError (`invalid_parameter`) naming the field, its value and the legal range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _require(
+            _is_int(self.max_new_tokens) and self.max_new_tokens >= 0,
+            "max_new_tokens",
+            self.max_new_tokens,
+            "an integer of at least 0",
+        )
+        _require(
+            _is_real(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a number of at least 0",
+        )
+        _require(
+            _is_int(self.top_k) and self.top_k >= 0,
+            "top_k",
+            self.top_k,
+            "an integer of at least 0 (0 keeps all)",
+        )
+        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+        _require(
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
+            "seed",
+            self.seed,
+            "a 64-bit integer",
+        )
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        _require(
+            isinstance(self.stop, (tuple, list)) and all(isinstance(s, str) and s for s in self.stop),
+            "stop",
+            self.stop,
+            "a non-empty string or a list of them",
+        )
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _require(legal: bool, name: str, value: object, allowed: str) -> None:
+    if not legal:
+        raise RowError("invalid_parameter", f"{name} is {value!r}; it must be {allowed}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run as the user asked for it. `None` means "decide for me".
+
+    Sizes ending in _bytes are bytes. `sampling_overrides` holds only what the user named on the command line;
+    the model's generation_config.json fills what is left.
+    """
+
+    model: str
+    stages: int = 1
+    policy: str = "sarathi"
+    chunk_size: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    page_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    layer_split: tuple[int, ...] | None = None
+    inflight: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    request_rate: float = math.inf
+    seed: int = 0
+    peer_timeout_s: float = 60.0
+    run_dir: Path | None = None
+    sampling_overrides: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "chunk_size", "max_num_seqs", "max_model_len", "page_size", "inflight"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} is {value}; it must be at least 1")
+        if not self.request_rate > 0:
+            raise ConfigError(f"--request-rate is {self.request_rate}; it must be above 0 (inf: all at once)")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1]"
+            )
+        if not self.peer_timeout_s > 0:
+            raise ConfigError(f"--peer-timeout is {self.peer_timeout_s}; it must be above 0 seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRun:
+    """One run as it will happen: every question answered, the same on all ranks.
+
+    layers: one [first, end) per stage, global indices, contiguous. num_pages: pages of every stage's shard.
+    max_model_len: most tokens of prompt and output together. max_microbatch_tokens: the largest microbatch
+    the policy can emit, which sizes the wire's buffers.
+    """
+
+    model: str
+    policy: str
+    layers: tuple[tuple[int, int], ...]
+    chunk_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_microbatch_tokens: int
+    page_size: int
+    num_pages: int
+    inflight: int
+    dtype: str
+    device: str
+    attention: str
+    seed: int
+    peer_timeout_s: float
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)

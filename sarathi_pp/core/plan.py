@@ -1,0 +1,153 @@
+"""What one microbatch computes, as a frozen value that prints, parses and compares.
+
+Text form, used by golden schedules, logs and traces (KV length after the colon):
+
+    m7[s3:256+128 | d s1:300 s2:17]
+      |  |  |   |     |  `- position of the decode: it reads 300 earlier tokens and writes one
+      |  |  |   |     `- decodes
+      |  |  |   `- tokens in the chunk
+      |  |  `- position of the chunk's first token
+      |  `- sequence; `s3.1` is sequence 3 after one preemption (epoch 1)
+      `- index of the microbatch
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the last stage needs to draw the token that follows a chunk; stateless, so it travels each time.
+
+    position: index of the drawn token in prompt + output. The draw depends on (seed, position) alone.
+    """
+
+    position: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens [start, start + num_tokens) of one sequence.
+
+    The first four fields are the schedule. The rest is payload for the stages: `token_ids` (num_tokens of
+    them), `new_pages` (appended to the sequence's page table before the chunk runs), and `sampling`, None
+    where the chunk does not reach the end of the known tokens and so has no next token to draw.
+    """
+
+    sequence: int
+    epoch: int
+    start: int
+    num_tokens: int
+    decode: bool = False
+    token_ids: tuple[int, ...] = ()
+    new_pages: tuple[int, ...] = ()
+    sampling: SamplingRow | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    def __str__(self) -> str:
+        name = f"s{self.sequence}.{self.epoch}" if self.epoch else f"s{self.sequence}"
+        return f"{name}:{self.start}" if self.decode else f"{name}:{self.start}+{self.num_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What every stage runs at once: prefill chunks first, then decodes.
+
+    freed: sequences whose page tables the stages drop before running this microbatch.
+    issued_s: the coordinator's clock at issue.
+    """
+
+    index: int
+    chunks: tuple[Chunk, ...]
+    freed: tuple[int, ...] = ()
+    issued_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks if not chunk.decode)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(chunk.decode for chunk in self.chunks)
+
+    @property
+    def decode_context(self) -> int:
+        """KV tokens that the decodes read, summed."""
+        return sum(chunk.end for chunk in self.chunks if chunk.decode)
+
+    @property
+    def prefill_attention(self) -> float:
+        """Sum over prefill chunks of x*L + x*x/2: the score entries that attention computes."""
+        return sum(c.num_tokens * c.start + c.num_tokens**2 / 2 for c in self.chunks if not c.decode)
+
+    def schedule(self) -> MicroBatch:
+        """The same microbatch without payload: what the text form holds."""
+        bare = tuple(replace(c, token_ids=(), new_pages=(), sampling=None) for c in self.chunks)
+        return MicroBatch(self.index, bare)
+
+    def __str__(self) -> str:
+        prefills = " ".join(str(chunk) for chunk in self.chunks if not chunk.decode)
+        decodes = " ".join(str(chunk) for chunk in self.chunks if chunk.decode)
+        body = " | ".join(part for part in (prefills, f"d {decodes}" if decodes else "") if part)
+        return f"m{self.index}[{body}]"
+
+    @classmethod
+    def parse(cls, text: str) -> MicroBatch:
+        """The inverse of `str`, up to `schedule()`. Raises ValueError on any other text."""
+        match = re.fullmatch(r"m(\d+)\[(.*)\]", text.strip())
+        if match is None:
+            raise ValueError(f"not a microbatch: {text!r}; expected a form like m7[s3:256+128 | d s1:300]")
+        prefills, _, decodes = (
+            match[2].partition("d ") if match[2].startswith("d ") else match[2].partition(" | d ")
+        )
+        chunks = [*_parse_chunks(prefills, decode=False), *_parse_chunks(decodes, decode=True)]
+        return cls(int(match[1]), tuple(chunks))
+
+
+_CHUNK = re.compile(r"s(\d+)(?:\.(\d+))?:(\d+)(?:\+(\d+))?")
+
+
+def _parse_chunks(text: str, *, decode: bool) -> Iterable[Chunk]:
+    for word in text.split():
+        match = _CHUNK.fullmatch(word)
+        if match is None or (match[4] is None) != decode:
+            raise ValueError(f"not a {'decode' if decode else 'prefill chunk'}: {word!r}")
+        num_tokens = 1 if decode else int(match[4])
+        yield Chunk(int(match[1]), int(match[2] or 0), int(match[3]), num_tokens, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One drawn token. `failed` marks logits that were not finite: there is no token, the request fails."""
+
+    sequence: int
+    epoch: int
+    token_id: int
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What comes back for one microbatch, in issue order.
+
+    stage_compute_s: seconds each stage spent computing it, first stage first.
+    """
+
+    index: int
+    tokens: tuple[SampledToken, ...] = ()
+    stage_compute_s: tuple[float, ...] = ()

@@ -1,0 +1,35 @@
+"""What was asked, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sarathi_pp.config import SamplingParams
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue.
+
+    index: arrival order, unique in a run; it names the sequence in schedules and traces (`s<index>`).
+    prompt_token_ids: never empty. sampling.seed: already concrete.
+    arrival_s: coordinator clock; latencies count from here.
+    """
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished request: every generated token id, end-of-sequence token included."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_preemptions: int = 0

@@ -1,0 +1,78 @@
+"""Everything the runtime can refuse or lose, as one tree; each class has its exit code.
+
+    SarathiError                     70
+    +-- ConfigError                   2   an option, or a combination of options, that cannot work
+    |   +-- UnsupportedModelError     2   an architecture or feature that is not proven exact
+    |   +-- PartitionError            2   layers and stages that do not fit each other
+    |   +-- CapacityError             2   memory that cannot hold what was asked
+    +-- InputError                   65   a file that is there and cannot be used
+    +-- MissingError                 66   a file, shard or tensor that is not there
+    +-- ProtocolError                70   a wire message that is not what its header says
+    +-- OutputError                  74   output that cannot be written
+    +-- PeerLostError                75   a stage died or fell silent; the run can be resumed
+    +-- UnsafeError                  77   refused for safety: pickled weights, remote code, paths that escape
+    RowError                              one input line that gets an error line; the run goes on (exit 3)
+
+The message says what is wrong with its values and, where there is one, the remedy.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_ROWS_FAILED = 3
+EXIT_INTERRUPTED = 130
+
+
+class SarathiError(Exception):
+    """An error whose message is meant for the user; shown without a traceback."""
+
+    exit_code = 70
+
+
+class ConfigError(SarathiError, ValueError):
+    exit_code = 2
+
+
+class UnsupportedModelError(ConfigError):
+    pass
+
+
+class PartitionError(ConfigError):
+    pass
+
+
+class CapacityError(ConfigError):
+    pass
+
+
+class InputError(SarathiError, ValueError):
+    exit_code = 65
+
+
+class MissingError(SarathiError, FileNotFoundError):
+    exit_code = 66
+
+
+class ProtocolError(SarathiError):
+    exit_code = 70
+
+
+class OutputError(SarathiError, OSError):
+    exit_code = 74
+
+
+class PeerLostError(SarathiError, ConnectionError):
+    exit_code = 75
+
+
+class UnsafeError(SarathiError, PermissionError):
+    exit_code = 77
+
+
+class RowError(ValueError):
+    """One request that cannot run. `code` is stable, for programs; the message is for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message

@@ -128,9 +128,7 @@ class RunConfig:
         if not self.request_rate > 0:
             raise ConfigError(f"--request-rate is {self.request_rate}; it must be above 0 (inf: all at once)")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1]"
-            )
+            raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
         if not self.peer_timeout_s > 0:
             raise ConfigError(f"--peer-timeout is {self.peer_timeout_s}; it must be above 0 seconds")
 

@@ -112,9 +112,7 @@ class MicroBatch:
         match = re.fullmatch(r"m(\d+)\[(.*)\]", text.strip())
         if match is None:
             raise ValueError(f"not a microbatch: {text!r}; expected a form like m7[s3:256+128 | d s1:300]")
-        prefills, _, decodes = (
-            match[2].partition("d ") if match[2].startswith("d ") else match[2].partition(" | d ")
-        )
+        prefills, _, decodes = match[2].partition("d ") if match[2].startswith("d ") else match[2].partition(" | d ")
         chunks = [*_parse_chunks(prefills, decode=False), *_parse_chunks(decodes, decode=True)]
         return cls(int(match[1]), tuple(chunks))
 

@@ -1,0 +1,290 @@
+"""The coordinator: requests in, microbatches out, results back in. Pure; every driver runs this same object.
+
+It owns the queues, the cursors and the pages. A policy only chooses which known tokens to compute next. The
+stages see what it emits and nothing else, so they can never disagree with it about who holds which page.
+
+A page may be given to another sequence while chunks that still write it are in flight: stages are first in
+first out, so the old write has happened before the new owner's first write reaches the same stage, and the
+new owner writes each position before reading it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from sarathi_pp.core.pages import PagePool
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
+from sarathi_pp.core.request import Completion, FinishReason, Request
+from sarathi_pp.core.sequence import Sequence
+
+IdleReason = Literal["full", "no_arrivals", "no_kv", "tokens_in_flight"]
+StopRule = Callable[[Request, int], bool]
+
+
+def _never_stop(request: Request, token_id: int) -> bool:
+    return False
+
+
+class Coordinator:
+    """Continuous batching over P stages.
+
+    eos_token_ids: ids that end an output unless its request ignores them.
+    stop_rule: told each new token of each request, in order; True ends the output there ("stop" strings).
+    clock: read once per microbatch for `issued_s`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        *,
+        eos_token_ids: Collection[int] = (),
+        stop_rule: StopRule = _never_stop,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.limits = limits
+        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self.num_preemptions = 0
+        self.idle_reason: IdleReason = "no_arrivals"
+        self._policy = policy
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._stop_rule = stop_rule
+        self._clock = clock
+        self._waiting: deque[Sequence] = deque()  # by arrival
+        self._running: dict[int, Sequence] = {}
+        self._prefills: dict[int, Sequence] = {}  # running, with prompt tokens (or recomputed ones) to issue
+        self._decodes: dict[int, Sequence] = {}  # running, next token known, in the order they became ready
+        self._inflight: deque[MicroBatch] = deque()
+        self._freed: list[int] = []
+        self._next_index = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._inflight)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting or self._running or self._inflight)
+
+    @property
+    def held_tokens(self) -> int:
+        """KV positions in use, out of pages held x page size."""
+        return sum(sequence.issued for sequence in self._running.values())
+
+    def submit(self, request: Request) -> Completion | None:
+        """Queue a request; those that ask for no token are answered at once.
+
+        The caller has refused prompts above `max_prompt_tokens`.
+        """
+        num_prompt = len(request.prompt_token_ids)
+        assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
+        if request.sampling.max_new_tokens == 0 or num_prompt == self.limits.max_model_len:
+            return Completion(request, (), "length")
+        self._waiting.append(Sequence(request))
+        return None
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return min(self.limits.max_model_len, self.pool.num_tokens)
+
+    def next_microbatch(self) -> MicroBatch | None:
+        """The next microbatch to run, or None with `idle_reason` saying why there is none."""
+        if len(self._inflight) >= self.limits.inflight:
+            self.idle_reason = "full"
+            return None
+        chunks = self._choose()
+        if not chunks:
+            return None
+        microbatch = MicroBatch(self._next_index, chunks, tuple(self._freed), self._clock())
+        self._next_index += 1
+        self._freed = []
+        self._inflight.append(microbatch)
+        return microbatch
+
+    def _choose(self) -> tuple[Chunk, ...]:
+        """Ask the policy, again where its whole choice was preempted for want of pages."""
+        while True:
+            admissible = self._admissible()
+            view = View(
+                prefills=tuple(self._prefills.values()),
+                waiting=admissible,
+                decodes=tuple(self._decodes.values()),
+                limits=self.limits,
+                num_inflight=len(self._inflight),
+                slot=self._next_index % self.limits.num_stages,
+                free_tokens=self.pool.num_free * self.pool.page_size,
+            )
+            preempted_before = self.num_preemptions
+            chunks = self._apply(self._policy.pick(view), admissible)
+            if chunks or self.num_preemptions == preempted_before:
+                self.idle_reason = self._why_idle(admissible)
+                return chunks
+
+    def complete(self, result: StepResult) -> list[Completion]:
+        """Take in the oldest microbatch's result; returns the requests that it finished.
+
+        Results of sequences that were preempted meanwhile are stale by their epoch and are dropped.
+        """
+        microbatch = self._inflight.popleft()
+        assert result.index == microbatch.index, f"result {result.index} came where {microbatch.index} was due"
+        for chunk in microbatch.chunks:
+            sequence = self._current(chunk.sequence, chunk.epoch)
+            if sequence is not None:
+                sequence.done = chunk.end
+        completions = []
+        for token in result.tokens:
+            sequence = self._current(token.sequence, token.epoch)
+            if sequence is None:
+                continue
+            reason = self._append(sequence, token)
+            if reason is None:
+                self._decodes[sequence.index] = sequence
+            else:
+                completions.append(self._finish(sequence, reason))
+        return completions
+
+    def _current(self, index: int, epoch: int) -> Sequence | None:
+        sequence = self._running.get(index)
+        return sequence if sequence is not None and sequence.epoch == epoch else None
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
+        if token.failed:
+            return "error"
+        sequence.tokens.append(token.token_id)
+        request = sequence.request
+        stopped = self._stop_rule(request, token.token_id)
+        if stopped or (token.token_id in self._eos_token_ids and not request.sampling.ignore_eos):
+            return "stop"
+        if sequence.num_output >= request.sampling.max_new_tokens or sequence.known >= self.max_prompt_tokens:
+            return "length"
+        return None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        del self._running[sequence.index]
+        self._release(sequence)
+        output = tuple(sequence.tokens[sequence.num_prompt :])
+        return Completion(sequence.request, output, reason, num_preemptions=sequence.epoch)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.pages)
+        self._freed.append(sequence.index)
+
+    def _admissible(self) -> tuple[Sequence, ...]:
+        """The head of the waiting queue that fits: a sequence each, and pages for all their known tokens.
+
+        Pages that running prefills will still take are counted as gone, else two prompts that are let in by
+        halves could each wait for the other's pages.
+        """
+        pool = self.pool
+        free = pool.num_free - sum(pool.pages_for(s.known) - len(s.pages) for s in self._prefills.values())
+        seats = self.limits.max_num_seqs - len(self._running)
+        admissible = []
+        for sequence in self._waiting:
+            free -= pool.pages_for(sequence.known)
+            if len(admissible) == seats or free < 0:
+                break
+            admissible.append(sequence)
+        return tuple(admissible)
+
+    def _apply(self, grants: list[Grant], admissible: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
+        """Turn grants into chunks; pages go to the oldest request first, prefills stand before decodes."""
+        startable = {sequence.index for sequence in admissible}
+        prefills: list[Chunk] = []
+        decodes: list[Chunk] = []
+        for grant in sorted(grants, key=_by_arrival):
+            sequence = grant.sequence
+            assert isinstance(sequence, Sequence)
+            if sequence.index not in self._running and sequence.index not in startable:
+                continue  # preempted a moment ago, for an older request of this very microbatch
+            assert 1 <= grant.num_tokens <= sequence.remaining, grant
+            if self._make_room(sequence, sequence.issued + grant.num_tokens):
+                chunk = self._issue(sequence, grant.num_tokens)
+                (decodes if chunk.decode else prefills).append(chunk)
+        return (*prefills, *decodes)
+
+    def _make_room(self, sequence: Sequence, end: int) -> bool:
+        """Free pages until positions [0, end) of the sequence fit, newest request first.
+
+        A request that is not running yet preempts nobody; a running one with none newer gives up its own
+        pages, so that the oldest request always gets on and nobody waits for himself.
+        """
+        need = self.pool.pages_for(end) - len(sequence.pages)
+        while self.pool.num_free < need:
+            if sequence.index not in self._running:
+                return False
+            victim = max(self._running.values(), key=lambda running: running.index)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Recomputation: drop the KV, requeue by arrival with all tokens known so far as the new prompt."""
+        del self._running[victim.index]
+        self._prefills.pop(victim.index, None)
+        self._decodes.pop(victim.index, None)
+        self._release(victim)
+        victim.restart()
+        self.num_preemptions += 1
+        place = sum(1 for waiting in self._waiting if waiting.index < victim.index)
+        self._waiting.insert(place, victim)
+
+    def _issue(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        if sequence.index not in self._running:
+            self._waiting.remove(sequence)
+            self._running[sequence.index] = sequence
+        start, end = sequence.issued, sequence.issued + num_tokens
+        new_pages = self.pool.take(self.pool.pages_for(end) - len(sequence.pages))
+        decode = sequence.decoding
+        sequence.pages.extend(new_pages)
+        sequence.issued = end
+        self._decodes.pop(sequence.index, None)
+        if end < sequence.known:
+            self._prefills[sequence.index] = sequence
+        else:
+            self._prefills.pop(sequence.index, None)
+        return Chunk(
+            sequence=sequence.index,
+            epoch=sequence.epoch,
+            start=start,
+            num_tokens=num_tokens,
+            decode=decode,
+            token_ids=tuple(sequence.tokens[start:end]),
+            new_pages=new_pages,
+            sampling=_sampling_row(sequence) if end == sequence.known else None,
+        )
+
+    def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:
+        if not self._running and not self._waiting:
+            return "no_arrivals"
+        if self._waiting and not admissible and len(self._running) < self.limits.max_num_seqs:
+            return "no_kv"
+        return "tokens_in_flight"
+
+
+def _by_arrival(grant: Grant) -> int:
+    return grant.sequence.index
+
+
+def _sampling_row(sequence: Sequence) -> SamplingRow:
+    params = sequence.request.sampling
+    assert params.seed is not None, "requests carry a concrete seed"
+    return SamplingRow(
+        position=sequence.known,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+    )

@@ -1,0 +1,251 @@
+"""The coordinator driven by a stand-in pipeline whose tokens depend on (request, position) alone.
+
+Whatever the policy, the page pool and the arrival times, the output of each request must then be the same:
+that is the scheduling half of exactness, proven without a model.
+"""
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.plan import SampledToken, StepResult
+from sarathi_pp.core.policy import POLICIES, make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
+
+EOS = 7
+
+
+def drawn_token(index: int, position: int) -> int:
+    return (index * 31 + position * 17) % 23
+
+
+def expected_output(request: Request, limit: int) -> tuple[tuple[int, ...], str]:
+    output: list[int] = []
+    prompt = len(request.prompt_token_ids)
+    if request.sampling.max_new_tokens == 0 or prompt == limit:
+        return (), "length"
+    while True:
+        output.append(drawn_token(request.index, prompt + len(output)))
+        if output[-1] == EOS and not request.sampling.ignore_eos:
+            return tuple(output), "stop"
+        if len(output) == request.sampling.max_new_tokens or prompt + len(output) == limit:
+            return tuple(output), "length"
+
+
+class StandInPipeline:
+    """Stages that check what real ones rely on: contiguous KV, pages for every position, one owner a page."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.tables: dict[int, list[int]] = {}
+        self.written: dict[int, int] = {}
+
+    def run(self, microbatch) -> StepResult:
+        for index in microbatch.freed:
+            self.tables.pop(index, None)
+            self.written.pop(index, None)
+        tokens = []
+        for chunk in microbatch.chunks:
+            table = self.tables.setdefault(chunk.sequence, [])
+            table.extend(chunk.new_pages)
+            assert self.written.get(chunk.sequence, 0) == chunk.start
+            self.written[chunk.sequence] = chunk.end
+            assert len(chunk.token_ids) == chunk.num_tokens
+            assert len(table) == -(-chunk.end // self.limits.page_size)
+            if chunk.sampling is not None:
+                assert chunk.sampling.position == chunk.end
+                tokens.append(SampledToken(chunk.sequence, chunk.epoch, drawn_token(chunk.sequence, chunk.end)))
+        held = [page for table in self.tables.values() for page in table]
+        assert len(held) == len(set(held)), "a page with two owners"
+        assert len({chunk.sequence for chunk in microbatch.chunks}) == len(microbatch.chunks)
+        return StepResult(microbatch.index, tuple(tokens))
+
+
+def drive(coordinator, requests, arrivals):
+    """Run to the end; request i arrives before step arrivals[i]. Returns completions and all microbatches."""
+    pipeline = StandInPipeline(coordinator.limits)
+    due = deque(sorted(zip(arrivals, requests, strict=True), key=lambda pair: (pair[0], pair[1].index)))
+    inflight, done, schedule, step = deque(), {}, [], 0
+
+    def finished(completions):
+        for completion in completions:
+            assert completion.request.index not in done, "answered twice"
+            done[completion.request.index] = completion
+
+    while due or coordinator.unfinished:
+        while due and due[0][0] <= step:
+            immediate = coordinator.submit(due.popleft()[1])
+            finished([immediate] if immediate else [])
+        step += 1
+        microbatch = coordinator.next_microbatch()
+        if microbatch is not None:
+            schedule.append(microbatch)
+            inflight.append(microbatch)
+        elif inflight:
+            finished(coordinator.complete(pipeline.run(inflight.popleft())))
+        else:
+            assert due or not coordinator.unfinished, f"stuck: {coordinator.idle_reason}"
+        for sequence in coordinator._running.values():
+            assert 0 <= sequence.done <= sequence.issued <= sequence.known
+        assert step < 100_000
+    return done, schedule
+
+
+def requests_strategy(max_prompt):
+    request = st.tuples(st.integers(1, max_prompt), st.integers(0, 12), st.booleans(), st.integers(0, 30))
+    return st.lists(request, min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=requests_strategy(max_prompt=40),
+    spec=st.sampled_from([*POLICIES, "sarathi:even=1"]),
+    stages=st.integers(1, 4),
+    extra=st.integers(0, 2),
+    chunk_size=st.sampled_from([1, 2, 7, 16, 64]),
+    max_num_seqs=st.integers(1, 9),
+    page_size=st.sampled_from([1, 4, 16]),
+    slack=st.integers(0, 40),
+)
+def test_drains_conserves_and_never_changes_an_output(
+    shapes, spec, stages, extra, chunk_size, max_num_seqs, page_size, slack
+):
+    num_pages = -(-40 // page_size) + slack // page_size
+    limits = Limits(stages, chunk_size, max_num_seqs, 48, page_size, num_pages, stages + extra)
+    policy = make_policy(spec)
+    coordinator = Coordinator(limits, policy, eos_token_ids=[EOS])
+    requests = [
+        Request(i, tuple(range(prompt)), SamplingParams(max_new_tokens=new, ignore_eos=ignore, seed=i))
+        for i, (prompt, new, ignore, _) in enumerate(shapes)
+    ]
+    done, schedule = drive(coordinator, requests, sorted(shape[3] for shape in shapes))
+    for request in requests:
+        completion = done[request.index]
+        assert (completion.token_ids, completion.finish_reason) == expected_output(
+            request, coordinator.max_prompt_tokens
+        )
+    assert coordinator.pool.num_free == num_pages and coordinator.num_inflight == 0
+    assert all(1 <= m.num_tokens <= policy.max_tokens(limits) for m in schedule)
+    assert all(m.num_decodes <= max(limits.max_decodes, 1) for m in schedule)
+    if not coordinator.num_preemptions:
+        issued = sum(m.num_tokens for m in schedule)
+        expected = sum(
+            len(r.prompt_token_ids) + max(len(done[r.index].token_ids) - 1, 0)
+            for r in requests
+            if done[r.index].token_ids
+        )
+        assert issued == expected
+
+
+def run_golden(spec, *, stages, chunk_size, prompts, outputs, max_num_seqs=4, num_pages=64, page_size=16):
+    limits = Limits(stages, chunk_size, max_num_seqs, 256, page_size, num_pages, stages)
+    coordinator = Coordinator(limits, make_policy(spec))
+    requests = [
+        Request(i, (1,) * prompt, SamplingParams(max_new_tokens=new, seed=0))
+        for i, (prompt, new) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    _, schedule = drive(coordinator, requests, [0] * len(requests))
+    return [str(microbatch) for microbatch in schedule]
+
+
+def test_golden_sarathi_streams_chunks_of_one_prompt_and_keeps_the_total():
+    """C = 8, P = 2. One prompt fills both stages; each microbatch holds 8 tokens while a backlog lasts."""
+    assert run_golden("sarathi", stages=2, chunk_size=8, prompts=[20, 10], outputs=[3, 2]) == [
+        "m0[s0:0+8]",
+        "m1[s0:8+8]",
+        "m2[s0:16+4 s1:0+4]",
+        "m3[s1:4+6]",
+        "m4[d s0:20]",
+        "m5[d s1:10]",
+        "m6[d s0:21]",
+    ]
+
+
+def test_golden_sarathi_chunk_shrinks_by_the_decodes_that_ride():
+    """Section 4.4: chunk + decodes stays C."""
+    assert run_golden("sarathi", stages=1, chunk_size=4, prompts=[4, 9], outputs=[4, 1]) == [
+        "m0[s0:0+4]",
+        "m1[s1:0+3 | d s0:4]",
+        "m2[s1:3+3 | d s0:5]",
+        "m3[s1:6+3 | d s0:6]",
+    ]
+
+
+def test_golden_sarathi_even_chunks():
+    assert run_golden("sarathi:even=1", stages=1, chunk_size=8, prompts=[10], outputs=[1]) == [
+        "m0[s0:0+5]",
+        "m1[s0:5+5]",
+    ]
+
+
+def test_golden_orca_runs_whole_prompts_beside_decodes():
+    assert run_golden("orca", stages=1, chunk_size=4, prompts=[4, 9], outputs=[3, 1]) == [
+        "m0[s0:0+4]",
+        "m1[s1:0+9 | d s0:4]",
+        "m2[d s0:5]",
+    ]
+
+
+def test_decodes_of_a_microbatch_are_capped_at_their_share_of_the_pipeline():
+    schedule = run_golden("sarathi", stages=2, chunk_size=64, prompts=[1] * 8, outputs=[4] * 8, max_num_seqs=8)
+    assert max(text.count(" s") for text in schedule if "| d" not in text and "[d" in text) <= 4
+
+
+def test_the_newest_request_is_preempted_and_recomputed():
+    """Two pages of 4. Both prompts take one; the older one's fifth token needs the newer one's page."""
+    schedule = run_golden("sarathi", stages=1, chunk_size=16, prompts=[3, 3], outputs=[4, 4], num_pages=2, page_size=4)
+    assert schedule == [
+        "m0[s0:0+3 s1:0+3]",
+        "m1[d s0:3 s1:3]",
+        "m2[d s0:4]",
+        "m3[d s0:5]",
+        "m4[s1.1:0+5]",
+        "m5[d s1.1:5]",
+    ]
+
+
+def test_idle_reasons():
+    limits = Limits(2, 8, 2, 64, 4, 4, 2)
+    coordinator = Coordinator(limits, make_policy("sarathi"))
+    params = SamplingParams(max_new_tokens=4, seed=0)
+    assert coordinator.next_microbatch() is None and coordinator.idle_reason == "no_arrivals"
+    coordinator.submit(Request(0, (1,) * 10, params))
+    first = coordinator.next_microbatch()
+    assert str(first) == "m0[s0:0+8]"
+    second = coordinator.next_microbatch()
+    assert str(second) == "m1[s0:8+2]"
+    assert coordinator.next_microbatch() is None and coordinator.idle_reason == "full"
+    coordinator.complete(StepResult(0))
+    assert coordinator.next_microbatch() is None and coordinator.idle_reason == "tokens_in_flight"
+    coordinator.submit(Request(1, (1,) * 10, params))
+    assert coordinator.next_microbatch() is None and coordinator.idle_reason == "no_kv"
+
+
+def test_a_stop_rule_ends_the_output_and_a_failed_token_ends_the_request():
+    coordinator = Coordinator(
+        Limits(1, 8, 4, 64, 4, 16, 1), make_policy("sarathi"), stop_rule=lambda request, token: token == 5
+    )
+    params = SamplingParams(max_new_tokens=4, seed=0)
+    for index in range(2):
+        coordinator.submit(Request(index, (1, 2), params))
+    coordinator.next_microbatch()
+    done = coordinator.complete(StepResult(0, (SampledToken(0, 0, 5), SampledToken(1, 0, 0, failed=True))))
+    assert [(c.request.index, c.token_ids, c.finish_reason) for c in done] == [
+        (0, (5,), "stop"),
+        (1, (), "error"),
+    ]
+    assert coordinator.pool.num_free == 16
+
+
+def test_results_out_of_order_are_refused():
+    coordinator = Coordinator(Limits(2, 2, 4, 64, 4, 16, 2), make_policy("sarathi"))
+    coordinator.submit(Request(0, (1, 2, 3, 4), SamplingParams(seed=0)))
+    coordinator.next_microbatch()
+    coordinator.next_microbatch()
+    with pytest.raises(AssertionError, match="was due"):
+        coordinator.complete(StepResult(1))

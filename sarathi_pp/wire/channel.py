@@ -1,0 +1,92 @@
+"""What a stage needs of the wire, and the in-process channel that stands in for it.
+
+A sender has a bounded number of send buffers: `reserve` waits for one (the recorded state `send_wait`), `send`
+then never blocks. A receiver hands out messages in order; `release` gives a message's buffer back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from sarathi_pp.errors import ProtocolError
+from sarathi_pp.wire import codec
+from sarathi_pp.wire.codec import Frame
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Generic[Payload]):
+    """One frame and its payload. arrived_s: this rank's clock when it was complete here.
+
+    release: call once, when the payload is no longer read.
+    """
+
+    frame: Frame
+    payload: Payload | None
+    arrived_s: float
+    release: Callable[[], None]
+
+
+class Sender(Protocol[Payload]):
+    def reserve(self) -> None:
+        """Wait until a send buffer is free. Raises what ended the edge, if it has ended."""
+
+    def send(self, frame: Frame, payload: Payload | None = None) -> None:
+        """Hand over one frame; needs a buffer reserved before. Later writes to the payload are the caller's risk
+        only until this returns."""
+
+    def close(self) -> None:
+        """Say goodbye, wait until everything is sent."""
+
+
+class Receiver(Protocol[Payload]):
+    def receive(self, timeout_s: float | None = None) -> Message[Payload] | None:
+        """The next message, or None when none came within timeout_s. Raises what ended the edge."""
+
+    def close(self) -> None: ...
+
+
+class NumberCheck:
+    """Frames of an edge are counted; any but the next one is refused."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def check(self, number: int) -> None:
+        if number != self._next:
+            raise ProtocolError(f"frame {number} came where {self._next} was due: repeated, lost or out of order")
+        self._next += 1
+
+
+class QueueChannel(Generic[Payload]):
+    """Both ends of an edge inside one process. Frames pass through the codec, payloads by reference."""
+
+    def __init__(self, now: Callable[[], float], num_buffers: int) -> None:
+        self._now = now
+        self._messages: queue.Queue[Message[Payload]] = queue.Queue()
+        self._buffers = threading.Semaphore(num_buffers)
+        self._sent = 0
+        self._numbers = NumberCheck()
+
+    def reserve(self) -> None:
+        self._buffers.acquire()
+
+    def send(self, frame: Frame, payload: Payload | None = None) -> None:
+        envelope = codec.decode(codec.encode(frame, self._sent))
+        self._sent += 1
+        self._numbers.check(envelope.number)
+        self._messages.put(Message(envelope.frame, payload, self._now(), self._buffers.release))
+
+    def receive(self, timeout_s: float | None = None) -> Message[Payload] | None:
+        try:
+            return self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Nothing to wait for: what was sent is there."""

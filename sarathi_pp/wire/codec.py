@@ -1,0 +1,239 @@
+"""Frames on a stage edge: one fixed head, one body of flat numbers, the payload behind it.
+
+    head   magic 4s | version u16 | kind u16 | number u64 | body u32 | payload u64 | crc32 u32
+    body   u32 integers | u32 reals | int64 ... | float64 ...
+    gap    zeros to the next multiple of 64
+    payload   activations, raw, in the model's dtype
+
+`number` counts the frames of an edge, so a repeated, lost or reordered frame is seen. The checksum covers
+head and body; the payload's length is in the head, its integrity is TCP's. Little-endian throughout.
+decode(encode(x)) == x, and any other bytes raise ProtocolError.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
+from sarathi_pp.errors import ProtocolError
+
+MAGIC = b"SPPW"
+VERSION = 1
+ALIGNMENT = 64
+
+_HEAD = struct.Struct("<4sHHQIQ")
+_CRC = struct.Struct("<I")
+_COUNTS = struct.Struct("<II")
+HEAD_BYTES = _HEAD.size + _CRC.size
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchFrame:
+    """A microbatch on its way through the stages; each adds the seconds it computed."""
+
+    microbatch: MicroBatch
+    stage_compute_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFrame:
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The sender is alive. progress: microbatches it has finished; busy: it has one in hand."""
+
+    progress: int
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The last frame of an edge: the run is over in good order."""
+
+
+Frame = MicroBatchFrame | ResultFrame | Heartbeat | Goodbye
+Number = TypeVar("Number", int, float)
+Numbers = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A decoded frame and where its payload lies in the message."""
+
+    frame: Frame
+    number: int
+    payload_start: int
+    payload_bytes: int
+
+
+def payload_start(body_bytes: int) -> int:
+    return -(-(HEAD_BYTES + body_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def encode(frame: Frame, number: int, payload_bytes: int = 0) -> bytes:
+    """Everything of the message before the payload, padded to where the payload starts."""
+    kind, (integers, reals) = _flatten(frame)
+    body = _COUNTS.pack(len(integers), len(reals)) + struct.pack(f"<{len(integers)}q{len(reals)}d", *integers, *reals)
+    head = _HEAD.pack(MAGIC, VERSION, kind, number, len(body), payload_bytes)
+    message = head + _CRC.pack(zlib.crc32(body, zlib.crc32(head))) + body
+    return message.ljust(payload_start(len(body)), b"\0")
+
+
+def decode(message: memoryview | bytes) -> Envelope:
+    """The frame at the start of a message. Raises ProtocolError saying what does not fit."""
+    view = memoryview(message)
+    if len(view) < HEAD_BYTES:
+        raise ProtocolError(f"a message of {len(view)} bytes is shorter than a head of {HEAD_BYTES}")
+    magic, version, kind, number, body_bytes, payload_bytes = _HEAD.unpack_from(view)
+    if magic != MAGIC:
+        raise ProtocolError(f"a message starts with {bytes(magic)!r} instead of {MAGIC!r}")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks wire version {version}, this rank {VERSION}: install one version on all")
+    start = payload_start(body_bytes)
+    if start + payload_bytes > len(view):
+        raise ProtocolError(f"the head announces {start + payload_bytes} bytes in a buffer of {len(view)}")
+    body = view[HEAD_BYTES : HEAD_BYTES + body_bytes]
+    (crc,) = _CRC.unpack_from(view, _HEAD.size)
+    if crc != zlib.crc32(body, zlib.crc32(view[: _HEAD.size])):
+        raise ProtocolError(f"frame {number}: checksum mismatch")
+    try:
+        frame = _restore(kind, *_read_numbers(body))
+    except (struct.error, IndexError, ValueError) as error:
+        raise ProtocolError(f"frame {number} of kind {kind} has a malformed body: {error}") from error
+    return Envelope(frame, number, start, payload_bytes)
+
+
+def _read_numbers(body: memoryview) -> Numbers:
+    num_integers, num_reals = _COUNTS.unpack_from(body)
+    if len(body) != _COUNTS.size + 8 * (num_integers + num_reals):
+        raise ValueError(f"{num_integers} integers and {num_reals} reals do not make {len(body)} bytes")
+    integers = struct.unpack_from(f"<{num_integers}q", body, _COUNTS.size)
+    reals = struct.unpack_from(f"<{num_reals}d", body, _COUNTS.size + 8 * num_integers)
+    return list(integers), list(reals)
+
+
+def _flatten(frame: Frame) -> tuple[int, Numbers]:
+    match frame:
+        case MicroBatchFrame():
+            return 1, _flatten_microbatch(frame)
+        case ResultFrame(result):
+            tokens = [v for t in result.tokens for v in (t.sequence, t.epoch, t.token_id, int(t.failed))]
+            return 2, ([result.index, len(result.tokens), *tokens], list(result.stage_compute_s))
+        case Heartbeat(progress, busy):
+            return 3, ([progress, int(busy)], [])
+        case Goodbye():
+            return 4, ([], [])
+
+
+def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
+    match kind:
+        case 1:
+            return _restore_microbatch(integers, reals)
+        case 2:
+            index, count, *rest = integers
+            _expect(len(rest) == 4 * count, f"{count} tokens in {len(rest)} integers")
+            rows = [rest[i : i + 4] for i in range(0, len(rest), 4)]
+            tokens = tuple(SampledToken(s, e, token, _flag(failed)) for s, e, token, failed in rows)
+            return ResultFrame(StepResult(index, tokens, tuple(reals)))
+        case 3:
+            progress, busy = integers
+            _expect(not reals, "reals in a heartbeat")
+            return Heartbeat(progress, _flag(busy))
+        case 4:
+            _expect(not integers and not reals, "numbers in a goodbye")
+            return Goodbye()
+    raise ValueError("unknown kind")
+
+
+def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
+    """Counts, then 7 integers a chunk, then the lists those counts describe, one after the other."""
+    m = frame.microbatch
+    integers = [m.index, len(m.chunks), len(m.freed)]
+    for c in m.chunks:
+        flags = int(c.decode) | (c.sampling is not None) << 1
+        integers += (c.sequence, c.epoch, c.start, c.num_tokens, flags, len(c.token_ids), len(c.new_pages))
+    integers += m.freed
+    reals = [m.issued_s, float(len(frame.stage_compute_s)), *frame.stage_compute_s]
+    for c in m.chunks:
+        integers += c.token_ids
+        integers += c.new_pages
+        if c.sampling is not None:
+            row = c.sampling
+            integers += (row.position, row.top_k, row.seed)
+            reals += (row.temperature, row.top_p, row.min_p)
+    return integers, reals
+
+
+def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFrame:
+    ints, floats = _Cursor(integers), _Cursor(reals)
+    index, num_chunks, num_freed = ints.take(3)
+    shapes = [ints.take(7) for _ in range(_count(num_chunks, len(integers)))]
+    freed = tuple(ints.take(num_freed))
+    (issued_s,) = floats.take(1)
+    (num_stages,) = floats.take(1)
+    stage_compute_s = tuple(floats.take(int(num_stages)))
+    chunks = []
+    for sequence, epoch, start, num_tokens, flags, num_ids, num_pages in shapes:
+        _expect(flags in range(4), f"flags {flags}")
+        token_ids, new_pages = tuple(ints.take(num_ids)), tuple(ints.take(num_pages))
+        sampling = _restore_sampling(ints, floats) if flags & 2 else None
+        chunks.append(Chunk(sequence, epoch, start, num_tokens, bool(flags & 1), token_ids, new_pages, sampling))
+    _expect(ints.at_end and floats.at_end, "numbers left over")
+    return MicroBatchFrame(MicroBatch(index, tuple(chunks), freed, issued_s), stage_compute_s)
+
+
+def _restore_sampling(ints: _Cursor[int], floats: _Cursor[float]) -> SamplingRow:
+    position, top_k, seed = ints.take(3)
+    temperature, top_p, min_p = floats.take(3)
+    return SamplingRow(position, temperature, top_k, top_p, min_p, seed)
+
+
+class _Cursor(Generic[Number]):
+    """Reads a list from front to back; taking more than is left, or fewer than none, is an error."""
+
+    def __init__(self, numbers: list[Number]) -> None:
+        self._numbers = numbers
+        self._position = 0
+
+    def take(self, count: int) -> list[Number]:
+        end = self._position + _count(count, len(self._numbers) - self._position)
+        taken = self._numbers[self._position : end]
+        self._position = end
+        return taken
+
+    @property
+    def at_end(self) -> bool:
+        return self._position == len(self._numbers)
+
+
+def _count(count: int, most: int) -> int:
+    _expect(0 <= count <= most, f"a count of {count} where at most {most} can be")
+    return count
+
+
+def _flag(value: int) -> bool:
+    _expect(value in (0, 1), f"a flag of {value}")
+    return bool(value)
+
+
+def _expect(legal: bool, what: str) -> None:
+    if not legal:
+        raise ValueError(what)
+
+
+def max_message_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int, row_bytes: int) -> int:
+    """The largest legal message of a run: what receivers post ahead and senders assert.
+
+    max_tokens, max_seqs: of one microbatch and over the pipeline. row_bytes: one token's activations.
+    """
+    chunks = min(max_tokens, max_seqs)
+    pages = -(-max_tokens // page_size) + chunks
+    # A sequence is freed at most twice between two microbatches: once preempted, once finished.
+    integers = 3 + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
+    reals = 2 + num_stages + 3 * chunks
+    return payload_start(_COUNTS.size + 8 * (integers + reals)) + max_tokens * row_bytes

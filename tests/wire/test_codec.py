@@ -1,0 +1,108 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
+from sarathi_pp.errors import ProtocolError
+from sarathi_pp.wire import codec
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+reals = st.floats(allow_nan=False)
+ids = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
+rows = st.builds(SamplingRow, st.integers(0, 10**6), reals, st.integers(0, 10**6), reals, reals, int64)
+chunks = st.builds(
+    Chunk,
+    int64,
+    st.integers(0, 9),
+    st.integers(0, 10**6),
+    st.integers(1, 10**6),
+    st.booleans(),
+    ids,
+    ids,
+    st.none() | rows,
+)
+microbatches = st.builds(MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals)
+seconds = st.lists(reals, max_size=8).map(tuple)
+frames = st.one_of(
+    st.builds(codec.MicroBatchFrame, microbatches, seconds),
+    st.builds(
+        codec.ResultFrame,
+        st.builds(
+            StepResult,
+            st.integers(0, 2**62),
+            st.lists(st.builds(SampledToken, int64, int64, int64, st.booleans()), max_size=5).map(tuple),
+            seconds,
+        ),
+    ),
+    st.builds(codec.Heartbeat, st.integers(0, 2**62), st.booleans()),
+    st.just(codec.Goodbye()),
+)
+
+
+@given(frames, st.integers(0, 2**64 - 1), st.integers(0, 4096))
+def test_round_trip(frame, number, payload_bytes):
+    head = codec.encode(frame, number, payload_bytes)
+    assert len(head) % codec.ALIGNMENT == 0
+    envelope = codec.decode(head + b"x" * payload_bytes + b"tail of an older, longer message")
+    assert envelope == codec.Envelope(frame, number, len(head), payload_bytes)
+
+
+@settings(max_examples=300)
+@given(frames, st.data())
+def test_any_damaged_byte_of_head_or_body_is_seen(frame, data):
+    message = bytearray(codec.encode(frame, 3))
+    used = codec.HEAD_BYTES + int.from_bytes(message[16:20], "little")
+    place = data.draw(st.integers(0, used - 1))
+    message[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ProtocolError):
+        codec.decode(bytes(message))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(noise):
+    with pytest.raises(ProtocolError):
+        codec.decode(noise)
+
+
+@settings(max_examples=500)
+@given(st.integers(0, 6), st.lists(int64, max_size=30), st.lists(reals, max_size=10))
+def test_well_signed_nonsense_is_refused_or_read_back_as_written(kind, integers, floats):
+    """The checksum is no defence against a peer with a bug: the body's own counts must hold too."""
+    try:
+        frame = codec._restore(kind, integers, floats)
+    except (ValueError, IndexError):
+        return
+    assert codec._flatten(frame) == (kind, (integers, floats))
+
+
+@given(frames, st.integers(1, 64))
+def test_a_cut_message_is_refused(frame, cut):
+    message = codec.encode(frame, 0, payload_bytes=64) + b"p" * 64
+    with pytest.raises(ProtocolError):
+        codec.decode(message[:-cut])
+
+
+def test_versions_do_not_mix():
+    message = bytearray(codec.encode(codec.Goodbye(), 0))
+    message[4] += 1
+    with pytest.raises(ProtocolError, match="wire version 2, this rank 1"):
+        codec.decode(bytes(message))
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.sampled_from([1, 16]), st.integers(1, 4), st.data())
+def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages, data):
+    """The fullest microbatch there can be fits into the buffers that receivers post ahead."""
+    count = data.draw(st.integers(1, min(max_tokens, max_seqs)))
+    lengths = [max_tokens // count] * count
+    row = SamplingRow(1, 1.0, 1, 1.0, 0.0, 2**62)
+    parts = tuple(
+        Chunk(i, 0, page_size - 1, n, False, (1,) * n, tuple(range(-(-n // page_size) + (n > 1))), row)
+        for i, n in enumerate(lengths)
+    )
+    microbatch = MicroBatch(2**40, parts, tuple(range(2 * max_seqs)), 1.0)
+    head = codec.encode(codec.MicroBatchFrame(microbatch, (0.0,) * stages), 0)
+    bound = codec.max_message_bytes(
+        max_tokens=max_tokens, max_seqs=max_seqs, page_size=page_size, num_stages=stages, row_bytes=128
+    )
+    assert len(head) + microbatch.num_tokens * 128 <= bound

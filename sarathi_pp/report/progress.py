@@ -1,0 +1,106 @@
+"""What a run shows while it is on: a live display on a terminal, one line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_REDRAW_S = 0.1
+_LINE_S = 5.0
+_BAR_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """How far a run is. Counts and tokens since its start, elapsed_s after it.
+
+    stage_busy: per stage, the share (0 to 1) of the time since the last snapshot in which it computed.
+    """
+
+    elapsed_s: float
+    requests_done: int
+    requests_failed: int
+    running: int
+    waiting: int
+    prompt_tokens: int
+    output_tokens: int
+    stage_busy: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        tokens = self.prompt_tokens + self.output_tokens
+        return tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+class ProgressDisplay:
+    """Shows snapshots on a console, as often as it is worth; `update` may be called at any rate.
+
+    total: requests in all, None while unknown (a streamed input). Use as a context manager. On a terminal
+    nothing of it is left at the end; elsewhere the last snapshot always gets its line.
+    """
+
+    def __init__(self, console: Console, total: int | None) -> None:
+        self._console = console
+        self._total = total
+        self._last: Snapshot | None = None
+        self._shown_s: float | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            # No refresh thread: the display changes only when there is a snapshot to show.
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._last is not None and self._last.elapsed_s != self._shown_s:
+            self._show(self._last)
+
+    def update(self, snapshot: Snapshot) -> None:
+        self._last = snapshot
+        interval_s = _LINE_S if self._live is None else _REDRAW_S
+        if self._shown_s is None or snapshot.elapsed_s - self._shown_s >= interval_s:
+            self._show(snapshot)
+
+    def _show(self, snapshot: Snapshot) -> None:
+        self._shown_s = snapshot.elapsed_s
+        if self._live is not None:
+            self._live.update(self._panel(snapshot), refresh=True)
+        else:
+            busy = " ".join(f"{share:.0%}" for share in snapshot.stage_busy)
+            self._console.print(self._headline(snapshot).append(f", stages busy {busy}"), soft_wrap=True)
+
+    def _panel(self, snapshot: Snapshot) -> RenderableType:
+        bars = Table.grid(padding=(0, 1))
+        if self._total:
+            ended = snapshot.requests_done + snapshot.requests_failed
+            share = ended / self._total
+            bars.add_row("requests", _bar(share), f"{share:4.0%} done")
+        for stage, share in enumerate(snapshot.stage_busy):
+            bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy")
+        return Group(self._headline(snapshot), bars)
+
+    def _headline(self, snapshot: Snapshot) -> Text:
+        total = "" if self._total is None else f"/{self._total}"
+        failed = (f"{snapshot.requests_failed} failed", "red" if snapshot.requests_failed else "")
+        return Text.assemble(
+            f"{snapshot.elapsed_s:.0f} s: {snapshot.requests_done}{total} done, ",
+            failed,
+            f", {snapshot.running} running, {snapshot.waiting} waiting, {snapshot.tokens_per_s:,.1f} tokens/s",
+        )
+
+
+def _bar(share: float) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH)

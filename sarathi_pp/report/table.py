@@ -1,0 +1,104 @@
+"""The table after a run: where each stage's time went, beneath the throughput it was for.
+
+It formats report.json and computes nothing, so that what people read is what programs read. Fits 80 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_SECONDS = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
+_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
+
+
+def render(report: Mapping[str, Any]) -> RenderableType:
+    """A report as summary.summarise makes it. Figures that do not exist are shown as a dash."""
+    parts: list[RenderableType] = [_headline(report), "", _stages(report), "", _latencies(report)]
+    parts += [Text(f"note: {note}", style="yellow") for note in report["notes"]]
+    return Group(*parts)
+
+
+def _headline(report: Mapping[str, Any]) -> Text:
+    throughput = Text.assemble(
+        (f"{_count(report['total_tokens_per_s'])} tokens/s", "bold"),
+        f" ({_count(report['output_tokens_per_s'])} output), bubble ",
+        (_share(report["bubble_ratio"]), "bold"),
+        f" (steady {_share(report['bubble_ratio_steady'])}), {_seconds(report['wall_s'])} s",
+    )
+    requests = Text.assemble(
+        f"requests: {report['completed']:,} of {report['requests']:,} ok, ",
+        (f"{report['failed']:,} failed", "bold red" if report["failed"] else ""),
+        f"; {report['prompt_tokens']:,} prompt and {report['output_tokens']:,} output tokens",
+    )
+    schedule = Text(
+        f"policy {report['policy']}, chunk size {report['chunk_size']}, "
+        f"{report['microbatches']:,} microbatches on {report['stages']} stages",
+        style="dim",
+    )
+    return Text("\n").join([throughput, requests, schedule])
+
+
+def _stages(report: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("layers", justify="right", no_wrap=True)
+    for heading in ("compute\ns", "recv\nwait s", "send\nwait s", "host\ns", "no work\ns"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bubble", justify="right", style="bold", no_wrap=True)
+    table.add_column("steady\nbubble", justify="right", no_wrap=True)
+    table.add_column("peak\nGiB", justify="right", no_wrap=True)
+    for stage in report["per_stage"]:
+        first, end = stage["layers"]
+        table.add_row(
+            str(stage["stage"]),
+            f"{first}-{end - 1}" if end > first else "none",
+            *(_seconds(stage[name]) for name in _SECONDS),
+            _share(stage["bubble_ratio"]),
+            _share(stage["bubble_ratio_steady"]),
+            _gib(stage["peak_rss_bytes"]),
+        )
+    return table
+
+
+def _latencies(report: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("latency s", style="dim")
+    for name in ("mean", "p50", "p90", "p99"):
+        table.add_column(name, justify="right")
+    for name in _LATENCIES:
+        spread = report[name]
+        cells = (_milliseconds_kept(spread[key]) for key in ("mean", "p50", "p90", "p99"))
+        table.add_row(name.removesuffix("_s"), *cells)
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    """At most seven characters up to eleven days, so that ten columns fit."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 1000 else f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
+
+
+def _milliseconds_kept(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _gib(value_bytes: int | None) -> str:
+    if value_bytes is None:
+        return "-"
+    gib = value_bytes / 2**30
+    return f"{gib:.2f}" if gib < 10 else f"{gib:.1f}"

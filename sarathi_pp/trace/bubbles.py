@@ -1,0 +1,219 @@
+"""Where each stage's time went: every instant of the run window is in exactly one state.
+
+    gap before microbatch m on a stage, from the end of the compute before it (or the window's begin):
+
+    |-- send_wait --|---- no_work ----|---- recv_wait ----|---- host ----|== compute m ==
+      no free send    until m is        until m's input     until m
+      buffer          issued (rank 0)   is complete here    starts
+
+A recorded send wait wins wherever in a gap it lies. After a stage's last compute nothing is left to do:
+no_work. The window, first issue to last result, is the same for every stage, so the states of each add up to
+it; `closing_error` is by how much they do not (spans that overlap).
+
+Steady: the instants after every stage has started once at which at least P requests (stages) that arrived are
+unfinished, so that the pipeline could be full. A steady window with fewer than 2P microbatches says nothing
+and has no figures.
+
+A microbatch is counted where it starts. The gap before a microbatch, for the figures per request, is its
+start minus the end of the compute before it on that stage; the first has none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sarathi_pp.trace.intervals import Interval, intersect, length, merge, positions_within
+from sarathi_pp.trace.timeline import StageTimeline, Timeline
+
+# CPU time this far below the span means that other threads had the core.
+_SHARED_BELOW = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class StageBubbles:
+    """Seconds of one stage in each state. Ratios are None where their window is empty.
+
+    cpu_ratio: CPU time of the computing thread over its compute spans; None where it was not measured.
+    cores_shared: that is more than 10 % short, so that waiting for a core passes for compute and the bubble
+    is understated.
+    """
+
+    compute_s: float
+    recv_wait_s: float
+    send_wait_s: float
+    host_s: float
+    no_work_s: float
+    wall_s: float
+    bubble_ratio: float | None
+    bubble_ratio_steady: float | None
+    closing_error: float
+    cpu_ratio: float | None
+
+    @property
+    def cores_shared(self) -> bool:
+        return self.cpu_ratio is not None and self.cpu_ratio < _SHARED_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class Bubbles:
+    """The same of a whole run: ratios are means over stages.
+
+    steady: the steady window, empty where it has no figures. steady_positions: per stage, which of its
+    computes started in it. overlap: share of the steady window in which all stages compute at once.
+    request_bubble_s: per sequence index, the gaps before its microbatches summed over stages.
+    """
+
+    wall_s: float
+    stages: tuple[StageBubbles, ...]
+    bubble_ratio: float | None
+    bubble_ratio_steady: float | None
+    steady: tuple[Interval, ...]
+    steady_positions: tuple[list[int], ...]
+    overlap: float | None
+    request_bubble_s: dict[int, float]
+
+
+def measure_bubbles(timeline: Timeline) -> Bubbles:
+    """Folds one run; linear in the number of spans. A run without a result has zero seconds and no ratios."""
+    window = timeline.window
+    busy = [intersect(merge(zip(s.starts, s.ends, strict=True)), [window]) for s in timeline.stages]
+    steady = _steady(timeline)
+    positions = tuple(positions_within(stage.starts, steady) for stage in timeline.stages)
+    if min(map(len, positions), default=0) < 2 * len(timeline.stages):
+        steady, positions = [], tuple([] for _ in positions)
+    steady_s = length(steady)
+    ratios = [_bubble_ratio(length(intersect(spans, steady)), steady_s) for spans in busy]
+    stages = tuple(_fold_stage(stage, window, ratio) for stage, ratio in zip(timeline.stages, ratios, strict=True))
+    return Bubbles(
+        wall_s=window[1] - window[0],
+        stages=stages,
+        bubble_ratio=_mean([stage.bubble_ratio for stage in stages]),
+        bubble_ratio_steady=_mean(ratios),
+        steady=tuple(steady),
+        steady_positions=positions,
+        overlap=_overlap(busy, steady),
+        request_bubble_s=_request_bubbles(timeline),
+    )
+
+
+def _bubble_ratio(compute_s: float, window_s: float) -> float | None:
+    return 1 - compute_s / window_s if window_s > 0 else None
+
+
+def _mean(ratios: list[float | None]) -> float | None:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return sum(known) / len(known) if known else None
+
+
+class _Gaps:
+    """Seconds of the gaps of one stage, split by state. Gaps are added in order of time."""
+
+    def __init__(self, send_waits: list[Interval]) -> None:
+        self.send_wait_s = self.no_work_s = self.recv_wait_s = self.host_s = 0.0
+        self._send_waits = send_waits
+        self._next = 0
+
+    def add(self, begin: float, end: float, issued: float, arrived: float) -> None:
+        """The gap [begin, end) before a microbatch; both its instants infinite: nothing comes after it."""
+        waits = self._send_waits
+        while self._next < len(waits) and waits[self._next][0] < end:
+            wait_begin, wait_end = waits[self._next]
+            if wait_end > begin:
+                self._split(begin, max(begin, wait_begin), issued, arrived)
+                self.send_wait_s += min(wait_end, end) - max(wait_begin, begin)
+                begin = min(wait_end, end)
+            if wait_end > end:
+                break  # the rest of this wait belongs to a later gap
+            self._next += 1
+        self._split(begin, end, issued, arrived)
+
+    def _split(self, begin: float, end: float, issued: float, arrived: float) -> None:
+        # Clocks are aligned only so well: an input cannot be here before it was issued, so then it was.
+        issued = min(max(min(issued, arrived), begin), end)
+        arrived = min(max(arrived, begin), end)
+        self.no_work_s += issued - begin
+        self.recv_wait_s += arrived - issued
+        self.host_s += end - arrived
+
+
+def _fold_stage(stage: StageTimeline, window: Interval, steady_ratio: float | None) -> StageBubbles:
+    begin, end = window
+    wall_s = end - begin
+    gaps = _Gaps(stage.send_waits)
+    compute_s = 0.0
+    cursor = begin
+    for started, ended, issued, arrived in zip(stage.starts, stage.ends, stage.issued, stage.arrived, strict=True):
+        if cursor >= end:
+            break
+        if started > cursor:
+            gaps.add(cursor, min(started, end), issued, arrived)
+        if ended > begin:
+            # Overlapping spans count twice here, and show as a closing error.
+            compute_s += max(0.0, min(ended, end) - max(started, begin))
+            cursor = max(cursor, ended)
+    if cursor < end:
+        gaps.add(cursor, end, float("inf"), float("inf"))
+    total_s = compute_s + gaps.recv_wait_s + gaps.send_wait_s + gaps.host_s + gaps.no_work_s
+    return StageBubbles(
+        compute_s=compute_s,
+        recv_wait_s=gaps.recv_wait_s,
+        send_wait_s=gaps.send_wait_s,
+        host_s=gaps.host_s,
+        no_work_s=gaps.no_work_s,
+        wall_s=wall_s,
+        bubble_ratio=_bubble_ratio(compute_s, wall_s),
+        bubble_ratio_steady=steady_ratio,
+        closing_error=abs(total_s - wall_s) / wall_s if wall_s > 0 else 0.0,
+        cpu_ratio=stage.cpu_s / stage.spanned_s if stage.spanned_s > 0 else None,
+    )
+
+
+def _steady(timeline: Timeline) -> list[Interval]:
+    """The instants of the window, once every stage has started, with at least P requests unfinished."""
+    if not all(stage.starts for stage in timeline.stages):
+        return []
+    all_started = max((stage.starts[0] for stage in timeline.stages), default=0.0)
+    changes = [(request.at_s, 1) for request in timeline.arrived]
+    changes += [(request.finished_s, -1) for request in timeline.finished]
+    intervals: list[Interval] = []
+    unfinished = 0
+    since: float | None = None
+    for at_s, change in sorted(changes):
+        unfinished += change
+        enough = unfinished >= len(timeline.stages)
+        if enough and since is None:
+            since = at_s
+        elif not enough and since is not None:
+            intervals.append((since, at_s))
+            since = None
+    if since is not None:
+        intervals.append((since, float("inf")))
+    begin, end = timeline.window
+    return intersect(merge(intervals), [(max(begin, all_started), end)])
+
+
+def _overlap(busy: list[list[Interval]], steady: list[Interval]) -> float | None:
+    if not steady:
+        return None
+    common = steady
+    for spans in busy:
+        common = intersect(common, spans)
+    return length(common) / length(steady)
+
+
+_SEQUENCE = re.compile(r"s(\d+)")
+
+
+def _request_bubbles(timeline: Timeline) -> dict[int, float]:
+    gaps: dict[int, float] = {}
+    for stage in timeline.stages:
+        for position, microbatch in enumerate(stage.microbatches):
+            gap = stage.starts[position] - stage.ends[position - 1] if position else 0.0
+            gaps[microbatch] = gaps.get(microbatch, 0.0) + gap
+    by_sequence: dict[str, float] = {}
+    for event in timeline.issued[: timeline.num_returned]:
+        gap = gaps.get(event.microbatch, 0.0)
+        for sequence in _SEQUENCE.findall(event.text):
+            by_sequence[sequence] = by_sequence.get(sequence, 0.0) + gap
+    return {int(sequence): seconds for sequence, seconds in by_sequence.items()}

@@ -1,0 +1,292 @@
+"""The closed vocabulary of a trace: each event is a frozen value and one JSON line, `{"e": "compute", ...}`.
+
+Every rank writes one file. It starts with TraceStart, ends with TraceEnd unless the process was killed, and
+holds a Compute for every microbatch. What only the coordinator knows is in rank 0's file. All reports are
+pure folds over these events.
+
+Times are seconds on the monotonic clock of the rank that wrote the file, except `Compute.issued_s`, which
+travels with the microbatch and is on rank 0's clock. `clock_offset_s` turns one into the other:
+
+    rank 0's time = local time + clock_offset_s        known at both ends of the file, linear in between
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+from sarathi_pp.core.plan import MicroBatch
+from sarathi_pp.core.request import FinishReason
+from sarathi_pp.errors import InputError
+
+SCHEMA = "sarathi-pp/trace/1"
+
+StarvedReason = Literal["full", "no_arrivals", "no_kv", "tokens_in_flight"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceStart:
+    """Who writes this file, and the settings of the run that every report repeats.
+
+    at_s, unix_s: the same instant on the local monotonic clock and as unix time. layers: [first, end), global
+    indices. num_pages: pages of the stage's KV shard. clock_uncertainty_s: half the best round trip by which
+    the offset was measured.
+    """
+
+    at_s: float
+    unix_s: float
+    rank: int
+    stage: int
+    num_stages: int
+    layers: tuple[int, int]
+    host: str
+    pid: int
+    device: str
+    policy: str
+    chunk_size: int
+    inflight: int
+    num_pages: int
+    page_size: int
+    clock_offset_s: float = 0.0
+    clock_uncertainty_s: float = 0.0
+    schema: str = SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """Rank 0: a microbatch left the coordinator. `text` is its printed schedule.
+
+    The counts are those of the MicroBatch. pages_used and tokens_held are the KV pages taken and the tokens
+    stored in them at this moment, this microbatch's included.
+    """
+
+    microbatch: int
+    at_s: float
+    text: str
+    prefill_tokens: int
+    decodes: int
+    decode_context: int
+    prefill_attention: float
+    pages_used: int
+    tokens_held: int
+
+    @classmethod
+    def of(cls, microbatch: MicroBatch, *, pages_used: int, tokens_held: int) -> Issued:
+        return cls(
+            microbatch.index,
+            microbatch.issued_s,
+            str(microbatch),
+            microbatch.num_prefill_tokens,
+            microbatch.num_decodes,
+            microbatch.decode_context,
+            microbatch.prefill_attention,
+            pages_used,
+            tokens_held,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefill_tokens + self.decodes
+
+    @property
+    def num_chunks(self) -> int:
+        """Prefill chunks: in the printed form only they have a length."""
+        return self.text.count("+")
+
+
+@dataclass(frozen=True, slots=True)
+class Starved:
+    """Rank 0: no microbatch can be issued, and why. Written when the reason changes; the next Issued ends it.
+
+    full: as many in flight as are allowed. no_arrivals: nothing is unfinished. no_kv: no free pages.
+    tokens_in_flight: every running sequence waits for its own last token.
+    """
+
+    at_s: float
+    reason: StarvedReason
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A stage ran its layers over one microbatch from start_s to end_s, receiving and sending excluded.
+
+    issued_s: on rank 0's clock, from the header. arrived_s: when the input was complete here. cpu_s: CPU time
+    of the computing thread in the span; None where it says nothing (a GPU, an emulated stage).
+    """
+
+    microbatch: int
+    issued_s: float
+    arrived_s: float
+    start_s: float
+    end_s: float
+    cpu_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendWait:
+    """The stage stood still from start_s to end_s because no send buffer was free."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Rank 0: the result of a microbatch came back from the last stage."""
+
+    microbatch: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowRefused:
+    """Rank 0: an input line that never became a request. `code` is that of its error line."""
+
+    at_s: float
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """Rank 0: a request exists. at_s is its arrival, from which latencies count, not the time of writing."""
+
+    index: int
+    at_s: float
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """Rank 0: a request is done; all that its latencies need.
+
+    first_issue_s: its first chunk was issued; None if it never ran. first_token_s: None without output.
+    gaps_us: whole microseconds from each output token to the next, output_tokens - 1 of them, kept exactly:
+    they take no more room than the text of the microbatches that computed the tokens.
+    """
+
+    index: int
+    arrived_s: float
+    first_issue_s: float | None
+    first_token_s: float | None
+    finished_s: float
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: FinishReason
+    preemptions: int = 0
+    gaps_us: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceEnd:
+    """The last line of a file whose process ended in order. bytes_read: of the weights, at loading."""
+
+    at_s: float
+    clock_offset_s: float = 0.0
+    clock_uncertainty_s: float = 0.0
+    peak_rss_bytes: int | None = None
+    bytes_read: int | None = None
+
+
+Event = (
+    TraceStart
+    | Issued
+    | Starved
+    | Compute
+    | SendWait
+    | Returned
+    | RowRefused
+    | RequestArrived
+    | RequestFinished
+    | TraceEnd
+)
+
+KINDS: dict[str, type[Event]] = {
+    "start": TraceStart,
+    "issued": Issued,
+    "starved": Starved,
+    "compute": Compute,
+    "send_wait": SendWait,
+    "returned": Returned,
+    "refused": RowRefused,
+    "arrived": RequestArrived,
+    "finished": RequestFinished,
+    "end": TraceEnd,
+}
+
+# Keys of the fields that are written for every microbatch; the others go by their own name.
+_SHORT = {
+    "microbatch": "m",
+    "at_s": "t",
+    "start_s": "b",
+    "end_s": "f",
+    "issued_s": "i",
+    "arrived_s": "a",
+    "cpu_s": "c",
+    "text": "x",
+    "prefill_tokens": "p",
+    "decodes": "d",
+    "decode_context": "dc",
+    "prefill_attention": "pa",
+    "pages_used": "kp",
+    "tokens_held": "kt",
+    "gaps_us": "g",
+}
+
+
+class _Layout(NamedTuple):
+    """How one kind is written: its name, its fields and their keys, and the reader of all field values."""
+
+    name: str
+    fields: tuple[str, ...]
+    keys: tuple[str, ...]
+    key_set: frozenset[str]
+    values: Callable[[Event], tuple[object, ...]]
+
+    @classmethod
+    def of(cls, name: str, kind: type[Event]) -> _Layout:
+        names = tuple(field.name for field in fields(kind))
+        keys = tuple(_SHORT.get(field, field) for field in names)
+        return cls(name, names, keys, frozenset(keys), attrgetter(*names))
+
+
+_LAYOUTS = {kind: _Layout.of(name, kind) for name, kind in KINDS.items()}
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def encode(event: Event) -> str:
+    """One line without its newline, ASCII. Raises ValueError for a time that is not finite."""
+    layout = _LAYOUTS[type(event)]
+    return _to_json({"e": layout.name, **dict(zip(layout.keys, layout.values(event), strict=True))})
+
+
+def decode(line: str | bytes) -> Event:
+    """The inverse of `encode`. Raises InputError for anything that `encode` does not write."""
+    try:
+        data: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"not a line of JSON ({error}): {line[:80]!r}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"not a trace event: {line[:80]!r}; expected an object with the key 'e'")
+    name = data.pop("e", None)
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise InputError(f"unknown trace event {name!r}; known: {', '.join(KINDS)}")
+    layout = _LAYOUTS[kind]
+    if data.keys() != layout.key_set:
+        raise InputError(f"trace event {name!r} has the keys {sorted(data)}; expected {sorted(layout.keys)}")
+    values = map(data.__getitem__, layout.keys)
+    build: Callable[..., Event] = kind
+    event = build(
+        **{
+            field: tuple(value) if type(value) is list else value
+            for field, value in zip(layout.fields, values, strict=True)
+        }
+    )
+    if isinstance(event, TraceStart) and event.schema != SCHEMA:
+        raise InputError(
+            f"trace schema is {event.schema!r}; this version reads {SCHEMA!r}: use the version that wrote it"
+        )
+    return event

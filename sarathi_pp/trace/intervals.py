@@ -1,0 +1,54 @@
+"""Sets of instants as sorted, disjoint [begin, end) pairs. Every operation is exact and linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Interval = tuple[float, float]
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union. Any order, overlapping and empty ones allowed; sorted input costs linear time."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1]:
+            if end > merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """The instants that are in both."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        begin = max(left[i][0], right[j][0])
+        end = min(left[i][1], right[j][1])
+        if begin < end:
+            common.append((begin, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds in all."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def positions_within(instants: Sequence[float], intervals: Sequence[Interval]) -> list[int]:
+    """Positions of the instants, which are sorted, that lie in one of the intervals."""
+    inside: list[int] = []
+    i = 0
+    for position, instant in enumerate(instants):
+        while i < len(intervals) and intervals[i][1] <= instant:
+            i += 1
+        if i < len(intervals) and intervals[i][0] <= instant:
+            inside.append(position)
+    return inside

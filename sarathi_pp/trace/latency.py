@@ -1,0 +1,74 @@
+"""Latencies of finished requests, by the definitions of vLLM's benchmarks.
+
+ttft_s: arrival to first token. e2el_s: arrival to last token. tpot_s: (e2el - ttft) / (output tokens - 1), for
+outputs of two tokens or more. itl_s: each gap between neighbouring tokens, of all requests together. Failed
+requests have no latencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sarathi_pp.trace.events import RequestFinished
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of a series, in its unit; all None for an empty one."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        ordered = sorted(values)
+        if not ordered:
+            return cls(None, None, None, None)
+        mean = sum(ordered) / len(ordered)
+        return cls(mean, percentile(ordered, 50), percentile(ordered, 90), percentile(ordered, 99))
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of a sorted, non-empty series; linear between its members, as numpy has it."""
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLatency:
+    """Latencies of one request, in seconds from its arrival; None where there were too few tokens.
+
+    queue_s: until its first chunk was issued.
+    """
+
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2el_s: float
+
+    @classmethod
+    def of(cls, request: RequestFinished) -> RequestLatency:
+        e2el_s = request.finished_s - request.arrived_s
+        queue_s = None if request.first_issue_s is None else request.first_issue_s - request.arrived_s
+        if request.first_token_s is None:
+            return cls(queue_s, None, None, e2el_s)
+        ttft_s = request.first_token_s - request.arrived_s
+        tpot_s = (e2el_s - ttft_s) / (request.output_tokens - 1) if request.output_tokens > 1 else None
+        return cls(queue_s, ttft_s, tpot_s, e2el_s)
+
+
+def latency_spreads(requests: Iterable[RequestFinished]) -> dict[str, Spread]:
+    """Keys ttft_s, tpot_s, itl_s, e2el_s, over the requests that did not fail."""
+    succeeded = [request for request in requests if request.finish_reason != "error"]
+    latencies = [RequestLatency.of(request) for request in succeeded]
+    return {
+        "ttft_s": Spread.of(x.ttft_s for x in latencies if x.ttft_s is not None),
+        "tpot_s": Spread.of(x.tpot_s for x in latencies if x.tpot_s is not None),
+        "itl_s": Spread.of(gap_us * 1e-6 for request in succeeded for gap_us in request.gaps_us),
+        "e2el_s": Spread.of(x.e2el_s for x in latencies),
+    }

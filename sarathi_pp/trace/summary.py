@@ -1,0 +1,170 @@
+"""One run as one JSON document, report.json: a pure fold of its traces.
+
+Figures that do not exist (no result, no steady window, no second token) are null. Throughput counts the
+tokens of requests that completed, over the run window; loading and reporting lie outside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from sarathi_pp.errors import InputError
+from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, measure_bubbles
+from sarathi_pp.trace.events import Event
+from sarathi_pp.trace.latency import Spread, latency_spreads
+from sarathi_pp.trace.recorder import read_trace
+from sarathi_pp.trace.timeline import StageTimeline, Timeline
+
+SCHEMA = "sarathi-pp/report/1"
+
+_CLOSING_TOLERANCE = 0.01
+
+Report = dict[str, Any]
+
+
+def summarise(traces: Sequence[Path | Iterable[Event]], facts: Mapping[str, object] | None = None) -> Report:
+    """The report of one run from its traces, one a stage, as files or as events.
+
+    facts: further keys that no trace holds (model, versions, rows taken over from an earlier attempt); they
+    win over computed ones. Raises InputError or MissingError for traces that cannot be used.
+    """
+    if not traces:
+        raise InputError("there are no traces; a report needs one of each stage")
+    timeline = Timeline.read(read_trace(trace) if isinstance(trace, Path) else trace for trace in traces)
+    return summarise_timeline(timeline, measure_bubbles(timeline)) | dict(facts or {})
+
+
+def summarise_timeline(timeline: Timeline, bubbles: Bubbles) -> Report:
+    """The same from what was already read and measured."""
+    settings = timeline.stages[0].start
+    return {
+        "schema": SCHEMA,
+        "policy": settings.policy,
+        "stages": settings.num_stages,
+        "chunk_size": settings.chunk_size,
+        "layer_split": [stage.start.layers[1] - stage.start.layers[0] for stage in timeline.stages],
+        "inflight": settings.inflight,
+        "device": settings.device,
+        "microbatches": timeline.num_returned,
+        "wall_s": bubbles.wall_s,
+        **_throughput(timeline, bubbles.wall_s),
+        "bubble_ratio": bubbles.bubble_ratio,
+        "bubble_ratio_steady": bubbles.bubble_ratio_steady,
+        "overlap": bubbles.overlap,
+        "per_stage": [
+            _stage_report(stage, measured) for stage, measured in zip(timeline.stages, bubbles.stages, strict=True)
+        ],
+        "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
+        **{name: asdict(spread) for name, spread in latency_spreads(timeline.finished).items()},
+        **_variation(timeline, bubbles),
+        "kv": _kv(timeline),
+        "preemptions": sum(request.preemptions for request in timeline.finished),
+        "clock_uncertainty_s": max(_clock_uncertainty(stage) for stage in timeline.stages),
+        "closing_error": max(stage.closing_error for stage in bubbles.stages),
+        "notes": _notes(timeline, bubbles),
+    }
+
+
+def _throughput(timeline: Timeline, wall_s: float) -> Report:
+    completed = [request for request in timeline.finished if request.finish_reason != "error"]
+    failed = len(timeline.finished) - len(completed) + timeline.rows_refused
+    prompt_tokens = sum(request.prompt_tokens for request in completed)
+    output_tokens = sum(request.output_tokens for request in completed)
+    chunks = sum(event.num_chunks for event in timeline.issued[: timeline.num_returned])
+    return {
+        "requests": len(timeline.arrived) + timeline.rows_refused,
+        "completed": len(completed),
+        "failed": failed,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "total_tokens_per_s": _per_second(prompt_tokens + output_tokens, wall_s),
+        "output_tokens_per_s": _per_second(output_tokens, wall_s),
+        "chunk_throughput": _per_second(chunks, wall_s),
+    }
+
+
+def _per_second(count: int, wall_s: float) -> float | None:
+    return count / wall_s if wall_s > 0 else None
+
+
+def _percentiles(values: Iterable[float]) -> Report:
+    spread = Spread.of(values)
+    return {"p50": spread.p50, "p90": spread.p90, "p99": spread.p99}
+
+
+def _stage_report(stage: StageTimeline, measured: StageBubbles) -> Report:
+    return {
+        "stage": stage.start.stage,
+        "layers": list(stage.start.layers),
+        **asdict(measured),
+        "cores_shared": measured.cores_shared,
+        "peak_rss_bytes": stage.end.peak_rss_bytes if stage.end else None,
+        "bytes_read": stage.end.bytes_read if stage.end else None,
+    }
+
+
+def _variation(timeline: Timeline, bubbles: Bubbles) -> Report:
+    """Coefficients of variation of the steady microbatches: their time on the slowest stage, their tokens."""
+    slowest = max(range(len(bubbles.stages)), key=lambda index: bubbles.stages[index].compute_s)
+    stage = timeline.stages[slowest]
+    positions = bubbles.steady_positions[slowest]
+    tokens = {event.microbatch: event.num_tokens for event in timeline.issued}
+    times = [stage.ends[position] - stage.starts[position] for position in positions]
+    ran = [stage.microbatches[position] for position in positions]
+    sizes = [tokens[microbatch] for microbatch in ran if microbatch in tokens]
+    return {"microbatch_time_cv": _cv(times), "microbatch_tokens_cv": _cv(sizes)}
+
+
+def _cv(values: Sequence[float]) -> float | None:
+    mean = fmean(values) if values else 0.0
+    return pstdev(values, mean) / mean if mean > 0 else None
+
+
+def _kv(timeline: Timeline) -> Report:
+    """KV use as sampled at each issue, each sample holding until the next one or the window's end."""
+    settings = timeline.stages[0].start
+    ends = [event.at_s for event in timeline.issued[1:]] + [timeline.window[1]]
+    wasted_s = held_s = 0.0
+    for event, end in zip(timeline.issued, ends, strict=False):
+        if event.pages_used and end > event.at_s:
+            seconds = end - event.at_s
+            held_s += seconds
+            wasted_s += seconds * (1 - event.tokens_held / (event.pages_used * settings.page_size))
+    return {
+        "pages": settings.num_pages,
+        "peak_used": max((event.pages_used for event in timeline.issued), default=0),
+        "fragmentation": wasted_s / held_s if held_s > 0 else None,
+    }
+
+
+def _clock_uncertainty(stage: StageTimeline) -> float:
+    at_end = stage.end.clock_uncertainty_s if stage.end else 0.0
+    return max(stage.start.clock_uncertainty_s, at_end)
+
+
+def _notes(timeline: Timeline, bubbles: Bubbles) -> list[str]:
+    """What a reader must know before believing the figures; empty for a run that is beyond doubt."""
+    measured = list(enumerate(bubbles.stages))
+    shared = {i: stage.cpu_ratio for i, stage in measured if stage.cores_shared}
+    open_sums = {i: stage.closing_error for i, stage in measured if stage.closing_error > _CLOSING_TOLERANCE}
+    endless = [i for i, stage in enumerate(timeline.stages) if stage.end is None]
+    notes = []
+    if shared:
+        notes.append(f"cores were shared ({_by_stage(shared)} CPU time in compute spans): the bubble is understated")
+    if open_sums:
+        notes.append(
+            f"states do not add up to the wall time (off by {_by_stage(open_sums)}): compute spans overlap, "
+            "the bubble cannot be trusted"
+        )
+    if endless:
+        stages = ", ".join(map(str, endless))
+        notes.append(f"no end in the trace of stage {stages}: the run goes on or was killed")
+    return notes
+
+
+def _by_stage(shares: Mapping[int, float | None]) -> str:
+    return ", ".join(f"stage {stage}: {share:.0%}" for stage, share in shares.items())

@@ -1,0 +1,163 @@
+"""The traces of one run, read once and put on rank 0's clock: what every figure is folded from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sarathi_pp.errors import InputError
+from sarathi_pp.trace.events import (
+    Compute,
+    Event,
+    Issued,
+    RequestArrived,
+    RequestFinished,
+    Returned,
+    RowRefused,
+    SendWait,
+    TraceEnd,
+    TraceStart,
+)
+from sarathi_pp.trace.intervals import Interval, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Turns one rank's times into rank 0's: the offset at `anchor_s`, drifting by `drift` seconds a second."""
+
+    anchor_s: float
+    offset_s: float
+    drift: float
+
+    @classmethod
+    def of(cls, start: TraceStart, end: TraceEnd | None) -> Alignment:
+        """From both ends of a trace; a trace that was cut off keeps its first offset."""
+        if end is None or end.at_s <= start.at_s:
+            return cls(start.at_s, start.clock_offset_s, 0.0)
+        drift = (end.clock_offset_s - start.clock_offset_s) / (end.at_s - start.at_s)
+        return cls(start.at_s, start.clock_offset_s, drift)
+
+    def to_rank0(self, local_s: float) -> float:
+        return local_s + self.offset_s + self.drift * (local_s - self.anchor_s)
+
+
+def _seconds() -> array[float]:
+    return array("d")
+
+
+@dataclass(slots=True)
+class StageTimeline:
+    """What one stage did, on rank 0's clock. The arrays are parallel, in the order of `starts`.
+
+    microbatches: indices. issued, arrived, starts, ends: seconds. send_waits: sorted and disjoint.
+    cpu_s, spanned_s: thread CPU time and length of the spans that have one, summed.
+    """
+
+    start: TraceStart
+    end: TraceEnd | None = None
+    microbatches: array[int] = field(default_factory=lambda: array("q"))
+    issued: array[float] = field(default_factory=_seconds)
+    arrived: array[float] = field(default_factory=_seconds)
+    starts: array[float] = field(default_factory=_seconds)
+    ends: array[float] = field(default_factory=_seconds)
+    send_waits: list[Interval] = field(default_factory=list)
+    cpu_s: float = 0.0
+    spanned_s: float = 0.0
+
+    def add(self, span: Compute) -> None:
+        self.microbatches.append(span.microbatch)
+        self.issued.append(span.issued_s)
+        self.arrived.append(span.arrived_s)
+        self.starts.append(span.start_s)
+        self.ends.append(span.end_s)
+        if span.cpu_s is not None:
+            self.cpu_s += span.cpu_s
+            self.spanned_s += span.end_s - span.start_s
+
+    def align(self) -> None:
+        """Puts the local times on rank 0's clock, in order of start. `issued` is on that clock already."""
+        clock = Alignment.of(self.start, self.end)
+        order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+        self.microbatches = array("q", [self.microbatches[i] for i in order])
+        self.issued = array("d", [self.issued[i] for i in order])
+        self.arrived = array("d", [clock.to_rank0(self.arrived[i]) for i in order])
+        self.starts = array("d", [clock.to_rank0(self.starts[i]) for i in order])
+        self.ends = array("d", [clock.to_rank0(self.ends[i]) for i in order])
+        self.send_waits = merge((clock.to_rank0(b), clock.to_rank0(e)) for b, e in self.send_waits)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One run: its stages in order, and what rank 0 alone recorded, in the order of recording."""
+
+    stages: list[StageTimeline] = field(default_factory=list)
+    issued: list[Issued] = field(default_factory=list)
+    returned: list[Returned] = field(default_factory=list)
+    arrived: list[RequestArrived] = field(default_factory=list)
+    finished: list[RequestFinished] = field(default_factory=list)
+    rows_refused: int = 0
+
+    @classmethod
+    def read(cls, traces: Iterable[Iterable[Event]]) -> Timeline:
+        """One trace a stage, in any order. Raises InputError if stages are missing, doubled or nameless."""
+        timeline = cls()
+        for events in traces:
+            timeline._read_stage(events)
+        timeline.stages.sort(key=lambda stage: stage.start.stage)
+        found = [stage.start.stage for stage in timeline.stages]
+        expected = list(range(timeline.stages[0].start.num_stages)) if timeline.stages else [0]
+        if found != expected:
+            raise InputError(f"the traces are of stages {found}; a report needs one of each of {expected}")
+        return timeline
+
+    @property
+    def num_returned(self) -> int:
+        """Microbatches whose result is back and whose compute is in every stage's trace.
+
+        Traces of a run that goes on, or that was killed, end at different instants: results beyond the
+        shortest of them are left out, so that a stage is never called idle for what it did not write yet.
+        """
+        reach = min((max(stage.microbatches, default=-1) for stage in self.stages), default=-1)
+        return sum(result.microbatch <= reach for result in self.returned)
+
+    @property
+    def window(self) -> Interval:
+        """The run window: first issue to last result. Empty, (0, 0), if nothing came back."""
+        results = self.returned[: self.num_returned]
+        if not results or not self.issued:
+            return (0.0, 0.0)
+        return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
+
+    def _read_stage(self, events: Iterable[Event]) -> None:
+        stage: StageTimeline | None = None
+        for event in events:
+            if stage is None:
+                if not isinstance(event, TraceStart):
+                    raise InputError(f"a trace begins with its start; this one with {type(event).__name__}")
+                stage = StageTimeline(event)
+            elif isinstance(event, Compute):
+                stage.add(event)
+            elif isinstance(event, SendWait):
+                stage.send_waits.append((event.start_s, event.end_s))
+            elif isinstance(event, TraceEnd):
+                stage.end = event
+            else:
+                self._add(event)
+        if stage is None:
+            raise InputError("a trace is empty: its process ended before it wrote anything")
+        stage.align()
+        self.stages.append(stage)
+
+    def _add(self, event: Event) -> None:
+        match event:
+            case Issued():
+                self.issued.append(event)
+            case Returned():
+                self.returned.append(event)
+            case RequestArrived():
+                self.arrived.append(event)
+            case RequestFinished():
+                self.finished.append(event)
+            case RowRefused():
+                self.rows_refused += 1

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from sarathi_pp.report.table import render
+from sarathi_pp.trace.summary import Report, summarise
+from tests.trace.schedules import Schedule, constant, start
+
+
+def printed(report: Report, *, width: int = 80, color: bool = False) -> str:
+    file = StringIO()
+    Console(file=file, width=width, force_terminal=color, no_color=not color).print(render(report))
+    return file.getvalue()
+
+
+def test_every_figure_of_a_stage_has_its_place() -> None:
+    schedule = Schedule(8, 2, constant(1.0), host=constant(0.25), transfer=constant(0.125))
+    report = summarise(schedule.events())
+    assert report["per_stage"][1]["host_s"] == 2.0
+    lines = printed(report).splitlines()
+    row = next(line.split() for line in lines if line.split()[:2] == ["1", "4-7"])
+    stage = report["per_stage"][1]
+    states = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
+    assert row[2:7] == [f"{stage[name]:.2f}" for name in states]
+    assert row[7:] == [f"{stage['bubble_ratio']:.1%}", f"{stage['bubble_ratio_steady']:.1%}", "1.00"]
+
+
+def test_headline_puts_the_bubble_beside_the_throughput() -> None:
+    first, second, third = printed(summarise(Schedule(8, 2, constant(0.01)).events())).splitlines()[:3]
+    assert first == "978 tokens/s (88.9 output), bubble 11.1% (steady 0.0%), 0.09 s"
+    assert second == "requests: 8 of 8 ok, 0 failed; 80 prompt and 8 output tokens"
+    assert third == "policy sarathi, chunk size 256, 8 microbatches on 2 stages"
+
+
+def test_a_long_run_fits_80_columns() -> None:
+    """Eight stages, hours, layers in the hundreds: no column is cut or wrapped."""
+    report = summarise(Schedule(40, 8, constant(249.0), host=constant(3.0), send_wait=constant(1.0)).events())
+    report["wall_s"] = 123456.789
+    for stage in report["per_stage"]:
+        stage |= {"layers": [100, 116], "peak_rss_bytes": 123 << 30, "compute_s": 99999.0}
+    text = printed(report)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert sum(line.split()[1:3] == ["100-115", "99999"] for line in text.splitlines()) == 8
+
+
+def test_figures_that_do_not_exist_are_dashes() -> None:
+    text = printed(summarise([[start(0, 1)]]))
+    assert "- tokens/s (- output), bubble - (steady -), 0.00 s" in text
+    assert "None" not in text
+    assert "note: no end in the trace of stage 0" in text
+
+
+def test_a_stage_without_layers_is_shown() -> None:
+    report = summarise(Schedule(4, 1, constant(1.0)).events())
+    report["per_stage"][0]["layers"] = [4, 4]
+    assert "none" in printed(report)
+
+
+def test_failures_stand_out() -> None:
+    report = summarise(Schedule(4, 1, constant(1.0)).events()) | {"failed": 3}
+    assert "\x1b[1;31m3 failed" in printed(report, color=True)
+    assert "\x1b" not in printed(report)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sarathi_pp.core.plan import Chunk, MicroBatch
+from sarathi_pp.errors import InputError
+from sarathi_pp.trace.events import KINDS, SCHEMA, Compute, Event, Issued, SendWait, decode, encode
+from tests.trace.schedules import start
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if hint is float:
+        return st.floats(allow_nan=False, allow_infinity=False)
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is tuple:
+        members = get_args(hint)
+        if members[-1] is Ellipsis:
+            return st.lists(values_of(members[0])).map(tuple)
+        return st.tuples(*map(values_of, members))
+    if type(None) in get_args(hint):
+        return st.none() | values_of(next(arg for arg in get_args(hint) if arg is not type(None)))
+    return st.from_type(hint)
+
+
+def events_of(kind: type[Event]) -> st.SearchStrategy[Event]:
+    hints = get_type_hints(kind)
+    given_fields = {f.name: values_of(hints[f.name]) for f in fields(kind)}
+    if "schema" in given_fields:
+        given_fields["schema"] = st.just(SCHEMA)
+    return st.builds(kind, **given_fields)
+
+
+@given(st.one_of([events_of(kind) for kind in KINDS.values()]))
+def test_decode_inverts_encode(event: Event) -> None:
+    line = encode(event)
+    assert decode(line) == event
+    assert decode(line.encode()) == event
+    assert line.isascii() and "\n" not in line
+
+
+def test_every_event_has_a_kind() -> None:
+    assert set(KINDS.values()) == set(get_args(Event))
+
+
+def test_line_form() -> None:
+    assert encode(Compute(7, 1.0, 1.25, 1.5, 2.0, 0.5)) == (
+        '{"e":"compute","m":7,"i":1.0,"a":1.25,"b":1.5,"f":2.0,"c":0.5}'
+    )
+
+
+def test_short_keys_do_not_collide() -> None:
+    for kind in KINDS.values():
+        blank = dict.fromkeys((f.name for f in fields(kind)), 0)
+        assert len(json.loads(encode(kind(**blank)))) == len(blank) + 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"e":"lunch"}', "unknown trace event 'lunch'; known: start, issued"),
+        ('{"e":["compute"]}', "unknown trace event"),
+        ('{"b":1.0,"f":2.0}', "unknown trace event None"),
+        ('{"e":"send_wait","b":1.0}', r"has the keys \['b'\]; expected \['b', 'f'\]"),
+        ('{"e":"send_wait","b":1.0,"f":2.0,"g":3}', "has the keys"),
+        ('{"e":"send_wait","b"', "not a line of JSON"),
+        ("[1, 2]", "not a trace event"),
+        ("\xff".encode("latin-1"), "not a line of JSON"),
+    ],
+)
+def test_anything_else_is_refused(line: str | bytes, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        decode(line)
+
+
+def test_other_schema_is_refused_with_the_remedy() -> None:
+    line = encode(start(0, 1)).replace(SCHEMA, "sarathi-pp/trace/99")
+    with pytest.raises(InputError, match=r"trace/99.*reads.*trace/1.*version that wrote it"):
+        decode(line)
+
+
+def test_times_must_be_finite() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode(SendWait(0.0, float("nan")))
+
+
+def test_issued_holds_the_counts_of_its_microbatch() -> None:
+    chunks = (Chunk(3, 0, 256, 128), Chunk(4, 1, 0, 16), Chunk(1, 0, 300, 1, decode=True))
+    event = Issued.of(MicroBatch(7, chunks, issued_s=1.5), pages_used=9, tokens_held=130)
+    assert event.text == "m7[s3:256+128 s4.1:0+16 | d s1:300]"
+    assert (event.at_s, event.num_tokens, event.num_chunks) == (1.5, 145, 2)
+    assert (event.decode_context, event.prefill_attention) == (301, 128 * 256 + 8192 + 128)

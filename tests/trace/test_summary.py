@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sarathi_pp.errors import InputError, MissingError
+from sarathi_pp.trace.events import (
+    Compute,
+    Event,
+    Issued,
+    RequestArrived,
+    RequestFinished,
+    Returned,
+    RowRefused,
+    encode,
+)
+from sarathi_pp.trace.summary import Report, summarise
+from tests.trace.schedules import Schedule, constant, start, table
+
+NULLS = {"mean": None, "p50": None, "p90": None, "p99": None}
+
+
+def approximately(value: object) -> object:
+    match value:
+        case dict():
+            return {key: approximately(member) for key, member in value.items()}
+        case list():
+            return [approximately(member) for member in value]
+        case float():
+            return pytest.approx(value)
+    return value
+
+
+def golden_stage(stage: int, **seconds: float) -> Report:
+    states = dict.fromkeys(("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s"), 0.0)
+    return {
+        "stage": stage,
+        "layers": [4 * stage, 4 * stage + 4],
+        **states,
+        **seconds,
+        "wall_s": 9.0,
+        "bubble_ratio": 1 / 9,
+        "bubble_ratio_steady": 0.0,
+        "closing_error": 0.0,
+        "cpu_ratio": 1.0,
+        "cores_shared": False,
+        "peak_rss_bytes": 1 << 30,
+        "bytes_read": 1 << 20,
+    }
+
+
+# Eight microbatches of one second on two stages, each the prompt of a request with one output token; all
+# arrived at 0, request m is done at m + 2. Each issue sees 2 pages of 16 hold 24 tokens.
+GOLDEN = {
+    "schema": "sarathi-pp/report/1",
+    "policy": "sarathi",
+    "stages": 2,
+    "chunk_size": 256,
+    "layer_split": [4, 4],
+    "inflight": 3,
+    "device": "cpu",
+    "microbatches": 8,
+    "wall_s": 9.0,
+    "requests": 8,
+    "completed": 8,
+    "failed": 0,
+    "prompt_tokens": 80,
+    "output_tokens": 8,
+    "total_tokens_per_s": 88 / 9,
+    "output_tokens_per_s": 8 / 9,
+    "chunk_throughput": 8 / 9,
+    "bubble_ratio": 1 / 9,
+    "bubble_ratio_steady": 0.0,
+    "overlap": 1.0,
+    "per_stage": [
+        golden_stage(0, compute_s=8.0, no_work_s=1.0),
+        golden_stage(1, compute_s=8.0, recv_wait_s=1.0),
+    ],
+    "request_bubble_s": {"p50": 0.0, "p90": 0.0, "p99": 0.0},
+    "ttft_s": {"mean": 5.5, "p50": 5.5, "p90": 8.3, "p99": 8.93},
+    "tpot_s": NULLS,
+    "itl_s": NULLS,
+    "e2el_s": {"mean": 5.5, "p50": 5.5, "p90": 8.3, "p99": 8.93},
+    "microbatch_time_cv": 0.0,
+    "microbatch_tokens_cv": 0.0,
+    "kv": {"pages": 100, "peak_used": 2, "fragmentation": 0.25},
+    "preemptions": 0,
+    "clock_uncertainty_s": 0.0,
+    "closing_error": 0.0,
+    "notes": [],
+}
+
+
+def test_golden_report() -> None:
+    report = summarise(Schedule(8, 2, constant(1.0)).events())
+    assert list(report) == list(GOLDEN)
+    assert report == approximately(GOLDEN)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_files_and_events_give_the_same_report_in_any_order(tmp_path: Path) -> None:
+    traces = Schedule(8, 3, constant(0.125)).events()
+    paths = []
+    for number, trace in enumerate(traces):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(encode(event) + "\n" for event in trace) + '{"e":"torn')
+        paths.append(path)
+    assert summarise(paths[::-1]) == summarise(traces)
+
+
+def test_facts_are_added_and_win() -> None:
+    report = summarise(Schedule(8, 2, constant(1.0)).events(), {"model": "m", "policy": "sarathi:even=1"})
+    assert (report["model"], report["policy"], report["stages"]) == ("m", "sarathi:even=1", 2)
+
+
+def test_run_without_a_result_is_null_not_an_error() -> None:
+    report = summarise([[start(0, 2)], [start(1, 2)]])
+    assert (report["wall_s"], report["microbatches"], report["requests"]) == (0, 0, 0)
+    for key in ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "microbatch_time_cv"):
+        assert report[key] is None
+    assert report["kv"] == {"pages": 100, "peak_used": 0, "fragmentation": None}
+    assert report["request_bubble_s"] == {"p50": None, "p90": None, "p99": None}
+    assert report["per_stage"][0]["peak_rss_bytes"] is None
+
+
+def test_one_microbatch() -> None:
+    report = summarise(Schedule(1, 4, constant(1.0)).events())
+    assert report["bubble_ratio"] == 0.75
+    assert report["bubble_ratio_steady"] is report["microbatch_tokens_cv"] is None
+
+
+def test_failures_count_and_their_tokens_do_not() -> None:
+    events: list[Event] = [
+        start(0, 1),
+        RequestArrived(0, 0.0, 10),
+        RequestArrived(1, 0.0, 20),
+        RequestArrived(2, 0.0, 40),
+        RowRefused(0.0, "invalid_json"),
+        Issued(0, 0.0, "m0[s0:0+10 s1:0+20]", 30, 0, 0, 0.0, 2, 30),
+        Compute(0, 0.0, 0.0, 0.0, 2.0),
+        Returned(0, 2.0),
+        RequestFinished(0, 0.0, 0.0, 2.0, 2.0, 10, 1, "length", preemptions=2),
+        RequestFinished(1, 0.0, 0.0, None, 2.0, 20, 0, "error", preemptions=1),
+    ]
+    report = summarise([events])
+    assert (report["requests"], report["completed"], report["failed"]) == (4, 1, 2)
+    assert (report["prompt_tokens"], report["output_tokens"], report["preemptions"]) == (10, 1, 3)
+    assert report["total_tokens_per_s"] == 5.5
+    assert report["chunk_throughput"] == 1.0
+
+
+def test_variation_is_of_the_slowest_stage_in_the_steady_window() -> None:
+    """Stage 1 takes 1 and 3 s by turns: mean 2, deviation 1. The last microbatch runs alone: 99 s that do
+    not count, since fewer than two requests are left by then."""
+    rows = [[0.5, 1.0 + 2.0 * (m % 2)] for m in range(20)] + [[0.5, 99.0]]
+    traces = Schedule(21, 2, table(rows)).events()
+    traces[0] = [
+        replace(e, prefill_tokens=10 if e.microbatch % 2 else 30) if isinstance(e, Issued) else e for e in traces[0]
+    ]
+    report = summarise(traces)
+    assert report["microbatch_time_cv"] == pytest.approx(0.5)
+    assert report["microbatch_tokens_cv"] == pytest.approx(0.5)
+
+
+def test_fragmentation_is_a_time_mean() -> None:
+    events: list[Event] = [
+        start(0, 1),
+        Issued(0, 0.0, "m0[s0:0+8]", 8, 0, 0, 0.0, 1, 8),  # half of a page of 16 for 3 s
+        Issued(1, 3.0, "m1[s0:8+8]", 8, 0, 0, 0.0, 1, 16),  # all of it for 1 s
+        Compute(0, 0.0, 0.0, 0.0, 2.0),
+        Compute(1, 3.0, 3.0, 3.0, 4.0),
+        Returned(0, 2.0),
+        Returned(1, 4.0),
+    ]
+    assert summarise([events])["kv"]["fragmentation"] == pytest.approx(0.375)
+
+
+def test_notes_name_what_the_figures_do_not_show() -> None:
+    report = summarise(Schedule(8, 2, constant(1.0), cpu_share=0.5).events(complete=False))
+    assert report["per_stage"][1]["cores_shared"] is True
+    assert report["notes"] == [
+        "cores were shared (stage 0: 50%, stage 1: 50% CPU time in compute spans): the bubble is understated",
+        "no end in the trace of stage 0, 1: the run goes on or was killed",
+    ]
+    overlapping = [Compute(0, 0.0, 0.0, 0.0, 6.0), Compute(1, 0.0, 0.0, 4.0, 10.0)]
+    issued = Issued(0, 0.0, "m0[s0:0+1]", 1, 0, 0, 0.5, 1, 1)
+    doubtful = summarise([[start(0, 1), issued, *overlapping, Returned(0, 10.0)]])
+    assert doubtful["closing_error"] == pytest.approx(0.2)
+    assert "states do not add up to the wall time (off by stage 0: 20%)" in doubtful["notes"][0]
+
+
+def test_clock_uncertainty_is_the_worst() -> None:
+    traces = Schedule(2, 2, constant(1.0)).events()
+    traces[1][0] = start(1, 2, uncertainty_s=3e-4)
+    assert summarise(traces)["clock_uncertainty_s"] == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("traces", "message"),
+    [
+        ([], "no traces"),
+        ([[]], "a trace is empty"),
+        ([[Returned(0, 1.0)]], "begins with its start; this one with Returned"),
+        ([[start(0, 2)]], r"of stages \[0\]; a report needs one of each of \[0, 1\]"),
+        ([[start(0, 2)], [start(0, 2)]], r"of stages \[0, 0\]"),
+    ],
+)
+def test_traces_that_cannot_be_used(traces: list[list[Event]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        summarise(traces)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(MissingError):
+        summarise([tmp_path / "none.jsonl"])

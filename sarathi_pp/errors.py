@@ -24,9 +24,13 @@ EXIT_INTERRUPTED = 130
 
 
 class SarathiError(Exception):
-    """An error whose message is meant for the user; shown without a traceback."""
+    """An error whose message is meant for the user; shown without a traceback.
+
+    agreed: every rank raises this same error, so rank 0 alone needs to show it.
+    """
 
     exit_code = 70
+    agreed = False
 
 
 class ConfigError(SarathiError, ValueError):

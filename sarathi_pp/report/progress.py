@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -12,31 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from sarathi_pp.runtime.snapshot import Snapshot
+
 _REDRAW_S = 0.1
 _LINE_S = 5.0
 _BAR_WIDTH = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """How far a run is. Counts and tokens since its start, elapsed_s after it.
-
-    stage_busy: per stage, the share (0 to 1) of the time since the last snapshot in which it computed.
-    """
-
-    elapsed_s: float
-    requests_done: int
-    requests_failed: int
-    running: int
-    waiting: int
-    prompt_tokens: int
-    output_tokens: int
-    stage_busy: tuple[float, ...]
-
-    @property
-    def tokens_per_s(self) -> float:
-        tokens = self.prompt_tokens + self.output_tokens
-        return tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
 class ProgressDisplay:

@@ -14,9 +14,10 @@ from typing import Generic, Protocol, TypeVar
 
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.codec import Frame
+from sarathi_pp.wire.codec import Frame, Goodbye
 
 Payload = TypeVar("Payload")
+Sent = TypeVar("Sent", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,12 @@ class Message(Generic[Payload]):
     release: Callable[[], None]
 
 
-class Sender(Protocol[Payload]):
+class Sender(Protocol[Sent]):
     def reserve(self) -> None:
         """Wait until a send buffer is free. Raises what ended the edge, if it has ended."""
 
-    def send(self, frame: Frame, payload: Payload | None = None) -> None:
-        """Hand over one frame; needs a buffer reserved before. Later writes to the payload are the caller's risk
-        only until this returns."""
+    def send(self, frame: Frame, payload: Sent | None = None) -> None:
+        """Hand over one frame, with a buffer reserved before."""
 
     def close(self) -> None:
         """Say goodbye, wait until everything is sent."""
@@ -89,4 +89,5 @@ class QueueChannel(Generic[Payload]):
             return None
 
     def close(self) -> None:
-        """Nothing to wait for: what was sent is there."""
+        self.reserve()
+        self.send(Goodbye())

@@ -197,7 +197,7 @@ class _Cursor(Generic[Number]):
     """Reads a list from front to back; taking more than is left, or fewer than none, is an error."""
 
     def __init__(self, numbers: list[Number]) -> None:
-        self._numbers = numbers
+        self._numbers: list[Number] = numbers
         self._position = 0
 
     def take(self, count: int) -> list[Number]:

@@ -1,0 +1,81 @@
+"""Attention over the paged KV of a whole microbatch; the backend is chosen once, by name, at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.kv import KVShard
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of T query rows over pages that already hold the rows' own keys and values.
+
+    page_multiple: the page size must be a multiple of it. device_types: where it runs.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def device_types(self) -> tuple[str, ...]: ...
+    @property
+    def page_multiple(self) -> int: ...
+    @property
+    def default_page_size(self) -> int: ...
+
+    def __call__(
+        self,
+        query: Tensor,
+        kv: KVShard,
+        layer: int,
+        inputs: StageInputs,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """(T, H, D) queries, rotated, give the (T, H, D) attention output in the queries' dtype.
+
+        The row at position i sees the keys j of its own sequence with j <= i, and with a sliding window only
+        i - sliding_window < j. softcap: scores become softcap * tanh(score / softcap). sinks: (H,), one more
+        logit per head that takes part in the softmax's denominator and carries no value.
+        """
+        ...
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaAttention}
+
+
+def choose_backend(name: str, device: torch.device, page_size: int | None) -> AttentionBackend:
+    """The backend called `name`; `auto` takes the first of BACKENDS that runs on the device.
+
+    page_size: None leaves it to the backend's default_page_size. Raises ConfigError for an unknown name, a
+    device that the backend does not run on, or a page size that it cannot take.
+    """
+    choices = ", ".join(["auto", *BACKENDS])
+    if name != "auto" and name not in BACKENDS:
+        raise ConfigError(f"--attention is {name!r}; it must be one of {choices}")
+    candidates = [build() for build in (BACKENDS.values() if name == "auto" else [BACKENDS[name]])]
+    able = [backend for backend in candidates if device.type in backend.device_types]
+    if not able:
+        raise ConfigError(
+            f"--attention {name} does not run on device {device.type!r}; try one of {choices} on {_where(candidates)}"
+        )
+    backend = able[0]
+    if page_size is not None and page_size % backend.page_multiple:
+        raise ConfigError(
+            f"--page-size is {page_size}; --attention {backend.name} needs a multiple of "
+            f"{backend.page_multiple} (auto: {backend.default_page_size})"
+        )
+    return backend
+
+
+def _where(backends: list[AttentionBackend]) -> str:
+    return " or ".join(sorted({device for backend in backends for device in backend.device_types}))

@@ -1,0 +1,165 @@
+"""`sarathi-pp generate`: options to a RunConfig, then a launcher, or one rank of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from sarathi_pp.cli.values import Bytes, Count, LayerSplit
+from sarathi_pp.config import RunConfig
+from sarathi_pp.core.policy import POLICIES
+
+_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
+
+
+@click.command()
+@click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hugging Face Hub.")
+@click.option("--input", "-i", "input_path", required=True, metavar="FILE|-", help="Prompts: JSON Lines or plain text.")
+@click.option(
+    "--output",
+    "-o",
+    "output_path",
+    required=True,
+    metavar="FILE|-",
+    help="Answers: JSON Lines, in the order they finish.",
+)
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Traces, report.json, exit_code.  [default: OUTPUT.run]"
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing output and run directory.")
+@click.option(
+    "--stages",
+    "--pipeline-parallel-size",
+    "--pp-size",
+    type=Count(),
+    help="Pipeline stages; under torchrun its processes.  [default: 1]",
+)
+@click.option("--layer-split", type=LayerSplit(), default="auto", help="Layers a stage.")
+@click.option(
+    "--policy",
+    default="sarathi",
+    show_default=True,
+    metavar="NAME[:key=value,...]",
+    help=f"One of {', '.join(sorted(POLICIES))}.",
+)
+@click.option(
+    "--chunk-size",
+    "--max-num-batched-tokens",
+    type=Count(auto=True),
+    default="auto",
+    help="Most tokens in a microbatch.  [default: 256]",
+)
+@click.option("--max-num-seqs", type=Count(), help="Running sequences over the whole pipeline.  [default: 64 x stages]")
+@click.option("--inflight", type=Count(auto=True), default="auto", help="Most microbatches at once.  [default: stages]")
+@click.option(
+    "--max-new-tokens", "--max-tokens", type=click.IntRange(min=0), help="Most tokens to generate.  [default: 256]"
+)
+@click.option("--temperature", type=float, help="0 is greedy.")
+@click.option("--top-k", type=int, help="Sample from the k likeliest tokens; 0 keeps all.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens that hold this share.")
+@click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one.")
+@click.option("--stop", multiple=True, help="String that ends an output; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end-of-sequence token.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Of all sampling; each request draws from it and its line number.",
+)
+@click.option(
+    "--request-rate", type=float, default=float("inf"), show_default=True, help="Arrivals a second (Poisson)."
+)
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--attention", default="auto", show_default=True, help="Attention backend.")
+@click.option(
+    "--max-model-len", type=Count(), help="Most tokens of prompt and output together.  [default: the model's]"
+)
+@click.option("--kv-cache-memory", type=Bytes(), help="KV cache of each stage, like 4GiB.")
+@click.option(
+    "--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Share of a GPU's memory to use."
+)
+@click.option(
+    "--page-size", "--block-size", type=Count(auto=True), default="auto", help="Tokens a KV page.  [default: 16]"
+)
+@click.option(
+    "--peer-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds of silence after which a stage counts as lost.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as the last line of standard output.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
+def generate(**options: Any) -> int:
+    """Answer a file of prompts with a pipeline of stages.
+
+    One line of input gives one line of output; a line that cannot run gives an error line and the run goes on
+    (exit code 3 at the end). Sampling options are defaults that each line may override.
+    """
+    from sarathi_pp.runtime.batch import BatchJob, run_batch
+    from sarathi_pp.runtime.topology import find_place
+
+    place = find_place()
+    job = BatchJob(
+        config=_config(options, place.world_size if place else None),
+        input_path=options["input_path"],
+        output_path=options["output_path"],
+        overwrite=options["overwrite"],
+    )
+    console = Console(stderr=True, quiet=place is not None and place.rank != 0)
+    if place is None and job.config.stages > 1:
+        return _launch(job, console)
+    from sarathi_pp.cli.show import BatchDisplay
+
+    display = BatchDisplay(console, quiet=options["quiet"], as_json=options["as_json"])
+    return run_batch(job, place, display)
+
+
+def _launch(job: Any, console: Console) -> int:
+    from sarathi_pp.runtime.batch import preflight
+    from sarathi_pp.runtime.launcher import launch
+
+    run_dir = preflight(job).run_dir
+    code = launch(job.config.stages, sys.argv[1:], lambda text: console.print(text, highlight=False))
+    if code:
+        run_dir.write_exit_code(code)
+    return code
+
+
+def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
+    stages = options["stages"]
+    if world_size is not None and stages not in (None, world_size):
+        raise click.UsageError(
+            f"--stages is {stages}, and torchrun started {world_size} processes; each is one stage. Leave --stages "
+            f"out, or start {stages} processes"
+        )
+    named = {key: options[key] for key in _SAMPLING if options[key] not in (None, ())}
+    return RunConfig(
+        model=options["model"],
+        stages=world_size or stages or 1,
+        policy=options["policy"],
+        chunk_size=options["chunk_size"],
+        max_num_seqs=options["max_num_seqs"],
+        max_model_len=options["max_model_len"],
+        page_size=options["page_size"],
+        kv_cache_memory_bytes=options["kv_cache_memory"],
+        gpu_memory_utilization=options["gpu_memory_utilization"],
+        layer_split=options["layer_split"],
+        inflight=options["inflight"],
+        dtype=options["dtype"],
+        device=options["device"],
+        attention=options["attention"],
+        request_rate=options["request_rate"],
+        seed=options["seed"],
+        peer_timeout_s=options["peer_timeout"],
+        run_dir=options["run_dir"],
+        sampling_overrides=named,
+    )

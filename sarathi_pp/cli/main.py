@@ -1,0 +1,60 @@
+"""The `sarathi-pp` command: parses, calls, shows. Commands are loaded when they are used, so that help is fast."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+import sarathi_pp
+from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
+
+# name -> (module, attribute, one line of help)
+_COMMANDS = {
+    "generate": ("sarathi_pp.cli.generate", "generate", "Answer a file of prompts with a pipeline of stages."),
+    "report": ("sarathi_pp.cli.report", "report", "Show the bubble report of a run."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute, _ = _COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, _, help_line) in _COMMANDS.items()])
+
+
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(sarathi_pp.__version__, prog_name="sarathi-pp")
+def cli() -> None:
+    """Pipeline-parallel LLM inference whose bubbles are measured.
+
+    Run it as it is (--stages N starts N local workers) or under torchrun (each rank becomes one stage).
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script. Leaves with the exit codes that errors.py lists."""
+    try:
+        code = cli.main(args=arguments, prog_name="sarathi-pp", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except SarathiError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)

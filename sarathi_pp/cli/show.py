@@ -1,0 +1,44 @@
+"""What a run shows its user: warnings, progress, the table after it, and one JSON document where asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+
+from sarathi_pp.report.progress import ProgressDisplay
+from sarathi_pp.report.table import render
+from sarathi_pp.runtime.snapshot import Snapshot
+
+
+class BatchDisplay:
+    """Human text goes to the console on standard error; only the JSON document to standard output."""
+
+    def __init__(self, console: Console, *, quiet: bool, as_json: bool) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._as_json = as_json
+
+    def warn(self, text: str) -> None:
+        self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        click.echo(text.rstrip(), err=True)
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[Snapshot], None]]:
+        if self._quiet:
+            yield lambda snapshot: None
+            return
+        with ProgressDisplay(self._console, total=None) as display:
+            yield display.update
+
+    def report(self, report: dict[str, Any]) -> None:
+        if not self._quiet:
+            self._console.print(render(report))
+        if self._as_json:
+            click.echo(json.dumps(report))

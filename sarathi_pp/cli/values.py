@@ -1,0 +1,60 @@
+"""Option values that users write in their own way: 4GiB, 1k, 8,8,9,7, auto."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+class Bytes(click.ParamType[int]):
+    """4GiB, 500MB, 1073741824."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write it like 4GiB, 500MB or 1073741824", param, ctx)
+        return int(float(match[1]) * {**_UNITS, **_BINARY}[match[2] or ""])
+
+
+class Count(click.ParamType[int]):
+    """256, 1k (1000), 1K (1024), or auto where `auto` allows it (None)."""
+
+    name = "integer"
+
+    def __init__(self, *, auto: bool = False) -> None:
+        self._auto = auto
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:  # type: ignore[override]
+        text = str(value).strip()
+        if self._auto and text == "auto":
+            return None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kK]?)", text)
+        if match is None or float(match[1]) * 1000 % 1:
+            choices = "a whole number like 256 or 1k" + (", or auto" if self._auto else "")
+            self.fail(f"{value!r} is not {choices}", param, ctx)
+        number = float(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]]
+        if number != int(number) or number < 1:
+            self.fail(f"{value!r} must be a whole number of at least 1", param, ctx)
+        return int(number)
+
+
+class LayerSplit(click.ParamType[tuple[int, ...]]):
+    """auto, even (both None: shared out evenly), or one number of layers a stage: 8,8,9,7."""
+
+    name = "auto|even|N,N,..."
+
+    def convert(  # type: ignore[override]
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...] | None:
+        text = str(value).strip()
+        if text in ("auto", "even"):
+            return None
+        if not re.fullmatch(r"\d+(,\d+)*", text):
+            self.fail(f"{value!r} is not auto, even, or one number of layers a stage like 8,8,9,7", param, ctx)
+        return tuple(map(int, text.split(",")))

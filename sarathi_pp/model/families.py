@@ -1,0 +1,123 @@
+"""The architectures that are proven exact, and what has to be known about each from outside. No torch here.
+
+A family is in this table when slices of it, chained over the paged cache, give the logits of the unmodified
+transformers model in the tests. Module names are paths inside the `...ForCausalLM` class:
+
+    base.embed  base.positions  base.layers.0 .. base.layers.N-1  base.norm  head
+    |------- first stage ------|------- whoever holds i --------|--- last stage ---|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One supported architecture.
+
+    positions, project_in, project_out: modules that only some families have.
+    windows: which layers see only the last `sliding_window` tokens. "none": the model ignores that key;
+    "every": all layers where it is set; "by_type": the layers that `layer_types` calls sliding_attention.
+    This repeats how the model builds its masks, because not every family hands the window to its attention
+    function (qwen2_moe does not).
+    once: factors on the embedding that the base model applies even to activations that come from another
+    stage; a stage that does not embed sets them to 1.
+    keys: config.json names of hidden_size and others, where they are not those names.
+
+    kv_heads, head_dim, tied: what transformers' configuration class takes for num_key_value_heads, head_dim
+    and tie_word_embeddings where config.json does not say. None: all heads, and hidden_size // heads. A test
+    compares them with transformers.
+    """
+
+    architecture: str
+    model_type: str
+    base: str = "model"
+    embed: str = "embed_tokens"
+    positions: str | None = None
+    project_in: str | None = None
+    layers: str = "layers"
+    norm: str = "norm"
+    project_out: str | None = None
+    head: str = "lm_head"
+    windows: Literal["none", "every", "by_type"] = "none"
+    once: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    tied: bool = False
+
+    @property
+    def first_modules(self) -> tuple[str, ...]:
+        """Names of the modules whose weights only the first stage needs (and the last, for a tied head)."""
+        return tuple(name for name in (self.embed, self.positions, self.project_in) if name is not None)
+
+
+_ALL = (
+    Family(architecture="LlamaForCausalLM", model_type="llama"),
+    Family(architecture="Qwen2ForCausalLM", model_type="qwen2", windows="by_type", kv_heads=32),
+    Family(architecture="Qwen3ForCausalLM", model_type="qwen3", windows="by_type", kv_heads=32, head_dim=128),
+    Family(architecture="MistralForCausalLM", model_type="mistral", windows="every", kv_heads=8),
+    Family(
+        architecture="Gemma2ForCausalLM", model_type="gemma2", windows="by_type", kv_heads=4, head_dim=256, tied=True
+    ),
+    Family(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        windows="by_type",
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+    ),
+    Family(architecture="Phi3ForCausalLM", model_type="phi3", windows="every"),
+    Family(architecture="Olmo2ForCausalLM", model_type="olmo2"),
+    Family(architecture="GraniteForCausalLM", model_type="granite", once=("embedding_multiplier",)),
+    Family(architecture="CohereForCausalLM", model_type="cohere", tied=True),
+    Family(architecture="SmolLM3ForCausalLM", model_type="smollm3", windows="by_type", kv_heads=4, tied=True),
+    Family(architecture="Glm4ForCausalLM", model_type="glm4", kv_heads=2, head_dim=128),
+    Family(architecture="Starcoder2ForCausalLM", model_type="starcoder2", windows="every", kv_heads=2, tied=True),
+    Family(architecture="MixtralForCausalLM", model_type="mixtral", windows="every", kv_heads=8),
+    Family(architecture="Qwen2MoeForCausalLM", model_type="qwen2_moe", windows="by_type", kv_heads=16),
+    Family(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", windows="every", kv_heads=4),
+    Family(architecture="GptOssForCausalLM", model_type="gpt_oss", windows="by_type", kv_heads=8, head_dim=64),
+    Family(
+        architecture="GPT2LMHeadModel",
+        model_type="gpt2",
+        base="transformer",
+        embed="wte",
+        positions="wpe",
+        layers="h",
+        norm="ln_f",
+        keys={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        tied=True,
+    ),
+    Family(
+        architecture="OPTForCausalLM",
+        model_type="opt",
+        base="model.decoder",
+        positions="embed_positions",
+        project_in="project_in",
+        norm="final_layer_norm",
+        project_out="project_out",
+        tied=True,
+    ),
+    Family(
+        architecture="GPTNeoXForCausalLM",
+        model_type="gpt_neox",
+        base="gpt_neox",
+        embed="embed_in",
+        norm="final_layer_norm",
+    ),
+    Family(architecture="PhiForCausalLM", model_type="phi", norm="final_layernorm"),
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ALL})
+"""By architecture, the class name in config.json."""

@@ -1,0 +1,102 @@
+"""What one microbatch needs on a stage besides the activations: where its rows come from and go to.
+
+Rows are the tokens of all spans, one after the other. A span of a prompt chunk has many rows, a decode one:
+
+    spans    [s3 256..260)        [s1 300]  [s2 17]        start, num_tokens
+    rows      0   1   2   3        4         5             T = 6
+    position  256 257 258 259      300       17
+    pages     table(s3)[pos // page_size] ...              where K and V of the row are written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
+
+    pages: the sequence's page table so far, first page first; it may be longer than needed. Anything with the
+    buffer protocol (`array("q")`, numpy) is read several times faster than a list.
+    """
+
+    start: int
+    num_tokens: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRows:
+    """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens).
+
+    pages: (n,) int64, exactly the ceil(end / page_size) pages that hold keys [0, end).
+    """
+
+    start: int
+    num_tokens: int
+    first_row: int
+    pages: Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """One microbatch of T rows for one stage; the same on every stage, built once and read by every layer.
+
+    position_ids: (T,) int64, index of each row's token in its sequence.
+    write_pages, write_offsets: (T,) int64, page and place in the page for each row's K and V.
+    logit_rows: (n,) int64, rows whose logits are wanted.
+    """
+
+    position_ids: Tensor
+    write_pages: Tensor
+    write_offsets: Tensor
+    logit_rows: Tensor
+    spans: tuple[SpanRows, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.position_ids.shape[0]
+
+
+def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device) -> StageInputs:
+    """All index tensors of one microbatch, vectorised over rows and moved to the device in one copy.
+
+    A span whose pages do not reach its last token is a bug of the caller and asserts: it would otherwise
+    write into a neighbour's pages.
+    """
+    starts = np.array([span.start for span in spans], dtype=np.int64)
+    counts = np.array([span.num_tokens for span in spans], dtype=np.int64)
+    tables = [np.asarray(span.pages, dtype=np.int64) for span in spans]
+    used = (starts + counts + page_size - 1) // page_size
+    for span, table, needed in zip(spans, tables, used.tolist(), strict=True):
+        assert span.num_tokens > 0 and span.start >= 0, f"span {span.start}+{span.num_tokens} has no tokens"
+        assert len(table) >= needed, f"{span.start}+{span.num_tokens} needs {needed} pages, has {len(table)}"
+    pages = np.concatenate([table[:needed] for table, needed in zip(tables, used, strict=True)])
+
+    first_rows = np.cumsum(counts) - counts
+    first_pages = np.cumsum(used) - used
+    num_rows = int(counts.sum())
+    positions = np.arange(num_rows) + np.repeat(starts - first_rows, counts)
+    page_index, write_offsets = np.divmod(positions, page_size)
+    write_pages = pages[page_index + np.repeat(first_pages, counts)]
+
+    packed = np.concatenate([positions, write_pages, write_offsets, np.asarray(logit_rows, np.int64), pages])
+    sizes = [num_rows, num_rows, num_rows, len(logit_rows), *used.tolist()]
+    position_ids, write_to, offsets, logits, *page_tables = torch.split_with_sizes(
+        torch.from_numpy(packed).to(device), sizes
+    )
+    rows = tuple(
+        SpanRows(span.start, span.num_tokens, first_row, page_table)
+        for span, first_row, page_table in zip(spans, first_rows.tolist(), page_tables, strict=True)
+    )
+    return StageInputs(position_ids, write_to, offsets, logits, rows)

@@ -1,0 +1,71 @@
+"""The paged keys and values of one stage's layers.
+
+One K and one V tensor per layer, head-major within a page:
+
+    (num_pages, num_kv_heads, page_size, head_dim)
+     page       head          token      channel
+
+so that the page_size keys of one head are one contiguous block. Attention multiplies a head's queries with
+that head's keys; with tokens before heads each product would stride over the other heads, which on CPU takes
+four times as long for a decode. Gathering a sequence's pages copies whole blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.model.inputs import StageInputs
+
+
+def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over `num_layers` layers: keys and values of `page_size` tokens."""
+    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+class KVShard:
+    """Pages of the layers [first, end), global indices. Whoever plans the microbatches owns the page ids.
+
+    The pool is never touched before use, so a large one costs no resident memory until pages are written.
+    What has not been written is garbage, NaN included: readers slice to the keys a sequence has, because a
+    masked weight of 0 times NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[int, int],
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = layers
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        shape = (num_pages, num_kv_heads, page_size, head_dim)
+        first, end = layers
+        self._keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(first, end)]
+        self._values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(first, end)]
+
+    def keys(self, layer: int) -> Tensor:
+        """The key pages of a layer, (num_pages, num_kv_heads, page_size, head_dim). `layer` is global."""
+        return self._keys[self._local(layer)]
+
+    def values(self, layer: int) -> Tensor:
+        """The value pages of a layer, same shape as the keys."""
+        return self._values[self._local(layer)]
+
+    def write(self, layer: int, key: Tensor, value: Tensor, inputs: StageInputs) -> None:
+        """Put the microbatch's keys and values, each (T, num_kv_heads, head_dim), where `inputs` says."""
+        local = self._local(layer)
+        self._keys[local][inputs.write_pages, :, inputs.write_offsets] = key
+        self._values[local][inputs.write_pages, :, inputs.write_offsets] = value
+
+    def _local(self, layer: int) -> int:
+        first, end = self.layers
+        assert first <= layer < end, f"layer {layer} is not one of this stage's [{first}, {end})"
+        return layer - first

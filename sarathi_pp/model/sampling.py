@@ -1,0 +1,92 @@
+"""Logits to token ids. What a row draws depends on its logits and its own parameters alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Row(Protocol):
+    """How one token is drawn. temperature 0: greedy. top_k 0, top_p 1 and min_p 0 keep every token.
+
+    seed: 64-bit signed. position: index of the drawn token in prompt + output.
+    """
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
+    """One token id per row of the (n, vocab) logits, and which rows failed because a logit is not finite.
+
+    The token id of a failed row is 0 and means nothing. Of equal logits greedy takes the lowest token id.
+    """
+    assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} draws"
+    if not rows:
+        return [], []
+    # a NaN anywhere in a row is its minimum and its maximum
+    finite: list[bool] = (logits.amin(-1).isfinite() & logits.amax(-1).isfinite()).tolist()
+    greedy: list[int] = logits.argmax(-1).tolist()
+    token_ids = [
+        0 if not ok else token if row.temperature == 0 else _draw(logits[index], row)
+        for index, (row, ok, token) in enumerate(zip(rows, finite, greedy, strict=True))
+    ]
+    return token_ids, [not ok for ok in finite]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, the same on every machine: a hash of its arguments."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def _draw(logits: Tensor, row: Row) -> int:
+    """Invert the cumulative distribution, in token id order, at the row's uniform number. All in float64.
+
+    Filters come in transformers' order, each on what the one before has left: temperature, top-k, top-p (a
+    token stays while the likelier ones hold less than top_p), min-p (relative to the likeliest token). Every
+    filter is a bound on the logit, so tokens that tie at its edge stay or go together, and the likeliest
+    token always stays.
+    """
+    scores = logits.double().cpu()
+    scores = (scores - scores.max()) / row.temperature
+    kept: Tensor | None = None
+    if 0 < row.top_k < scores.shape[0]:
+        kept = (scores >= scores.topk(row.top_k).values[-1]).nonzero().squeeze(1)
+        scores = scores[kept]
+    weights = scores.exp_()  # not normalised: the likeliest token weighs 1
+    lightest = row.min_p if row.top_p == 1 else max(row.min_p, _lightest_of_top_p(weights, row.top_p))
+    if lightest > 0:
+        weights.masked_fill_(weights < lightest, 0)
+    cumulative = weights.cumsum(0)
+    total = float(cumulative[-1])
+    # below the total even where the product rounds up to it: the last token with weight is a legal draw
+    target = min(uniform(row.seed, row.position) * total, math.nextafter(total, 0))
+    index = int(torch.searchsorted(cumulative, target, right=True))
+    return index if kept is None else int(kept[index])
+
+
+def _lightest_of_top_p(weights: Tensor, top_p: float) -> float:
+    """The smallest weight that stays: tokens stay while the heavier ones hold less than top_p of the total."""
+    # numpy sorts a vocabulary of 150,000 in 0.6 ms, torch in 11
+    descending = np.sort(weights.numpy())[::-1]
+    cumulative = descending.cumsum()
+    num_kept = int(np.count_nonzero(cumulative - descending < top_p * cumulative[-1]))
+    return float(descending[num_kept - 1])

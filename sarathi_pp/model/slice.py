@@ -1,0 +1,290 @@
+"""One stage's part of an unmodified transformers model.
+
+The architecture's own `...ForCausalLM` class is subclassed on the fly, and after its constructor has run (on
+the meta device, where it costs nothing) a hole is put in the place of every module the stage does not own:
+
+    stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
+    stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  head
+
+transformers then loads, converts and initialises what is left as usual, so layers keep their global index
+and whatever depends on it. Attention reaches the paged cache through `AttentionInterface`; masks, which
+would be T x T, are never made because transformers knows no mask for the registered name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from sarathi_pp.errors import ConfigError, InputError, MissingError
+from sarathi_pp.model.attention import AttentionBackend
+from sarathi_pp.model.checkpoint import open_checkpoint, read_json
+from sarathi_pp.model.families import Family
+from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.support import ConfigFile, find_family
+from sarathi_pp.model.weights import ReadCount, stage_tensors
+
+_ATTENTION = "sarathi_pp_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall:
+    """What attention needs in one call of a stage; it passes through the model's keyword arguments."""
+
+    backend: AttentionBackend
+    kv: KVShard
+    inputs: StageInputs
+    windows: tuple[int | None, ...]
+
+
+class StageModel:
+    """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the head at the end.
+
+    module: the transformers model with holes; fusions work on it from outside.
+    windows: per global layer, how many tokens back it sees (itself included), None for all.
+    bytes_read: bytes of tensor data that loading read.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        layers: tuple[int, int],
+        num_layers: int,
+        windows: tuple[int | None, ...],
+        backend: AttentionBackend,
+        bytes_read: int,
+    ) -> None:
+        self.module = module
+        self.layers = layers
+        self.num_layers = num_layers
+        self.windows = windows
+        self.backend = backend
+        self.bytes_read = bytes_read
+
+    @property
+    def embed(self) -> bool:
+        return self.layers[0] == 0
+
+    @property
+    def head(self) -> bool:
+        return self.layers[1] == self.num_layers
+
+    @torch.inference_mode()
+    def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
+        """Run one microbatch of T rows: its keys and values go into `kv`, its activations come back.
+
+        x: token ids (T,) int64 where the stage embeds, else hidden states (T, hidden_size).
+        Returns hidden states (T, hidden_size), or logits (n, vocab_size) of `inputs.logit_rows` where the
+        stage has the head; n may be 0. All in the model's dtype.
+        """
+        call = {
+            "input_ids" if self.embed else "inputs_embeds": x[None],
+            "position_ids": inputs.position_ids[None],
+            "use_cache": False,
+            "paged": PagedCall(self.backend, kv, inputs, self.windows),
+        }
+        if self.head:
+            return cast(Tensor, self.module(**call, logits_to_keep=inputs.logit_rows).logits[0])
+        return cast(Tensor, self.module.base_model(**call).last_hidden_state[0])
+
+
+def load_stage(
+    directory: Path,
+    layers: tuple[int, int],
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+) -> StageModel:
+    """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
+
+    Raises MissingError naming tensors that are not in the checkpoint, InputError for tensors that have no
+    place in the model or the wrong shape, ConfigError where `num_layers` is not the model's.
+    """
+    first, end = layers
+    family = find_family(ConfigFile(directory, read_json(directory, "config.json")))
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if config.num_hidden_layers != num_layers or not 0 <= first < end <= num_layers:
+        raise ConfigError(
+            f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
+        )
+    config.output_router_logits = False  # it would compute a training loss over layers that are not here
+    tied = bool(config.tie_word_embeddings)
+    count = ReadCount()
+    tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count)
+    stage_class = _with_holes(getattr(transformers, family.architecture), family, layers, num_layers, tied)
+    with _quiet():
+        try:
+            module, loaded = stage_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=_ATTENTION,
+                ignore_mismatched_sizes=True,  # they are reported by name below
+                output_loading_info=True,
+            )
+        except RuntimeError as error:
+            raise InputError(f"{directory}: the weights do not fit config.json: {error}") from error
+    _require_complete(directory, layers, module, loaded)
+    if device.type == "cpu" and _has_experts(config):
+        # The grouped product that is the default computes in bf16 only on CPU.
+        module.set_experts_implementation("eager")
+    module.requires_grad_(False)
+    windows = layer_windows(config, family)
+    return StageModel(module.to(device), layers, num_layers, windows, backend, count.num_bytes)
+
+
+def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
+    """Per layer, how many tokens back it sees, itself included; None for all. As the model's masks say."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds: Any = getattr(config, "layer_types", None)
+    return tuple(
+        window
+        if family.windows == "every" or (family.windows == "by_type" and kinds[i] == "sliding_attention")
+        else None
+        for i in range(config.num_hidden_layers)
+    )
+
+
+class _Absent(nn.Module):
+    """In the place of a module another stage owns: what comes in goes out."""
+
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return hidden
+
+
+class _NoPositions(nn.Module):
+    """In the place of learned positions on a stage that does not embed: adds nothing."""
+
+    def forward(self, like: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return torch.zeros((), device=like.device)
+
+
+def _with_holes(architecture: Any, family: Family, layers: tuple[int, int], num_layers: int, tied: bool) -> Any:
+    """A subclass of the architecture whose instances hold only the stage's modules."""
+    first, end = layers
+    embeds, ends = first == 0, end == num_layers
+
+    def construct(self: Any, config: Any) -> None:
+        architecture.__init__(self, config)
+        base = self.get_submodule(family.base)
+        blocks = getattr(base, family.layers)
+        for index in range(num_layers):
+            if not first <= index < end:
+                blocks[index] = _Absent()
+        if not embeds:
+            _dig_embedding(base, family, keep_tied=ends and tied)
+        if not ends:
+            setattr(base, family.norm, _Absent())
+            setattr(self, family.head, _Absent())
+            if family.project_out is not None:
+                setattr(base, family.project_out, None)
+
+    # The same name and module as the parent's: transformers looks weight conversions up by them.
+    namespace: dict[str, Any] = {
+        "__init__": construct,
+        "__module__": architecture.__module__,
+        "__qualname__": architecture.__qualname__,
+    }
+    if not (ends and tied):
+        namespace["_tied_weights_keys"] = {}
+    return type(architecture.__name__, (architecture,), namespace)
+
+
+def _dig_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
+    """Take out what turns token ids into activations; a tied head still needs the embedding's weight."""
+    if not keep_tied:
+        setattr(base, family.embed, _Absent())
+    if family.positions is not None:
+        setattr(base, family.positions, _NoPositions())
+    if family.project_in is not None:
+        setattr(base, family.project_in, None)
+    for factor in family.once:
+        assert hasattr(base, factor), f"{family.architecture} no longer has {factor}"
+        setattr(base, factor, 1.0)
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+
+
+def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Module, loaded: Mapping[str, Any]) -> None:
+    """Nothing random, nothing left over: transformers itself only warns of either."""
+    where = f"{directory}: layers [{layers[0]}, {layers[1]})"
+    if loaded["missing_keys"]:
+        raise MissingError(f"{where}: the checkpoint does not hold {_some(loaded['missing_keys'])}")
+    if loaded["mismatched_keys"] or loaded.get("error_msgs"):
+        raise InputError(f"{where}: {_some(loaded['mismatched_keys'] or loaded['error_msgs'])} do not fit")
+    if loaded["unexpected_keys"]:
+        raise InputError(
+            f"{where}: the model has no place for {_some(loaded['unexpected_keys'])}; config.json and weights "
+            "are of different models"
+        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        assert not tensor.is_meta, f"{name} was never loaded"
+
+
+def _some(names: Any) -> str:
+    listed = sorted(map(str, names))
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading without transformers' progress bar and report: what matters in it is raised."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedCall,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q (1, H, T, D), k and v (1, Hkv, T, D), rotated; out (1, T, H, D).
+
+    Of the rest of the keyword arguments, dropout is off and sliding_window is what `windows` says already.
+    """
+    assert attention_mask is None, "a mask was made; it would be T x T"
+    layer = module.layer_idx
+    paged.kv.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.inputs)
+    out = paged.backend(
+        query[0].transpose(0, 1),
+        paged.kv,
+        layer,
+        paged.inputs,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=paged.windows[layer],
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(_ATTENTION, _paged_attention)

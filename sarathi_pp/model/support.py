@@ -1,0 +1,210 @@
+"""Can this model be run exactly? Answered from its files alone, without torch, before any worker starts.
+
+What is not proven is refused: a wrong answer that looks like text is worse than none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sarathi_pp.errors import InputError, MissingError, UnsafeError, UnsupportedModelError
+from sarathi_pp.model.checkpoint import Checkpoint, open_checkpoint, read_json, safe_path
+from sarathi_pp.model.families import FAMILIES, Family
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Dynamic and longrope rotate by the longest position of the whole batch, so a sequence's result would depend
+# on its batch mates; the others are fixed tables.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What planning needs to know of a model.
+
+    num_heads, num_kv_heads, head_dim: of the attention. max_position_embeddings: most tokens of prompt and
+    output together. dtype: float type most of the weights are stored in, torch's name. eos_token_ids: may
+    be empty. fingerprint: hex, equal for equal config.json and equal tensor names, types, shapes and files.
+    """
+
+    model_type: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    dtype: str
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+
+
+def check_model(directory: Path) -> ModelFacts:
+    """The facts of a supported model.
+
+    Raises MissingError (no such directory, config.json, weight file or tensor), InputError (a file that
+    cannot be read), UnsupportedModelError (not proven exact) or UnsafeError (custom code, pickled weights,
+    paths that escape).
+    """
+    if not directory.is_dir():
+        raise MissingError(f"{directory} is not a directory; give a model directory with a config.json")
+    config = ConfigFile(directory, read_json(directory, "config.json"))
+    family = find_family(config)
+    _refuse_features(config)
+    _refuse_rope(config)
+    num_layers = config.size(family.keys.get("num_hidden_layers", "num_hidden_layers"))
+    _refuse_layer_types(config, num_layers)
+    hidden_size = config.size(family.keys.get("hidden_size", "hidden_size"))
+    num_heads = config.size(family.keys.get("num_attention_heads", "num_attention_heads"))
+    checkpoint = open_checkpoint(directory)
+    return ModelFacts(
+        model_type=family.model_type,
+        architecture=family.architecture,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=config.optional_size("num_key_value_heads", family.kv_heads) or num_heads,
+        head_dim=config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads,
+        vocab_size=config.size("vocab_size"),
+        max_position_embeddings=config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
+        dtype=_stored_dtype(checkpoint),
+        tie_word_embeddings=bool(config.values.get("tie_word_embeddings", family.tied)),
+        eos_token_ids=_eos_token_ids(config),
+        fingerprint=_fingerprint(directory, checkpoint),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """config.json, with errors that name the file."""
+
+    directory: Path
+    values: dict[str, object]
+
+    def size(self, key: str) -> int:
+        """A count that has to be there. Raises InputError."""
+        value = self.optional_size(key, None)
+        if value is None:
+            raise InputError(f"{self.directory / 'config.json'}: {key} is missing")
+        return value
+
+    def optional_size(self, key: str, default: int | None) -> int | None:
+        """A count; null means None, and an absent key the default. Raises InputError."""
+        value = self.values.get(key, default)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(f"{self.directory / 'config.json'}: {key} is {value!r}; expected an integer of at least 1")
+        return value
+
+    def refuse(self, what: str) -> UnsupportedModelError:
+        """An error that says what is not supported and what is."""
+        supported = ", ".join(sorted(FAMILIES))
+        return UnsupportedModelError(f"{self.directory}: {what}. Supported: {supported}")
+
+
+def find_family(config: ConfigFile) -> Family:
+    """The proven family a config.json names. Raises UnsupportedModelError that lists them."""
+    model_type = config.values.get("model_type")
+    named = config.values.get("architectures")
+    if not named:  # old files name no architecture; the type decides, as in transformers
+        named = [f.architecture for f in FAMILIES.values() if f.model_type == model_type]
+    architecture = named[0] if isinstance(named, list) and named else None
+    family = FAMILIES.get(str(architecture))
+    if family is None:
+        raise config.refuse(f"architecture {architecture or model_type} is not proven exact")
+    if family.model_type != model_type:
+        raise config.refuse(f"{architecture} with model_type {model_type!r}, expected {family.model_type!r}")
+    return family
+
+
+def _refuse_features(config: ConfigFile) -> None:
+    """Raise for whatever would change the result or run code that is not transformers' own."""
+    values = config.values
+    if values.get("auto_map"):
+        raise UnsafeError(
+            f"{config.directory}: config.json has an auto_map, which names Python code of the model's author. If "
+            f"transformers' own {values.get('model_type')} is meant, remove auto_map from a copy of it"
+        )
+    if values.get("quantization_config"):
+        quantised = values["quantization_config"]
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise config.refuse(f"quantised weights ({method}) are not supported; use the unquantised model")
+    if values.get("is_encoder_decoder"):
+        raise config.refuse("encoder-decoder models are not supported")
+    for key in ("text_config", "vision_config", "audio_config"):
+        if values.get(key):
+            raise config.refuse(f"multi-modal models ({key}) are not supported; use the text model alone")
+    for key in ("add_cross_attention", "use_bidirectional_attention"):
+        if values.get(key):
+            raise config.refuse(f"{key} is set, and only causal decoders can run in a pipeline")
+
+
+def _refuse_rope(config: ConfigFile) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        for rope_type in _rope_types(config.values.get(key)):
+            if rope_type not in _ROPE_TYPES:
+                raise config.refuse(
+                    f"rope type {rope_type!r} in {key} is not one of {', '.join(_ROPE_TYPES)}: it would make a "
+                    "sequence depend on those it is batched with"
+                )
+
+
+def _rope_types(scaling: object) -> Iterator[object]:
+    """Every rope type named in a rope dictionary, per layer type or not, under its old or its new key."""
+    if not isinstance(scaling, Mapping):
+        return
+    yield from (scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None)
+    for nested in scaling.values():
+        yield from _rope_types(nested)
+
+
+def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
+    layer_types = config.values.get("layer_types")
+    if layer_types is None:
+        return
+    if not isinstance(layer_types, list) or len(layer_types) < num_layers:
+        raise InputError(
+            f"{config.directory / 'config.json'}: layer_types must list {num_layers} layers, has {layer_types!r}"
+        )
+    for index, layer_type in enumerate(layer_types):
+        if layer_type not in _LAYER_TYPES:
+            raise config.refuse(
+                f"layer {index} is {layer_type!r}; only {' and '.join(_LAYER_TYPES)} keep their state in pages"
+            )
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str:
+    """The float type that holds most bytes: a checkpoint may keep a few tensors in another."""
+    held: dict[str, int] = {}
+    for entry in checkpoint.tensors.values():
+        if entry.dtype in _DTYPE_NAMES:
+            held[entry.dtype] = held.get(entry.dtype, 0) + entry.num_bytes
+    if not held:
+        raise InputError(f"the checkpoint holds no weights of type {', '.join(_DTYPE_NAMES)}")
+    return _DTYPE_NAMES[max(held, key=lambda name: held[name])]
+
+
+def _eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
+    """Ids that end an output, as `generate` takes them: generation_config.json alone where it exists."""
+    chosen = config.values.get("eos_token_id")
+    if safe_path(config.directory, "generation_config.json").exists():
+        chosen = read_json(config.directory, "generation_config.json").get("eos_token_id")
+    ids = chosen if isinstance(chosen, list) else [] if chosen is None else [chosen]
+    for token in ids:
+        if type(token) is not int:
+            raise InputError(f"{config.directory}: eos_token_id holds {token!r}; expected integers")
+    return tuple(ids)
+
+
+def _fingerprint(directory: Path, checkpoint: Checkpoint) -> str:
+    """Over config.json and every weight file's name, header and size; cheap, so it misses changed values."""
+    digest = hashlib.sha256(safe_path(directory, "config.json").read_bytes())
+    for name, header in sorted(checkpoint.headers.items()):
+        size = safe_path(directory, name).stat().st_size
+        digest.update(b"%d %d %d\n" % (len(name.encode()), len(header), size) + name.encode() + header)
+    return digest.hexdigest()

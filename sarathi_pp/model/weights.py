@@ -1,0 +1,124 @@
+"""Reads the tensors of one stage, and no byte of the others.
+
+Each tensor is read into memory of its own instead of being mapped: the first microbatch then pays no page
+faults, a file that is rewritten during a run cannot crash it, and the peak is the slice itself. The headers
+were checked when the checkpoint was opened, so a tensor is a seek and a read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from io import RawIOBase
+from threading import Lock
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.errors import InputError
+from sarathi_pp.model.checkpoint import Checkpoint, TensorEntry
+from sarathi_pp.model.families import Family
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+BLOCK_BYTES = 8 << 20
+
+
+class ReadCount:
+    """Bytes of tensor data read so far, counted over threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+
+
+class StoredTensor:
+    """A tensor that is still in its file; `[...]` reads it, into new memory each time.
+
+    This is the form in which transformers' loader takes tensors that it places one at a time, in a few
+    threads. dtype: the float type the loader is going to want. A tensor larger than BLOCK_BYTES is converted
+    block by block while it is read, so that it is never held in both types; smaller ones are left as stored,
+    because transformers keeps some (gpt_oss's norms) in float32 whatever is asked for.
+    """
+
+    def __init__(self, entry: TensorEntry, count: ReadCount, dtype: torch.dtype) -> None:
+        self._entry = entry
+        self._count = count
+        self._dtype = dtype
+
+    def __getitem__(self, everything: EllipsisType) -> Tensor:
+        """The whole tensor. Raises InputError where the file is shorter than it was."""
+        entry, stored = self._entry, _DTYPES[self._entry.dtype]
+        convert = stored.is_floating_point and stored != self._dtype and entry.num_bytes > BLOCK_BYTES
+        target = torch.empty(entry.shape, dtype=self._dtype if convert else stored)
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.begin)
+            if convert:
+                flat, block = target.view(-1), BLOCK_BYTES // stored.itemsize
+                scratch = torch.empty(block, dtype=stored)
+                for start in range(0, flat.numel(), block):
+                    part = scratch[: flat.numel() - start]
+                    self._fill(part, stream)
+                    flat[start : start + block].copy_(part)
+            elif entry.num_bytes:
+                self._fill(target.view(-1), stream)
+        return target
+
+    def _fill(self, flat: Tensor, stream: RawIOBase) -> None:
+        view = flat.view(torch.uint8).numpy().data
+        filled = 0
+        while filled < len(view):
+            num_bytes = stream.readinto(view[filled:])
+            if not num_bytes:
+                raise InputError(f"{self._entry.file}: ends inside a tensor; it was cut after loading began")
+            filled += num_bytes
+        self._count.add(filled)
+
+
+def stage_tensors(
+    checkpoint: Checkpoint,
+    family: Family,
+    layers: tuple[int, int],
+    num_layers: int,
+    tied: bool,
+    dtype: torch.dtype,
+    count: ReadCount,
+) -> dict[str, StoredTensor]:
+    """The stored tensors of the layers [first, end), and of the embedding or the head at either end.
+
+    A name that belongs to no layer and to no module of the first stage goes to the last stage, a layer past
+    the model's end too: there the loader knows what transformers ignores and reports what is unexpected.
+    """
+    first, end = layers
+    in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")
+    chosen = {}
+    for key, entry in checkpoint.tensors.items():
+        match = in_layer.search(key)
+        if match is not None:
+            layer = int(match[1])
+            wanted = first <= layer < end or (end == num_layers <= layer)
+        else:
+            parts = key.split(".")
+            wanted = end == num_layers
+            if any(name in parts for name in family.first_modules):
+                wanted = first == 0 or (end == num_layers and tied and family.embed in parts)
+        if wanted:
+            chosen[key] = StoredTensor(entry, count, dtype)
+    return chosen

@@ -1,0 +1,111 @@
+"""How many KV pages each stage can hold, counted before anything runs, and the run that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.errors import CapacityError, ConfigError
+from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.model.support import ModelFacts
+
+DEFAULT_CHUNK_SIZE = 256
+_SEQS_PER_STAGE = 64
+# On CPU the default leaves most of the memory to the rest of the machine, as serving engines do.
+_CPU_SHARE = 0.4
+_CPU_MOST_BYTES = 4 << 30
+
+
+def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: int) -> int:
+    """Bytes that this stage may give its KV shard, after its weights are loaded.
+
+    sharers: ranks that draw on the same memory.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - total * (1 - config.gpu_memory_utilization)) // sharers)
+    return min(_CPU_MOST_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE) // sharers)
+
+
+def count_pages(
+    budget_bytes: int, facts: ModelFacts, layers: tuple[int, int], page_size: int, dtype: torch.dtype
+) -> int:
+    """Pages of this stage that fit the budget. Raises CapacityError where not even one does."""
+    one = page_bytes(layers[1] - layers[0], page_size, facts.num_kv_heads, facts.head_dim, dtype)
+    if budget_bytes < one:
+        raise CapacityError(
+            f"layers [{layers[0]}, {layers[1]}) need {one} bytes for one KV page of {page_size} tokens, and "
+            f"{budget_bytes} are available.\n  try  a larger --kv-cache-memory, more --stages, or a smaller --page-size"
+        )
+    return budget_bytes // one
+
+
+def resolve(
+    config: RunConfig,
+    facts: ModelFacts,
+    layers: tuple[tuple[int, int], ...],
+    pages: Sequence[int],
+    *,
+    page_size: int,
+    dtype: str,
+    device: str,
+    attention: str,
+) -> ResolvedRun:
+    """The run, from what was asked and the pages that each stage can hold. Pure; the same on every rank.
+
+    Raises ConfigError for a --max-model-len beyond the model's positions.
+    """
+    num_stages = len(layers)
+    max_model_len = config.max_model_len or facts.max_position_embeddings
+    if max_model_len > facts.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}; {config.model} has {facts.max_position_embeddings} positions"
+        )
+    max_num_seqs = config.max_num_seqs or _SEQS_PER_STAGE * num_stages
+    useful = max_num_seqs * -(-max_model_len // page_size)
+    limits = Limits(
+        num_stages=num_stages,
+        chunk_size=config.chunk_size or DEFAULT_CHUNK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=min(*pages, useful) if pages else useful,
+        inflight=config.inflight or num_stages,
+    )
+    return ResolvedRun(
+        model=config.model,
+        policy=config.policy,
+        layers=layers,
+        chunk_size=limits.chunk_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_microbatch_tokens=make_policy(config.policy).max_tokens(limits),
+        page_size=page_size,
+        num_pages=limits.num_pages,
+        inflight=limits.inflight,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        seed=config.seed,
+        peer_timeout_s=config.peer_timeout_s,
+    )
+
+
+def limits_of(run: ResolvedRun) -> Limits:
+    """What scheduling needs of a resolved run."""
+    return Limits(
+        num_stages=run.num_stages,
+        chunk_size=run.chunk_size,
+        max_num_seqs=run.max_num_seqs,
+        max_model_len=run.max_model_len,
+        page_size=run.page_size,
+        num_pages=run.num_pages,
+        inflight=run.inflight,
+    )

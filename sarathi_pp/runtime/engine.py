@@ -1,0 +1,238 @@
+"""The loop on rank 0: rows in, microbatches through the first stage, results back, answers out.
+
+    source --rows--> coordinator --microbatch--> stage 0 ...> last stage --tokens--> coordinator --> sink
+
+One thread does all of it in turn, so the coordinator needs no lock; reading and tokenising, writing and
+syncing, and the wire have threads of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from sarathi_pp.core.coordinator import Coordinator, IdleReason
+from sarathi_pp.core.plan import StepResult
+from sarathi_pp.core.policy.view import Limits, Policy
+from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.errors import RowError
+from sarathi_pp.runtime.rows import Row
+from sarathi_pp.runtime.sink import Sink
+from sarathi_pp.runtime.snapshot import Snapshot
+from sarathi_pp.runtime.source import Source
+from sarathi_pp.runtime.worker import StageRunner
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished, Returned, RowRefused, Starved
+from sarathi_pp.trace.latency import RequestLatency
+from sarathi_pp.trace.recorder import Recorder
+from sarathi_pp.wire.channel import Receiver
+from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame
+
+_OBSERVE_EVERY_S = 0.2
+# How long the engine sleeps for new rows when nothing at all is in flight.
+_IDLE_WAIT_S = 1.0
+
+
+class StopChecker(Protocol):
+    def push(self, token_id: int) -> bool: ...
+
+
+StopCheckers = Callable[[Sequence[str]], "StopChecker | None"]
+
+
+@dataclass(slots=True)
+class _Live:
+    """One unfinished request and when its tokens came."""
+
+    row: Row
+    stop_checker: StopChecker | None
+    first_issue_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    gaps_us: list[int] = field(default_factory=list)
+
+    def token_came(self, at_s: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = at_s
+        else:
+            self.gaps_us.append(round((at_s - self.last_token_s) * 1e6))
+        self.last_token_s = at_s
+
+
+class Engine:
+    """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
+
+    stop_checkers: makes the checker for a request's stop strings.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        runner: StageRunner,
+        results: Receiver[Tensor],
+        recorder: Recorder,
+        clock: Clock,
+        *,
+        eos_token_ids: Collection[int],
+        stop_checkers: StopCheckers,
+        observe: Callable[[Snapshot], None] = lambda snapshot: None,
+    ) -> None:
+        self._coordinator = Coordinator(
+            limits, policy, eos_token_ids=eos_token_ids, stop_rule=self._token_came, clock=clock.now
+        )
+        self._runner = runner
+        self._results = results
+        self._recorder = recorder
+        self._clock = clock
+        self._stop_checkers = stop_checkers
+        self._observe = observe
+        self._live: dict[int, _Live] = {}
+        self._token_s = 0.0  # when the result came that the coordinator is taking in
+        self._starved: IdleReason | None = None
+        self._started_s = clock.now()
+        self._observed_s = self._started_s
+        self._requests_done = self._requests_failed = 0
+        self._prompt_tokens = self._output_tokens = 0
+        self._stage_compute_s: list[float] = []  # since the last snapshot
+
+    def run(self, source: Source, sink: Sink) -> None:
+        """Answer every row of the source. Raises what ended the run early: a lost peer, a full disk."""
+        while True:
+            self._admit(source, sink)
+            self._collect(sink, timeout_s=0)
+            if self._issue():
+                continue
+            if self._coordinator.num_inflight:
+                self._collect(sink, timeout_s=None)
+            elif self._coordinator.unfinished:
+                raise AssertionError(f"work is left, nothing is in flight: {self._coordinator.idle_reason}")
+            elif source.exhausted:
+                return
+            else:
+                source.wait(_IDLE_WAIT_S)
+                self._tell(force=False)
+
+    def close(self) -> None:
+        """Send the stages home and wait for the last one's goodbye."""
+        self._tell(force=True)
+        self._runner.close()
+        self._results.close()
+
+    def _admit(self, source: Source, sink: Sink) -> None:
+        room = self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
+        if room <= 0:
+            return
+        for row in source.take(room):
+            if row.request is None:
+                assert row.error is not None
+                self._refuse(row, row.error, sink)
+                continue
+            request = row.request
+            self._recorder.record(RequestArrived(request.index, request.arrival_s, len(request.prompt_token_ids)))
+            stop = request.sampling.stop
+            self._live[request.index] = _Live(row, self._stop_checkers(stop) if stop else None)
+            answered = self._coordinator.submit(request)
+            if answered is not None:
+                self._finish(answered, self._clock.now(), sink)
+
+    def _issue(self) -> bool:
+        """Run the next microbatch through the first stage; False where there is none."""
+        microbatch = self._coordinator.next_microbatch()
+        if microbatch is None:
+            if self._starved != self._coordinator.idle_reason:
+                self._starved = self._coordinator.idle_reason
+                self._recorder.record(Starved(self._clock.now(), self._starved))
+            return False
+        self._starved = None
+        pool = self._coordinator.pool
+        self._recorder.record(
+            Issued.of(microbatch, pages_used=pool.num_pages - pool.num_free, tokens_held=self._coordinator.held_tokens)
+        )
+        for chunk in microbatch.chunks:
+            if chunk.start == 0 and chunk.epoch == 0:
+                self._live[chunk.sequence].first_issue_s = microbatch.issued_s
+        self._runner.run(MicroBatchFrame(microbatch), None, microbatch.issued_s)
+        return True
+
+    def _collect(self, sink: Sink, timeout_s: float | None) -> None:
+        """Take in the results that are here; with timeout_s None wait for one first."""
+        while (message := self._results.receive(timeout_s)) is not None:
+            assert isinstance(message.frame, ResultFrame), message.frame
+            self._take(message.frame.result, message.arrived_s, sink)
+            message.release()
+            timeout_s = 0
+
+    def _take(self, result: StepResult, arrived_s: float, sink: Sink) -> None:
+        self._recorder.record(Returned(result.index, arrived_s))
+        self._stage_compute_s = [
+            total + seconds
+            for total, seconds in zip(
+                self._stage_compute_s or [0.0] * len(result.stage_compute_s), result.stage_compute_s, strict=True
+            )
+        ]
+        self._token_s = arrived_s
+        for completion in self._coordinator.complete(result):
+            self._finish(completion, arrived_s, sink)
+        self._tell(force=False)
+
+    def _token_came(self, request: Request, token_id: int) -> bool:
+        """The coordinator's stop rule: told every token that counts, stale ones never."""
+        live = self._live[request.index]
+        live.token_came(self._token_s)
+        return live.stop_checker is not None and live.stop_checker.push(token_id)
+
+    def _finish(self, completion: Completion, at_s: float, sink: Sink) -> None:
+        request = completion.request
+        live = self._live.pop(request.index)
+        num_prompt, num_output = len(request.prompt_token_ids), len(completion.token_ids)
+        finished = RequestFinished(
+            request.index,
+            request.arrival_s,
+            live.first_issue_s,
+            live.first_token_s,
+            at_s,
+            num_prompt,
+            num_output,
+            completion.finish_reason,
+            completion.num_preemptions,
+            tuple(live.gaps_us),
+        )
+        self._recorder.record(finished)
+        if completion.finish_reason == "error":
+            self._requests_failed += 1
+            sink.fail(live.row, RowError("non_finite_logits", f"token {num_output + 1} had NaN or infinite logits"))
+            return
+        self._requests_done += 1
+        self._prompt_tokens += num_prompt
+        self._output_tokens += num_output
+        sink.finish(live.row, completion, asdict(RequestLatency.of(finished)))
+
+    def _refuse(self, row: Row, error: RowError, sink: Sink) -> None:
+        self._recorder.record(RowRefused(self._clock.now(), error.code))
+        self._requests_failed += 1
+        sink.fail(row, error)
+
+    def _tell(self, *, force: bool) -> None:
+        now = self._clock.now()
+        since_s = now - self._observed_s
+        if not force and since_s < _OBSERVE_EVERY_S:
+            return
+        busy = tuple(min(1.0, seconds / since_s) if since_s > 0 else 0.0 for seconds in self._stage_compute_s)
+        self._observed_s = now
+        self._stage_compute_s = [0.0] * len(busy)
+        self._observe(
+            Snapshot(
+                elapsed_s=now - self._started_s,
+                requests_done=self._requests_done,
+                requests_failed=self._requests_failed,
+                running=self._coordinator.num_running,
+                waiting=self._coordinator.num_waiting,
+                prompt_tokens=self._prompt_tokens,
+                output_tokens=self._output_tokens,
+                stage_busy=busy,
+            )
+        )

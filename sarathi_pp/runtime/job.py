@@ -1,0 +1,311 @@
+"""One rank of a run, from joining the others to leaving them.
+
+join -> check that all ranks have the same software, model and options -> load this stage's slice
+     -> count pages, agree on the minimum -> open the edges -> serve (rank 0: the engine) -> gather traces
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import sarathi_pp
+from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.partition import partition
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.errors import ConfigError, OutputError, SarathiError
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.slice import load_stage
+from sarathi_pp.model.support import ModelFacts
+from sarathi_pp.runtime.align import Offset, align
+from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, limits_of, resolve
+from sarathi_pp.runtime.engine import Engine, StopCheckers
+from sarathi_pp.runtime.rundir import RunDirectory
+from sarathi_pp.runtime.snapshot import Snapshot
+from sarathi_pp.runtime.stage import Stage
+from sarathi_pp.runtime.topology import Place, Topology
+from sarathi_pp.runtime.watchdog import Watchdog
+from sarathi_pp.runtime.worker import StageRunner
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.trace.events import TraceEnd, TraceStart
+from sarathi_pp.trace.recorder import Recorder
+from sarathi_pp.trace.summary import summarise
+from sarathi_pp.wire import codec
+from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
+
+
+class Job:
+    """This rank's stage and its place in the pipeline. Use: `Job(...)`, then `engine` or `serve`, then `finish`.
+
+    leave: what the watchdog calls with the error before it ends the process.
+    Raises whatever any rank found wrong during set-up, the same error on every rank.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        facts: ModelFacts,
+        place: Place,
+        run_dir: RunDirectory,
+        clock: Clock,
+        leave: Callable[[SarathiError], None],
+    ) -> None:
+        self.place = place
+        self.facts = facts
+        self._clock = clock
+        torch.set_num_threads(place.num_threads())
+        self.device = choose_device(config.device, place)
+        self._topology = Topology(place, config.peer_timeout_s)
+        self._agree(lambda: _passport(config, facts), must_match=True)
+        hosts = self._agree(lambda: {"run_dir": str(run_dir.path), "attempt": run_dir.attempt})
+        self._run_dir = run_dir.joining(Path(hosts[0]["run_dir"]), hosts[0]["attempt"], own=config.run_dir is not None)
+        layers = partition(facts.num_layers, place.world_size, config.layer_split)
+        dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
+        self.dtype: torch.dtype = getattr(torch, dtype_name)
+        backend = choose_backend(config.attention, self.device, config.page_size)
+        page_size = config.page_size or backend.default_page_size
+        loaded: list[Any] = []
+
+        def load() -> dict[str, Any]:
+            mine = layers[place.rank]
+            loaded.append(load_stage(model_dir, mine, facts.num_layers, self.dtype, self.device, backend))
+            budget = kv_budget_bytes(config, self.device, place.local_world_size)
+            return {"pages": count_pages(budget, facts, mine, page_size, self.dtype)}
+
+        stages = self._agree(load)
+        self.run: ResolvedRun = resolve(
+            config,
+            facts,
+            layers,
+            [stage["pages"] for stage in stages],
+            page_size=page_size,
+            dtype=dtype_name,
+            device=self.device.type,
+            attention=backend.name,
+        )
+        self.layers = layers[place.rank]
+        kv = KVShard(
+            self.layers, self.run.num_pages, page_size, facts.num_kv_heads, facts.head_dim, self.dtype, self.device
+        )
+        (self._model,) = loaded
+        self._stage = Stage(self._model, kv, facts.hidden_size, self.dtype, self.device)
+        self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len))
+        self._watchdog = Watchdog(leave)
+        if place.store is not None:
+            self._watchdog.follow_parent()
+        self._recorder = Recorder(self._run_dir.trace_path(place.rank, place.world_size))
+        self._recorder.record(self._trace_start(align(self._topology, clock.now)))
+        self._upstream, self._runner = self._connect()
+        self._topology.exchange({})
+
+    def engine(
+        self, eos_token_ids: Collection[int], stop_checkers: StopCheckers, observe: Callable[[Snapshot], None]
+    ) -> Engine:
+        """Rank 0's driver of the pipeline."""
+        return Engine(
+            limits_of(self.run),
+            make_policy(self.run.policy),
+            self._runner,
+            self._upstream,
+            self._recorder,
+            self._clock,
+            eos_token_ids=eos_token_ids,
+            stop_checkers=stop_checkers,
+            observe=observe,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What run.json holds."""
+        return {**dataclasses.asdict(self.run), **_software(), "fingerprint": self.facts.fingerprint}
+
+    def serve(self) -> None:
+        """Every other rank: run what comes until rank 0 says goodbye."""
+        self._runner.serve(self._upstream)
+
+    def finish(self) -> dict[str, Any] | None:
+        """Close this rank's trace, bring all traces to rank 0, and leave. Rank 0 gets the report."""
+        self._watchdog.dismiss()
+        offset = align(self._topology, self._clock.now)
+        self._recorder.record(
+            TraceEnd(
+                at_s=self._clock.now(),
+                clock_offset_s=offset.offset_s,
+                clock_uncertainty_s=offset.uncertainty_s,
+                peak_rss_bytes=_peak_rss_bytes(),
+                bytes_read=self._model.bytes_read,
+            )
+        )
+        self._recorder.close()
+        traces = self._gather()
+        self._topology.leave()
+        if self.place.rank != 0:
+            return None
+        report = summarise(traces, self._report_facts())
+        self._run_dir.write_report(report)
+        return report
+
+    def abandon(self) -> None:
+        """This rank has an error in hand: keep what was traced, let the watchdog rest."""
+        self._watchdog.dismiss()
+        with suppress(OutputError):
+            self._recorder.close()
+
+    def _agree(self, work: Callable[[], dict[str, Any]], *, must_match: bool = False) -> list[dict[str, Any]]:
+        """Every rank's answer; an error on any of them is raised on all, so that none waits for one that left."""
+        try:
+            mine: dict[str, Any] = {"answer": work()}
+        except SarathiError as error:
+            mine = {"error": str(error), "exit_code": error.exit_code}
+        answers = self._topology.exchange(mine)
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise _agreed_error(rank, answer, self.place)
+        facts = [answer["answer"] for answer in answers]
+        if must_match:
+            _require_equal(facts)
+        return facts
+
+    def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
+        run, clock = self.run, self._clock
+        num_buffers = run.inflight + 1
+        if self.place.world_size == 1:
+            channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)
+            return channel, StageRunner(self._stage, channel, self._recorder, clock)
+        row_shape = (self.facts.hidden_size,)
+        bound = codec.max_message_bytes(
+            max_tokens=run.max_microbatch_tokens,
+            max_seqs=run.max_num_seqs,
+            page_size=run.page_size,
+            num_stages=run.num_stages,
+            row_bytes=self.facts.hidden_size * self.dtype.itemsize,
+        )
+        upstream = self._topology.receiver(
+            bound, row_shape, self.dtype, self.device, num_buffers, clock.now, run.peer_timeout_s, self._watchdog.report
+        )
+        # The sender's heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
+        runner: list[StageRunner] = []
+        downstream: Sender[torch.Tensor] = self._topology.sender(
+            bound,
+            row_shape,
+            self.dtype,
+            self.device,
+            num_buffers,
+            lambda: runner[0].progress() if runner else (0, False),
+            self._watchdog.report,
+        )
+        runner.append(StageRunner(self._stage, downstream, self._recorder, clock))
+        return upstream, runner[0]
+
+    def _trace_start(self, offset: Offset) -> TraceStart:
+        run, rank = self.run, self.place.rank
+        return TraceStart(
+            at_s=self._clock.now(),
+            unix_s=self._clock.wall(),
+            rank=rank,
+            stage=rank,
+            num_stages=run.num_stages,
+            layers=self.layers,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=run.device,
+            policy=run.policy,
+            chunk_size=run.chunk_size,
+            inflight=run.inflight,
+            num_pages=run.num_pages,
+            page_size=run.page_size,
+            clock_offset_s=offset.offset_s,
+            clock_uncertainty_s=offset.uncertainty_s,
+        )
+
+    def _gather(self) -> list[Path]:
+        """All traces on rank 0's disk. A rank that writes into rank 0's own directory sends nothing."""
+        rank, world_size = self.place.rank, self.place.world_size
+        paths = [self._run_dir.trace_path(stage, world_size) for stage in range(world_size)]
+        marks = self._topology.exchange({"mark": self._run_dir.identity()})
+        for stage in range(1, world_size):
+            if marks[stage]["mark"] == marks[0]["mark"]:
+                continue
+            if rank == 0:
+                partial = paths[stage].with_suffix(".part")
+                self._topology.receive_file(partial, stage)
+                partial.replace(paths[stage])
+            elif rank == stage:
+                self._topology.send_file(paths[stage], 0)
+        self._topology.exchange({})
+        return paths
+
+    def _report_facts(self) -> dict[str, Any]:
+        return {
+            "model": self.run.model,
+            "dtype": self.run.dtype,
+            "attention": self.run.attention,
+            "max_num_seqs": self.run.max_num_seqs,
+            "max_model_len": self.run.max_model_len,
+        }
+
+
+def choose_device(wish: str, place: Place) -> torch.device:
+    """The device of this rank. Ranks share a GPU where there are more of them than GPUs."""
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if wish == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _passport(config: RunConfig, facts: ModelFacts) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    options = dataclasses.replace(config, run_dir=None)
+    return {
+        **_software(),
+        "wire version": codec.VERSION,
+        "model": facts.fingerprint,
+        "options": hashlib.sha256(repr(options).encode()).hexdigest()[:16],
+    }
+
+
+def _software() -> dict[str, str]:
+    return {
+        "sarathi_pp": sarathi_pp.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _require_equal(passports: list[dict[str, Any]]) -> None:
+    for rank, passport in enumerate(passports):
+        for key, value in passport.items():
+            if value != passports[0][key]:
+                raise ConfigError(f"{key} differs: rank 0 has {passports[0][key]}, rank {rank} has {value}")
+
+
+def _agreed_error(rank: int, answer: dict[str, Any], place: Place) -> SarathiError:
+    where = f"stage {rank} (rank {rank}): " if place.world_size > 1 else ""
+    error = SarathiError(where + answer["error"])
+    error.exit_code = answer["exit_code"]
+    error.agreed = True
+    return error
+
+
+def _peak_rss_bytes() -> int:
+    """The largest resident memory of this process image. Not getrusage, whose peak survives an exec."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0

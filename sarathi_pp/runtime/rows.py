@@ -1,0 +1,414 @@
+"""One input line: from bytes to what it asks for, or to the reason why it cannot run.
+
+    bytes -> RawLine -> parse_line -> ParsedLine -> (tokenise, check) -> Row -> engine -> sink
+                             `- LineError ------------------------------^
+
+A file is JSON Lines or plain text as a whole (`is_plain_text`). JSON Lines take two forms:
+
+    own     {"prompt": str} | {"prompt_token_ids": [int]} | {"messages": [...]}, with `id` and sampling keys
+    OpenAI  {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body": {...}}
+
+Null counts as not given. A parameter that is known elsewhere and not supported here may be present with the
+value that means "off" (`"n": 1`); with any other value it is `unsupported_parameter`, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import BinaryIO, Literal, NoReturn
+
+from sarathi_pp.core.request import Request
+from sarathi_pp.errors import RowError
+
+Form = Literal["own", "openai-chat", "openai-completion"]
+
+MAX_LINE_BYTES = 64 * 2**20
+_BOM = b"\xef\xbb\xbf"
+_SKIP_BYTES = 64 * 2**10
+
+_URL_FORMS: dict[str, Form] = {
+    "/v1/chat/completions": "openai-chat",
+    "/v1/completions": "openai-completion",
+}
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+_SAMPLING_KEYS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "ignore_eos": "ignore_eos",
+}
+_OPENAI_SAMPLING_KEYS = {**_SAMPLING_KEYS, "max_completion_tokens": "max_new_tokens"}
+# Names for the caller's own bookkeeping: they change no token.
+_OPENAI_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+# Parameters that other engines have, each with the values under which it changes nothing.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "stream_options": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "length_penalty": (1, 1.0),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1, 1.0),
+    "num_beams": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+}
+
+
+class LineError(RowError):
+    """A RowError that knows its line, so that the error line gets the right id and form."""
+
+    def __init__(self, code: str, message: str, *, line: int, id: object, form: Form) -> None:
+        super().__init__(code, message)
+        self.line = line
+        self.id = id
+        self.form = form
+
+
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """A line without its line end. `number` counts from 1. `cut`: longer than allowed, only its head is here."""
+
+    number: int
+    data: bytes
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedLine:
+    """What one line asks for. Exactly one of the three prompts is set.
+
+    id: any JSON value, echoed unchanged; the line number as a string where the line names none.
+    overrides: sampling fields that the line sets, under SamplingParams' names, values not yet checked.
+    """
+
+    line: int
+    id: object
+    form: Form
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: list[dict[str, object]] | None = None
+    overrides: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input line on its way to an output line: a request, or the error that it gets instead."""
+
+    line: int
+    id: object
+    form: Form
+    request: Request | None = None
+    error: RowError | None = None
+    arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert (self.request is None) != (self.error is None), "a row is a request or an error"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) if self.request else 0
+
+
+class SeenIds:
+    """The ids of a file so far. 8 bytes of hash stand for an id, so memory does not follow id length.
+
+    Ids compare by type and value: 1, 1.0, "1" and true are four ids.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[int, int] = {}
+
+    def first_line(self, id: object, line: int) -> int | None:
+        """The line that had this id before, or None; then `line` has it from now on."""
+        text = json.dumps(id, sort_keys=True)
+        key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+        earlier = self._lines.setdefault(key, line)
+        return None if earlier == line else earlier
+
+
+def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawLine]:
+    """The non-blank lines of a stream; never holds more than max_line_bytes of one.
+
+    Accepts a leading byte-order mark, CRLF, and a last line without its end. A line of nothing but white space
+    is blank in both formats; blank lines count for the numbers.
+    """
+    number = 0
+    while data := stream.readline(max_line_bytes + 2):
+        number += 1
+        if number == 1:
+            data = data.removeprefix(_BOM)
+        body = data.removesuffix(b"\n").removesuffix(b"\r")
+        cut = len(body) > max_line_bytes
+        if cut:
+            body = body[:_SKIP_BYTES]
+            while data and not data.endswith(b"\n"):
+                data = stream.readline(_SKIP_BYTES)
+        if cut or body.strip():
+            yield RawLine(number, body, cut)
+
+
+def is_plain_text(name: str, first: RawLine | None) -> bool:
+    """The format of a whole file. `first` is its first line that is not blank.
+
+    .txt is plain text; .jsonl, .ndjson and .json are JSON Lines; any other name, `-` included, is JSON Lines
+    exactly if its first line begins with `{`.
+    """
+    if name.lower().endswith(".txt"):
+        return True
+    if name.lower().endswith((".jsonl", ".ndjson", ".json")):
+        return False
+    return first is not None and not first.data.lstrip().startswith(b"{")
+
+
+def parse_line(raw: RawLine, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
+    """What a line asks for, types checked; sampling values are checked later, where they meet the defaults.
+
+    Raises LineError: `line_too_long`, `invalid_utf8`, `invalid_json`, `invalid_parameter`,
+    `missing_required_parameter`, `unknown_parameter`, `unsupported_parameter`, `empty_prompt`.
+    """
+    reader = _LineReader(raw.number)
+    if raw.cut:
+        reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
+    try:
+        text = raw.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if not plain_text:
+            reader.recover_id(raw.data)
+        reader.fail("invalid_utf8", f"byte {error.start} of the line is not UTF-8; convert the file to UTF-8")
+    if plain_text:
+        return ParsedLine(raw.number, str(raw.number), "own", prompt=text)
+    return reader.parse(text)
+
+
+class _LineReader:
+    """Parses one JSON line; holds what is known of its id and form so far, for the error line."""
+
+    def __init__(self, line: int) -> None:
+        self._line = line
+        self._id: object = str(line)
+        self._form: Form = "own"
+
+    def fail(self, code: str, message: str) -> NoReturn:
+        raise LineError(code, message, line=self._line, id=self._id, form=self._form)
+
+    def recover_id(self, data: bytes) -> None:
+        """The id of a line that is JSON but for stray bytes, which need not be in the id."""
+        try:
+            record = json.loads(data.decode("utf-8", "surrogateescape"))
+        except (ValueError, RecursionError):
+            return
+        if isinstance(record, dict):
+            candidate, form = _name(record)
+            if candidate is not None and _is_text(candidate):
+                self._id, self._form = candidate, form
+
+    def parse(self, text: str) -> ParsedLine:
+        try:
+            record = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        except RecursionError:
+            self.fail("invalid_json", "the line nests too deep")
+        except ValueError as error:
+            self.fail("invalid_json", f"not JSON: {error}")
+        if not isinstance(record, dict):
+            self.fail("invalid_json", f"a line must be a JSON object, and this one is {_kind(record)}")
+        name, self._form = _name(record)
+        if record.get("id") is not None and record.get("custom_id") is not None:
+            self.fail("invalid_parameter", "id and custom_id are both given; keep one")
+        if name is not None:
+            self._set_id(name)
+        return self._own(record) if self._form == "own" else self._openai(record)
+
+    def _set_id(self, name: object) -> None:
+        try:
+            json.dumps(name, allow_nan=False)
+        except ValueError:
+            self.fail("invalid_parameter", f"id is {name!r}; it must be a finite JSON value")
+        self._id = name
+
+    def _own(self, record: Mapping[str, object]) -> ParsedLine:
+        overrides = self._overrides(record, _SAMPLING_KEYS, ("id", "custom_id", *_PROMPT_KEYS))
+        return self._with_prompt(record, overrides)
+
+    def _openai(self, record: Mapping[str, object]) -> ParsedLine:
+        for key in record:
+            if key not in ("custom_id", "method", "url", "body"):
+                self.fail("unknown_parameter", f"{key} is not a key of a batch line (custom_id, method, url, body)")
+        if not isinstance(record.get("custom_id"), str):
+            self.fail("missing_required_parameter", "a batch line needs custom_id, a string unique in the file")
+        if record.get("method") not in (None, "POST"):
+            self.fail("invalid_parameter", f"method is {record['method']!r}; it must be POST")
+        if not isinstance(record.get("url"), str) or record["url"] not in _URL_FORMS:
+            choices = " or ".join(_URL_FORMS)
+            self.fail("invalid_parameter", f"url is {record.get('url')!r}; it must be {choices}")
+        body = record.get("body")
+        if not isinstance(body, dict):
+            self.fail("missing_required_parameter", f"body is {_kind(body)}; it must be an object")
+        model = body.get("model")
+        if model is not None and not isinstance(model, str):
+            self.fail("invalid_parameter", f"model is {_kind(model)}; it must be a string")
+        prompt_key = "messages" if self._form == "openai-chat" else "prompt"
+        overrides = self._overrides(body, _OPENAI_SAMPLING_KEYS, (prompt_key, *_OPENAI_LABELS))
+        if body.get(prompt_key) is None:
+            self.fail("missing_required_parameter", f"body needs {prompt_key} for {record['url']}")
+        return self._with_prompt(body, overrides)
+
+    def _overrides(
+        self, record: Mapping[str, object], sampling: Mapping[str, str], other: tuple[str, ...]
+    ) -> dict[str, object]:
+        """The sampling fields that are set; refuses every key that would otherwise be ignored."""
+        overrides: dict[str, object] = {}
+        for key, value in record.items():
+            if key in sampling:
+                if value is None:
+                    continue
+                if sampling[key] in overrides:
+                    self.fail("invalid_parameter", f"{sampling[key]} is given twice, the second time as {key}")
+                overrides[sampling[key]] = value
+            elif key in _UNSUPPORTED:
+                if value is not None and not _changes_nothing(value, _UNSUPPORTED[key]):
+                    self.fail("unsupported_parameter", f"{key} = {_shown(value)} is not supported; remove {key}")
+            elif key not in other:
+                legal = ", ".join((*other, *sampling))
+                self.fail("unknown_parameter", f"{key} is not a parameter; those known here are {legal}")
+        return overrides
+
+    def _with_prompt(self, record: Mapping[str, object], overrides: dict[str, object]) -> ParsedLine:
+        given = [key for key in _PROMPT_KEYS if record.get(key) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            code = "invalid_parameter" if given else "missing_required_parameter"
+            self.fail(code, f"a line needs exactly one of {', '.join(_PROMPT_KEYS)}; it has {found}")
+        key, value = given[0], record[given[0]]
+        if key == "messages":
+            messages = self._messages(value)
+            return ParsedLine(self._line, self._id, self._form, messages=messages, overrides=overrides)
+        if key == "prompt_token_ids" or (self._form == "openai-completion" and isinstance(value, list)):
+            ids = self._token_ids(key, value)
+            return ParsedLine(self._line, self._id, self._form, prompt_token_ids=ids, overrides=overrides)
+        if not isinstance(value, str):
+            self.fail("invalid_parameter", f"prompt is {_kind(value)}; it must be a string")
+        return ParsedLine(self._line, self._id, self._form, prompt=value, overrides=overrides)
+
+    def _token_ids(self, key: str, value: object) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            self.fail("invalid_parameter", f"{key} is {_kind(value)}; it must be a list of integers")
+        if not value:
+            self.fail("empty_prompt", f"{key} is empty; it needs at least one token id")
+        if key == "prompt" and isinstance(value[0], (str, list)):
+            self.fail("unsupported_parameter", "prompt holds several prompts; give each a line of its own")
+        for position, token_id in enumerate(value):
+            if type(token_id) is not int:
+                self.fail("invalid_parameter", f"{key}[{position}] is {_kind(token_id)}; it must be an integer")
+        return tuple(value)
+
+    def _messages(self, value: object) -> list[dict[str, object]]:
+        if not isinstance(value, list) or not value:
+            self.fail("invalid_parameter", "messages must be a list of at least one message")
+        for position, message in enumerate(value):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                self.fail("invalid_parameter", f"messages[{position}] must be an object with a role")
+        return [self._message(f"messages[{position}]", message) for position, message in enumerate(value)]
+
+    def _message(self, where: str, message: dict[str, object]) -> dict[str, object]:
+        """The message with text parts joined by line ends: most chat templates expect one string."""
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            return message
+        if not isinstance(content, list):
+            self.fail("invalid_parameter", f"{where}.content is {_kind(content)}; it must be a string")
+        texts: list[str] = []
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, dict) else _kind(part)
+                self.fail("unsupported_parameter", f"{where}.content holds {kind}; only text parts are supported")
+            if not isinstance(part.get("text"), str):
+                self.fail("invalid_parameter", f"{where}.content has a text part without text")
+            texts.append(part["text"])
+        return {**message, "content": "\n".join(texts)}
+
+
+def _name(record: Mapping[str, object]) -> tuple[object, Form]:
+    name = record.get("custom_id") if record.get("id") is None else record["id"]
+    if not any(key in record for key in ("body", "url", "method")):
+        return name, "own"
+    url = record.get("url")
+    return name, _URL_FORMS.get(url, "openai-chat") if isinstance(url, str) else "openai-chat"
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        left = set(record)
+        for key, _ in pairs:
+            if key not in left:
+                raise ValueError(f"the key {key!r} occurs twice in one object")
+            left.remove(key)
+    return record
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _changes_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    # By type too: `"logprobs": 0` asks for log probabilities, `false` does not.
+    return any(type(value) is type(off) and value == off for off in neutral)
+
+
+def _is_text(value: object) -> bool:
+    """False where a string holds lone surrogates, the trace of bytes that were not UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "missing or null"
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return kinds.get(type(value), "a number")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

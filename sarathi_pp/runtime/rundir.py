@@ -1,0 +1,85 @@
+"""The run directory: what a run leaves behind beside its output.
+
+RUN/run.json                                      resolved configuration, versions, model, hosts
+RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace a stage, one directory a start
+RUN/report.json                                   the figures of the last attempt
+RUN/exit_code                                     how it ended: torchrun itself returns 1 for any failure
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sarathi_pp.errors import ConfigError, OutputError
+from sarathi_pp.trace.recorder import trace_name
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    path: Path
+    attempt: int = 0
+
+    @classmethod
+    def default_path(cls, output: str) -> Path:
+        """Beside the output file; for standard output a directory of its own here."""
+        return Path("sarathi-pp-run") if output == "-" else Path(output + ".run")
+
+    @classmethod
+    def check(cls, path: Path, *, overwrite: bool) -> None:
+        """Raises ConfigError where an earlier run's directory would be written over."""
+        if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"the run directory {path} exists; use --overwrite, or --run-dir with another one")
+
+    @classmethod
+    def create(cls, path: Path, *, overwrite: bool) -> RunDirectory:
+        """A fresh directory, 0700: traces tell of prompts' lengths and times. Raises ConfigError or OutputError."""
+        cls.check(path, overwrite=overwrite)
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+            path.mkdir(mode=0o700, parents=True)
+        except OSError as error:
+            raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
+        return cls(path)
+
+    def joining(self, leader: Path, attempt: int, *, own: bool) -> RunDirectory:
+        """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
+        joined = replace(self, path=self.path if own else leader, attempt=attempt)
+        try:
+            joined.attempt_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot make {joined.attempt_path}: {error.strerror}") from error
+        return joined
+
+    @property
+    def attempt_path(self) -> Path:
+        return self.path / f"attempt-{self.attempt:04d}"
+
+    def trace_path(self, stage: int, num_stages: int) -> Path:
+        return self.attempt_path / trace_name(stage, num_stages)
+
+    def identity(self) -> str:
+        """Equal on two ranks exactly where both write into the same directory."""
+        status = self.attempt_path.stat()
+        return f"{os.uname().nodename}:{status.st_dev}:{status.st_ino}"
+
+    def write_run(self, facts: dict[str, Any]) -> None:
+        self._write("run.json", json.dumps(facts, indent=2, default=str) + "\n")
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        self._write("report.json", json.dumps(report, indent=2) + "\n")
+
+    def write_exit_code(self, code: int) -> None:
+        self._write("exit_code", f"{code}\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """Whole or not at all."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = self.path / f".{name}.part"
+        partial.write_text(text)
+        partial.replace(self.path / name)

@@ -1,0 +1,349 @@
+"""Where finished rows go: one line each, appended and synced, so that what is on disk is what is done.
+
+    engine -> finish() / fail() -> bounded queue -> [writer thread: text, JSON, write, fsync] -> file
+
+The output file is the journal of the run. It only ever holds whole lines, short of a crash in the middle of a
+write, and a row counts as done once its line is synced; syncs are shared by the rows of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import queue
+import stat
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from sarathi_pp.core.request import Completion
+from sarathi_pp.errors import ConfigError, OutputError, RowError
+from sarathi_pp.runtime.rows import Row
+from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.trace.clock import Clock
+
+GROUP_ROWS = 256
+GROUP_S = 0.2
+_QUEUE_ROWS = 4 * GROUP_ROWS
+
+
+class OutputClosedError(OutputError):
+    """The reader of our output went away, as `| head` does: the run ends, and there is nothing to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """How a row ended: a completion with its text (None without a tokenizer), or an error."""
+
+    row: Row
+    completion: Completion | None = None
+    text: str | None = None
+    metrics: Mapping[str, object] | None = None
+    error: RowError | None = None
+
+
+class Sink(Protocol):
+    """What the engine hands ended rows to. Both calls may wait for room and raise OutputError for an earlier row.
+
+    metrics: seconds and counts of this request, finite or None, for its output line. close: everything handed
+    over is synced when it returns.
+    """
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None: ...
+    def fail(self, row: Row, error: RowError) -> None: ...
+    def close(self) -> None: ...
+
+
+def check_output(path: str, input_path: str, *, overwrite: bool) -> None:
+    """Refuses an output that cannot be written, before anything is loaded; touches nothing.
+
+    Raises ConfigError (a directory, the input itself, there already) or OutputError (cannot be written).
+    """
+    if path == "-":
+        return
+    if os.path.isdir(path):
+        raise ConfigError(f"--output {path} is a directory; name a file")
+    there = _stat(path)
+    read = _stat(sys.stdin.fileno() if _stdin_open() and input_path == "-" else input_path)
+    if there and read and os.path.samestat(there, read):
+        raise ConfigError(f"--output {path} is the same file as --input {input_path}; name another")
+    if there and stat.S_ISREG(there.st_mode) and not overwrite:
+        raise ConfigError(f"--output {path} exists; name another file, or replace it with --overwrite")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise OutputError(f"--output {path}: there is no directory {folder}; make it first")
+    if not os.access(path if there else folder, os.W_OK):
+        raise OutputError(f"--output {path} cannot be written: no permission, or a read-only file system")
+
+
+class FileSink:
+    """Appends a line for each row to a file that no other run may write, or to standard output for `-`.
+
+    model: the name that OpenAI lines report. A new file gets mode 0600. Raises ConfigError where the file is
+    there without `overwrite`, or belongs to a running run; OutputError where it cannot be written.
+    num_finished, num_failed: lines of each kind that are synced.
+    """
+
+    def __init__(self, path: str, *, tokenizer: Tokenizer, clock: Clock, model: str, overwrite: bool = False) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._model = model
+        self._created = int(clock.wall())
+        self._fd = _open(path, overwrite)
+        self._regular = path != "-" and stat.S_ISREG(os.fstat(self._fd).st_mode)
+        self._queue: queue.Queue[FinishedRow | None] = queue.Queue(_QUEUE_ROWS)
+        self._failure: BaseException | None = None
+        self._raised = False
+        self._closed = False
+        self._drained = False
+        self._unsynced = [0, 0]
+        self.num_finished = 0
+        self.num_failed = 0
+        self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
+        self._thread.start()
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        self._hand_over(FinishedRow(row, completion, metrics=metrics))
+
+    def fail(self, row: Row, error: RowError) -> None:
+        self._hand_over(FinishedRow(row, error=error))
+
+    def close(self) -> None:
+        """Writes and syncs what is left, and lets go of the file. Raises OutputError unless a call already did."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+            os.close(self._fd)
+        if not self._raised:
+            self._raise_failure()
+
+    def _hand_over(self, finished: FinishedRow) -> None:
+        assert not self._closed, "the sink is closed"
+        self._raise_failure()
+        self._queue.put(finished)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._raised = True
+            raise self._failure
+
+    def _write_all(self) -> None:
+        """The writer thread. After a failure it goes on emptying the queue, so that nobody waits for room."""
+        try:
+            self._write_groups()
+        except BrokenPipeError:
+            self._failure = OutputClosedError(f"--output {self._path} was closed by its reader")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._sync()
+            self._failure = OutputError(
+                f"--output {self._path} cannot be written: {error}; the lines already there are whole"
+            )
+        except BaseException as error:  # raised by the next call, in the thread that can do something about it
+            self._failure = error
+        while not self._drained:
+            self._drained = self._queue.get() is None
+
+    def _write_groups(self) -> None:
+        sync_s = self._clock.now()
+        while not self._drained:
+            group = self._next_group(sync_s)
+            if group and not sum(self._unsynced):
+                sync_s = self._clock.now() + GROUP_S
+            self._append(b"".join(map(self._line, group)))
+            for finished in group:
+                self._unsynced[finished.error is not None] += 1
+            due = sum(self._unsynced) >= GROUP_ROWS or self._clock.now() >= sync_s
+            if due or self._drained:
+                self._sync()
+
+    def _next_group(self, sync_s: float) -> list[FinishedRow]:
+        """The rows that wait now, at least one unless a sync falls due first or there will be no more."""
+        left_s = max(0.0, sync_s - self._clock.now()) if sum(self._unsynced) else None
+        group: list[FinishedRow] = []
+        try:
+            finished = self._queue.get(timeout=left_s)
+            while finished is not None and len(group) < GROUP_ROWS - 1:
+                group.append(finished)
+                finished = self._queue.get_nowait()
+        except queue.Empty:
+            return group
+        if finished is not None:
+            group.append(finished)
+        self._drained = finished is None
+        return group
+
+    def _append(self, data: bytes) -> None:
+        """Writes whole lines; where the disk is full, takes the torn last one back."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            if self._regular:
+                whole = data.rfind(b"\n", 0, written) + 1
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - (written - whole))
+            raise
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            # Pipes, terminals and devices have nothing to sync.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+                raise
+        self.num_finished += self._unsynced[0]
+        self.num_failed += self._unsynced[1]
+        self._unsynced = [0, 0]
+
+    def _line(self, finished: FinishedRow) -> bytes:
+        row, completion = finished.row, finished.completion
+        record: dict[str, object]
+        if completion is None:
+            assert finished.error is not None, "a row ends with a completion or an error"
+            record = _error_record(row, finished.error)
+        else:
+            request = completion.request
+            text = self._tokenizer.finish(completion.token_ids, completion.finish_reason, request.sampling.stop)
+            if row.form == "own":
+                record = _own_record(row, completion, text, finished.metrics or {})
+            else:
+                record = _openai_record(row, completion, text, self._model, self._created)
+        return encode_line(record)
+
+
+class MemorySink:
+    """Keeps ended rows, in the order in which they ended: the Python API's sink, and the tests'."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.finished: list[FinishedRow] = []
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        stop = completion.request.sampling.stop
+        text = self._tokenizer.finish(completion.token_ids, completion.finish_reason, stop)
+        self.finished.append(FinishedRow(row, completion, text, metrics))
+
+    def fail(self, row: Row, error: RowError) -> None:
+        self.finished.append(FinishedRow(row, error=error))
+
+    def close(self) -> None:
+        """Nothing to do: what is in memory is there."""
+
+
+def encode_line(record: Mapping[str, object]) -> bytes:
+    """One JSON line in UTF-8; escaped where an id holds half a surrogate pair, which UTF-8 cannot write."""
+    try:
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _error_record(row: Row, error: RowError) -> dict[str, object]:
+    reason = {"code": error.code, "message": error.message}
+    if row.form == "own":
+        return {"id": row.id, "error": reason}
+    return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": None, "error": reason}
+
+
+def _own_record(row: Row, completion: Completion, text: str | None, metrics: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "id": row.id,
+        "text": text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": len(completion.request.prompt_token_ids),
+        "num_output_tokens": len(completion.token_ids),
+        "metrics": metrics,
+    }
+
+
+def _openai_record(row: Row, completion: Completion, text: str | None, model: str, created: int) -> dict[str, object]:
+    """`created` is the unix time at which the run began."""
+    num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
+    chat = row.form == "openai-chat"
+    answer = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    body = {
+        "id": f"chatcmpl-{row.line}" if chat else f"cmpl-{row.line}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [
+            {"index": 0, **answer, "logprobs": None, "finish_reason": completion.finish_reason},
+        ],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        },
+    }
+    response = {"status_code": 200, "request_id": f"req_{row.line}", "body": body}
+    return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": response, "error": None}
+
+
+def _open(path: str, overwrite: bool) -> int:
+    """A descriptor to append to, locked against other runs, empty."""
+    try:
+        if path == "-":
+            return os.dup(sys.stdout.fileno())
+        there = _stat(path)
+        # A file is only ever made here or replaced on request; a pipe or device is written as it is.
+        exclusive = os.O_EXCL if not overwrite and (there is None or stat.S_ISREG(there.st_mode)) else 0
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | exclusive, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"--output {path} exists; name another file, or replace it with --overwrite") from error
+    except (OSError, ValueError, AttributeError) as error:  # sys.stdout is None where descriptor 1 is closed
+        raise OutputError(f"--output {path} cannot be written: {error}") from error
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            _lock(fd, path)
+            os.ftruncate(fd, 0)
+            _sync_folder(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _lock(fd: int, path: str) -> None:
+    """Held until the descriptor is closed, by the process's death too. File systems without locks go without."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"--output {path} is being written by another run; name another file") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+            raise OutputError(f"--output {path} cannot be locked: {error}") from error
+
+
+def _sync_folder(path: str) -> None:
+    """Makes the file's name survive a crash, as fsync makes its contents."""
+    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise OutputError(f"--output {path} cannot be synced: {error}") from error
+    finally:
+        os.close(folder)
+
+
+def _stat(path: str | int) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def _stdin_open() -> bool:
+    try:
+        return sys.stdin is not None and sys.stdin.fileno() >= 0
+    except (OSError, ValueError):
+        return False

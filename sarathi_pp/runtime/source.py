@@ -1,0 +1,289 @@
+"""Where rows come from: a file or standard input, read ahead of the engine by a thread of its own.
+
+    file -> [reader thread: read, parse, tokenise, check] -> bounded queue -> take() -> engine
+
+The queue bounds memory whatever the length of the file, and keeps tokenisation off the engine's thread. Rows
+that cannot run come through the same queue, in order, as rows with an error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.request import Request
+from sarathi_pp.errors import InputError, MissingError, RowError
+from sarathi_pp.runtime.generation_config import GenerationDefaults
+from sarathi_pp.runtime.rows import LineError, ParsedLine, RawLine, Row, SeenIds, is_plain_text, parse_line, read_lines
+from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.trace.clock import Clock
+
+
+class Source(Protocol):
+    """What the engine draws rows from. Only the engine's thread calls it.
+
+    take: up to `limit` rows that have arrived, without waiting; raises what stopped the reader, once the rows
+    before it are taken. exhausted: there is no row left and none will come. wait: returns when take would
+    give something, when exhausted, or after timeout_s (None: no limit). close: no more rows are wanted.
+    """
+
+    @property
+    def exhausted(self) -> bool: ...
+    def take(self, limit: int) -> list[Row]: ...
+    def wait(self, timeout_s: float | None) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a prompt must fit: the model's length, and the smallest stage's KV pool (num_pages x page_size)."""
+
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raises RowError (`context_length_exceeded`). A prompt of max_model_len is legal: it gets no output."""
+        if num_tokens > self.max_model_len:
+            raise RowError(
+                "context_length_exceeded",
+                f"the prompt has {num_tokens} tokens and max_model_len is {self.max_model_len}",
+            )
+        if num_tokens > self.num_pages * self.page_size:
+            raise RowError(
+                "context_length_exceeded",
+                f"the prompt has {num_tokens} tokens and the KV cache holds {self.num_pages * self.page_size} "
+                f"({self.num_pages} pages x {self.page_size}); raise --kv-cache-memory",
+            )
+
+    def clamp(self, sampling: SamplingParams) -> SamplingParams:
+        """The same request in numbers of ordinary size: what exceeds a limit means no limit."""
+        top_k = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
+        return replace(sampling, top_k=top_k, max_new_tokens=min(sampling.max_new_tokens, self.max_model_len))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMaker:
+    """Turns a parsed line into a request: tokenised, checked, its sampling complete. Raises RowError."""
+
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    limits: Limits
+    seed: int
+
+    def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
+        sampling = self.defaults.params(parsed.overrides)
+        if sampling.stop and not self.tokenizer.has_text:
+            raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are not there")
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=row_seed(self.seed, parsed.line))
+        token_ids = self._token_ids(parsed)
+        self.limits.check_prompt(len(token_ids))
+        return Request(index, token_ids, self.limits.clamp(sampling), arrival_s)
+
+    def _token_ids(self, parsed: ParsedLine) -> tuple[int, ...]:
+        if parsed.prompt_token_ids is not None:
+            return self.tokenizer.check_token_ids(parsed.prompt_token_ids)
+        if parsed.messages is not None:
+            return self.tokenizer.encode_chat(parsed.messages)
+        assert parsed.prompt is not None, "a parsed line has a prompt"
+        return self.tokenizer.encode_prompt(parsed.prompt)
+
+
+def row_seed(run_seed: int, line: int) -> int:
+    """The seed of a line that names none: a 63-bit hash, the same whichever rows run before or beside it."""
+    digest = blake2b(f"{run_seed}/{line}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def check_input(path: str) -> None:
+    """Refuses an input that cannot be read, without opening it (a pipe can be opened only once).
+
+    Raises MissingError or InputError.
+    """
+    if path == "-":
+        return
+    if not os.path.exists(path):
+        raise MissingError(f"--input {path} does not exist")
+    if os.path.isdir(path):
+        raise InputError(f"--input {path} is a directory; give a file of JSON Lines or of one prompt a line")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"--input {path} cannot be read: permission denied")
+
+
+class FileSource:
+    """Rows of a file, or of standard input for `-`. Reading starts at once, so make it when the run starts.
+
+    capacity: most rows read ahead. request_rate: rows a second, arriving as a Poisson process drawn from the
+    run's seed; infinite: a row arrives when its line is read. Raises what `check_input` raises.
+    """
+
+    def __init__(
+        self, path: str, maker: RequestMaker, *, clock: Clock, capacity: int, request_rate: float = math.inf
+    ) -> None:
+        check_input(path)
+        self._path = path
+        self._maker = maker
+        self._clock = clock
+        self._capacity = capacity
+        self._arrivals = _drawn_arrivals(maker.seed, request_rate, clock.now())
+        self._changed = threading.Condition()
+        self._rows: deque[Row] = deque()
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._closed = False
+        self._stream = _open(path)
+        # A daemon: a read of standard input that nobody will ever answer must not keep the process alive.
+        self._thread = threading.Thread(target=self._read, name="input", daemon=True)
+        self._thread.start()
+
+    @property
+    def exhausted(self) -> bool:
+        with self._changed:
+            return self._closed or (self._ended and not self._rows and self._failure is None)
+
+    def take(self, limit: int) -> list[Row]:
+        with self._changed:
+            now_s = self._clock.now()
+            rows: list[Row] = []
+            while self._rows and len(rows) < limit and self._rows[0].arrival_s <= now_s:
+                rows.append(self._rows.popleft())
+            if rows:
+                self._changed.notify_all()
+            elif self._failure is not None and not self._rows and limit > 0:
+                raise self._failure
+            return rows
+
+    def wait(self, timeout_s: float | None) -> None:
+        end_s = math.inf if timeout_s is None else self._clock.now() + timeout_s
+        with self._changed:
+            while not (self._ended and not self._rows):
+                now_s = self._clock.now()
+                # With nothing read yet only the reader can end the wait, and it notifies.
+                ready_s = self._rows[0].arrival_s if self._rows else math.inf
+                if now_s >= min(end_s, ready_s):
+                    return
+                left_s = min(end_s, ready_s) - now_s
+                self._changed.wait(None if left_s == math.inf else left_s)
+
+    def close(self) -> None:
+        """Idempotent. The reader ends at its next row; one that is blocked in a read is left behind."""
+        with self._changed:
+            self._closed = True
+            self._ended = True
+            self._rows.clear()
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        try:
+            with self._stream:
+                for row in self._file_rows():
+                    if not self._put(row):
+                        return
+        except OSError as error:
+            self._failure = InputError(f"--input {self._path} cannot be read on: {error}")
+        except BaseException as error:  # raised by take, in the thread that can do something about it
+            self._failure = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, row: Row) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._rows) < self._capacity or self._closed)
+            if not self._closed:
+                self._rows.append(row)
+                self._changed.notify_all()
+            return not self._closed
+
+    def _file_rows(self) -> Iterator[Row]:
+        lines = read_lines(self._stream)
+        first = next(lines, None)
+        if first is None:
+            return
+        plain_text = is_plain_text(self._path, first)
+        # Default ids are line numbers and cannot collide with one another.
+        seen = None if plain_text else SeenIds()
+        index = 0
+        for raw in chain([first], lines):
+            drawn_s = next(self._arrivals, None)
+            arrival_s = self._clock.now() if drawn_s is None else drawn_s
+            row = self._row(raw, plain_text, seen, index, arrival_s)
+            index += row.request is not None
+            yield row
+
+    def _row(self, raw: RawLine, plain_text: bool, seen: SeenIds | None, index: int, arrival_s: float) -> Row:
+        parsed: ParsedLine | LineError
+        try:
+            parsed = parse_line(raw, plain_text=plain_text)
+        except LineError as error:
+            parsed = error
+        try:
+            first_line = seen.first_line(parsed.id, raw.number) if seen else None
+            if first_line is not None:
+                raise RowError("duplicate_id", f"id {parsed.id!r} is already that of line {first_line}")
+            if isinstance(parsed, LineError):
+                raise parsed
+            request = self._maker.make(parsed, index, arrival_s)
+        except RowError as error:
+            located = RowError(error.code, f"line {raw.number}: {_short(error.message)}")
+            return Row(raw.number, parsed.id, parsed.form, error=located, arrival_s=arrival_s)
+        return Row(raw.number, parsed.id, parsed.form, request=request, arrival_s=arrival_s)
+
+
+class MemorySource:
+    """Rows that are there already, all arrived: the Python API's source, and the tests'."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = deque(rows)
+
+    @property
+    def exhausted(self) -> bool:
+        return not self._rows
+
+    def take(self, limit: int) -> list[Row]:
+        return [self._rows.popleft() for _ in range(min(limit, len(self._rows)))]
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Returns at once: there is nothing to wait for."""
+
+    def close(self) -> None:
+        self._rows.clear()
+
+
+def _short(message: str) -> str:
+    """A message may quote a value, and a value may be as long as a line."""
+    return message if len(message) <= 1000 else f"{message[:500]} ... {message[-200:]}"
+
+
+def _drawn_arrivals(seed: int, request_rate: float, start_s: float) -> Iterator[float]:
+    """The times of a Poisson process, endless; nothing at all where rows arrive as they are read."""
+    random_numbers = random.Random(f"arrivals {seed}")
+    arrival_s = start_s
+    while request_rate < math.inf:
+        arrival_s += random_numbers.expovariate(request_rate)
+        yield arrival_s
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        if path == "-":
+            # A reader of its own on the descriptor: the interpreter takes the lock of sys.stdin when it ends,
+            # and dies of it where a thread is blocked in a read.
+            return open(sys.stdin.fileno(), "rb", closefd=False)
+        return Path(path).open("rb")
+    except (OSError, ValueError, AttributeError) as error:  # sys.stdin is None where descriptor 0 is closed
+        raise InputError(f"--input {path} cannot be read: {error}") from error

@@ -1,0 +1,233 @@
+"""Text to token ids and back: the tokenizer of one model, with what a batch run needs around it.
+
+A prompt gets the special tokens that the tokenizer puts around text. A chat template writes its own, so its
+text is encoded without any: there is never a second beginning-of-sequence token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sarathi_pp.core.request import FinishReason
+from sarathi_pp.errors import InputError, RowError, UnsafeError
+
+MAX_RENDERED_BYTES = 16 * 2**20
+# A directory with none of these holds no tokenizer, whatever its config.json promises.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+class Tokenizer:
+    """The tokenizer of the model in a local directory, checked against the model's embedding.
+
+    vocab_size: rows of the embedding; legal ids are [0, vocab_size). Without tokenizer files it still checks
+    `prompt_token_ids` and finishes requests, with null for their text. Encoding and decoding may run in
+    different threads at once.
+    """
+
+    def __init__(self, backend: Any | None, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        """`backend`: a transformers tokenizer, or None."""
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._special_ids: frozenset[int] = frozenset()
+        self._num_known = 0
+        if backend is not None:
+            if backend.vocab_size > vocab_size:
+                raise InputError(
+                    f"the tokenizer has {backend.vocab_size} tokens and the model's embedding {vocab_size} rows: "
+                    f"they belong to different models"
+                )
+            self._special_ids = frozenset(backend.all_special_ids)
+            self._num_known = len(backend)
+            # The first call clears truncation that tokenizer.json may ask for; later ones change nothing,
+            # which is what makes them safe beside a decode in another thread.
+            self._encode("a", special=True)
+
+    @classmethod
+    def load(cls, model_dir: Path, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
+        """Raises InputError for files that make no tokenizer of this model, UnsafeError for remote code."""
+        if not any((model_dir / name).exists() for name in _TOKENIZER_FILES):
+            return cls(None, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        from transformers import AutoTokenizer
+
+        try:
+            backend = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # whatever a file can make the library raise, the file is the cause
+            if "trust_remote_code" in str(error):
+                raise UnsafeError(
+                    f"the tokenizer in {model_dir} is Python code of its own, which is not run"
+                ) from error
+            raise InputError(f"the tokenizer in {model_dir} cannot be loaded: {error}") from error
+        return cls(backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there are tokenizer files, so that text can be read and written."""
+        return self._backend is not None
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Ids of a prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
+
+        Raises RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
+        `invalid_parameter` (text that is not Unicode).
+        """
+        backend = self._require("a text prompt")
+        ids = self._encode(text, special=True)
+        if not ids and backend.bos_token_id is not None:
+            ids = [backend.bos_token_id]
+        if not ids:
+            raise RowError("empty_prompt", "the prompt has no tokens and the model has no BOS token to start from")
+        return self.check_token_ids(ids)
+
+    def encode_chat(self, messages: Sequence[dict[str, object]]) -> tuple[int, ...]:
+        """Ids of the chat template's rendering of the messages, with the opening of the answer.
+
+        Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or
+        failed, or wrote more than 16 MiB), `empty_prompt`, `invalid_token_id`, `invalid_parameter`.
+        """
+        backend = self._require("messages")
+        if not backend.chat_template:
+            raise RowError("no_chat_template", "the model has no chat template; give a prompt instead of messages")
+        try:
+            text = backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # the template is a program: anything can come out of it
+            raise RowError("chat_template_error", f"the chat template failed: {error}") from error
+        if len(text) > MAX_RENDERED_BYTES or len(text.encode("utf-8", "replace")) > MAX_RENDERED_BYTES:
+            raise RowError(
+                "chat_template_error",
+                f"the chat template wrote {len(text)} characters; at most {MAX_RENDERED_BYTES} bytes are taken",
+            )
+        ids = self._encode(text, special=False)
+        if not ids:
+            raise RowError("empty_prompt", "the chat template wrote nothing for these messages")
+        return self.check_token_ids(ids)
+
+    def check_token_ids(self, token_ids: Iterable[int]) -> tuple[int, ...]:
+        """The ids, all of which have a row in the embedding. Raises RowError (`invalid_token_id`)."""
+        ids = tuple(token_ids)
+        # min and max run at C speed; the position is only looked for once there is one.
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+            position, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+            raise RowError(
+                "invalid_token_id",
+                f"token {position} of the prompt is {wrong}; the model's ids are 0 to {self._vocab_size - 1}",
+            )
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the ids without special tokens; bytes that make no character become U+FFFD."""
+        text: str = self._require("text").decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def visible(self, token_id: int) -> bool:
+        """Whether `decode` can show this token: special tokens and padding rows of the embedding it cannot."""
+        return token_id not in self._special_ids and token_id < self._num_known
+
+    def stop_checker(self, stop: Sequence[str]) -> StopChecker | None:
+        """What looks for these strings in one request's output; None where there are none to look for."""
+        if not stop:
+            return None
+        self._require("a stop string")
+        return StopChecker(self, stop)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written exactly so."""
+        if self._backend is None:
+            return None
+        token_id = self._backend.convert_tokens_to_ids(text)
+        return token_id if token_id in self._special_ids else None
+
+    def finish(self, token_ids: Sequence[int], finish_reason: FinishReason, stop: Sequence[str]) -> str | None:
+        """The text of a finished request: without the token that ended it, cut at the first stop string.
+
+        None without tokenizer files.
+        """
+        if self._backend is None:
+            return None
+        ids = list(token_ids)
+        if ids and finish_reason == "stop" and ids[-1] in self._eos_token_ids:
+            ids.pop()
+        if not stop:
+            return self.decode(ids)
+        stop_ids = {self.special_id(text) for text in stop}
+        end = next((i for i, token_id in enumerate(ids) if token_id in stop_ids), len(ids))
+        text = self.decode(ids[:end])
+        found = [at for at in map(text.find, stop) if at >= 0]
+        return text[: min(found)] if found else text
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            ids: list[int] = self._require("text")(text, add_special_tokens=special, verbose=False)["input_ids"]
+        except (TypeError, UnicodeEncodeError) as error:
+            # What the library says of lone surrogates, which JSON can write ("\ud800") and UTF-8 cannot.
+            raise RowError("invalid_parameter", "the prompt holds half a surrogate pair; it is not Unicode") from error
+        return list(ids)
+
+    def _require(self, what: str) -> Any:
+        if self._backend is None:
+            raise RowError(
+                "no_tokenizer", f"the model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
+            )
+        return self._backend
+
+
+class StopChecker:
+    """Looks for stop strings in the output of one request as its tokens come.
+
+    Only the last tokens are decoded each time, enough for the longest stop string and some context (what a
+    decoder does at the start of a text, such as dropping a space, must not reach the part that is searched),
+    so a token costs the same at the end of a long output as at its start:
+
+        ids    . . . . . . . . . . . . [. . . . . . . .]
+                                        `- window: at least `reach` characters, halved at twice that
+
+    Characters whose bytes lie in several tokens come out right once their last byte is in the window, provided
+    that it does not begin inside one: some decoders give up on a whole run of bytes for one that is astray. A find
+    is confirmed on the whole output, so `push` is never true without the text holding a stop string. A stop
+    string that is written like a special token is matched by its id, since decoding hides it.
+    """
+
+    _CONTEXT = 16
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._stop_ids = frozenset(map(tokenizer.special_id, stop)) - {None}
+        self._reach = max(map(len, stop)) + self._CONTEXT
+        self._ids: list[int] = []
+        self._start = 0
+
+    def push(self, token_id: int) -> bool:
+        """Takes the next token; whether the output so far holds a stop string."""
+        if token_id in self._stop_ids:
+            return True
+        if not self._tokenizer.visible(token_id):
+            return False
+        self._ids.append(token_id)
+        window = self._tokenizer.decode(self._ids[self._start :])
+        if self._holds_stop(window):
+            return self._holds_stop(self._tokenizer.decode(self._ids))
+        if len(window) > 2 * self._reach:
+            self._narrow(force=len(window) > 16 * self._reach)
+        return False
+
+    def _holds_stop(self, text: str) -> bool:
+        return any(stop in text for stop in self._stop)
+
+    def _narrow(self, *, force: bool) -> None:
+        """Halves the window where it then begins with a whole character, or by force: bytes that make none."""
+        middle = (self._start + len(self._ids)) // 2
+        for start in range(middle, middle + 4):  # a character has at most 4 bytes, so at most 4 tokens
+            window = self._tokenizer.decode(self._ids[start:])
+            if len(window) >= self._reach and (force or not window.startswith("\ufffd")):
+                self._start = start
+                return

@@ -1,0 +1,196 @@
+"""Where this process stands among the others, and the control plane over which they agree before they run.
+
+The only file, beside the wire itself, that touches torch.distributed; the only one that reads the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sarathi_pp.errors import ConfigError, PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.wire.order import edges
+from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
+
+STORE_VARIABLE = "SARATHI_PP_STORE"
+_SETUP_TIMEOUT = timedelta(seconds=300)
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the run's. store: path of the FileStore where our own launcher started it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    store: str | None = None
+    restart: int = 0
+
+    @property
+    def under_torchrun(self) -> bool:
+        return self.world_size > 1 and self.store is None
+
+    def num_threads(self, environment: Mapping[str, str] = os.environ) -> int:
+        """Compute threads: the host's cores shared out, unless OMP_NUM_THREADS says otherwise.
+
+        torchrun sets OMP_NUM_THREADS=1 for several processes a node whether the user wants it or not, so a 1
+        there is no wish of the user's.
+        """
+        wish = environment.get("OMP_NUM_THREADS", "")
+        if wish.isdigit() and int(wish) > 0 and not (wish == "1" and self.under_torchrun and self.local_world_size > 1):
+            return int(wish)
+        return max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun or our launcher gave this process; None where neither started it."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    try:
+        return Place(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+            store=environment.get(STORE_VARIABLE),
+            restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from None
+
+
+class Topology:
+    """The run's processes: one control group for set-up and the end, one group per directed edge in between."""
+
+    def __init__(self, place: Place, peer_timeout_s: float) -> None:
+        """Join the others; returns when all are there. Raises PeerLostError when they are not within 300 s."""
+        self.place = place
+        self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
+        self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        if place.world_size == 1:
+            return
+        try:
+            if place.store is None:
+                dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
+            else:
+                store = dist.FileStore(place.store, place.world_size)  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
+                )
+            for edge in edges(place.world_size):
+                group = dist.new_group(list(edge), timeout=timedelta(seconds=peer_timeout_s), backend="gloo")
+                if place.rank in edge:
+                    self._edge_groups[edge] = group
+        except (RuntimeError, ValueError) as error:
+            raise PeerLostError(
+                f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
+            ) from error
+        hosts = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
+        self._names = [f"stage {rank} (rank {rank}, {h['host']}, pid {h['pid']})" for rank, h in enumerate(hosts)]
+
+    def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle."""
+        mine = json.dumps(facts).encode()
+        if self.place.world_size == 1:
+            return [json.loads(mine)]
+        try:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.place.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64))
+            most = max(int(size) for size in sizes)
+            texts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
+            dist.all_gather(texts, torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
+        except RuntimeError as error:
+            raise PeerLostError(f"a rank left while the run was being set up: {_first_line(error)}") from error
+        return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
+
+    def sender(
+        self,
+        message_bytes: int,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_buffers: int,
+        progress: Callable[[], tuple[int, bool]],
+        on_failure: Callable[[SarathiError], None],
+    ) -> TorchSender:
+        """The sending end of the edge to the next stage, or of the return edge on the last one."""
+        target = (self.place.rank + 1) % self.place.world_size
+        edge = self._edge(self.place.rank, target, target, message_bytes, row_shape, dtype, device)
+        return TorchSender(edge, num_buffers=num_buffers, progress=progress, on_failure=on_failure)
+
+    def receiver(
+        self,
+        message_bytes: int,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_buffers: int,
+        now: Callable[[], float],
+        peer_timeout_s: float,
+        on_failure: Callable[[SarathiError], None],
+    ) -> TorchReceiver:
+        """The receiving end of the edge from the stage before, or of the return edge on rank 0."""
+        source = (self.place.rank - 1) % self.place.world_size
+        edge = self._edge(source, self.place.rank, source, message_bytes, row_shape, dtype, device)
+        return TorchReceiver(
+            edge, num_buffers=num_buffers, now=now, peer_timeout_s=peer_timeout_s, on_failure=on_failure
+        )
+
+    def _edge(
+        self,
+        source: int,
+        target: int,
+        peer: int,
+        message_bytes: int,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Edge:
+        group = self._edge_groups[source, target]
+        return Edge(group, peer, self._names[peer], message_bytes, row_shape, dtype, device)
+
+    def send_numbers(self, numbers: list[float], rank: int) -> None:
+        """A few float64 to one rank over the control group; the receiver knows how many."""
+        dist.send(torch.tensor(numbers, dtype=torch.float64), rank)
+
+    def receive_numbers(self, count: int, rank: int) -> list[float]:
+        numbers = torch.empty(count, dtype=torch.float64)
+        dist.recv(numbers, rank)
+        return [float(number) for number in numbers]
+
+    def send_file(self, path: str | os.PathLike[str], rank: int) -> None:
+        """A file's bytes in bounded pieces, each behind its length; a piece of length 0 ends it."""
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                self.send_numbers([float(len(piece))], rank)
+                dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank)
+        self.send_numbers([0.0], rank)
+
+    def receive_file(self, path: str | os.PathLike[str], rank: int) -> None:
+        with open(path, "wb") as file:
+            while size := int(self.receive_numbers(1, rank)[0]):
+                if not 0 < size <= _PIECE_BYTES:
+                    raise ProtocolError(
+                        f"rank {rank} announced a piece of {size} bytes; at most {_PIECE_BYTES} are legal"
+                    )
+                piece = torch.empty(size, dtype=torch.uint8)
+                dist.recv(piece, rank)
+                file.write(piece.numpy().tobytes())
+
+    def leave(self) -> None:
+        if self.place.world_size > 1:
+            dist.destroy_process_group()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,238 @@
+"""Stage edges over torch.distributed point-to-point, one process group per directed edge.
+
+gloo, in short (probed): a shorter message than the posted receive is fine and leaves the tail; a longer one
+aborts the process; a dead peer raises at once; a silent one raises when `wait` reaches the group's timeout; a
+short wait used as a poll destroys the pair. Hence: receives of the largest legal size posted ahead, the bound
+asserted by the sender, no polling, and a heartbeat a second so that only a real silence reaches the timeout.
+
+Each end runs its own thread; the compute thread only touches queues. A send buffer is held until its send is
+complete. CUDA tensors pass through pinned host buffers (ranks that share a GPU).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.wire import codec
+from sarathi_pp.wire.channel import Message, NumberCheck
+from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame
+
+HEARTBEAT_S = 1.0
+GOODBYE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One directed edge as one of its two ends sees it.
+
+    peer: global rank at the other end; peer_name: how messages call it. group: the edge's own communicator,
+    whose timeout is how long the peer may be silent. message_bytes: the largest legal message.
+    row_shape, dtype: what one token's payload looks like. device: where payloads live on this rank.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    peer_name: str
+    message_bytes: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def buffer(self) -> torch.Tensor:
+        """One message's bytes; untouched until used, so that a large bound costs no memory by itself."""
+        return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+
+class TorchSender:
+    """The sending end. progress: told to the peer by heartbeats, (microbatches finished, one in hand)."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        *,
+        num_buffers: int,
+        progress: Callable[[], tuple[int, bool]],
+        on_failure: Callable[[SarathiError], None],
+    ) -> None:
+        self._edge = edge
+        self._num_buffers = num_buffers
+        self._progress = progress
+        self._on_failure = on_failure
+        self._free = threading.Semaphore(num_buffers)
+        self._spare = deque(edge.buffer() for _ in range(num_buffers))
+        self._outbox: queue.SimpleQueue[tuple[torch.Tensor, int] | None] = queue.SimpleQueue()
+        self._failure: SarathiError | None = None
+        self._number = 0
+        self._order = threading.Lock()  # numbers leave in the order in which they were drawn
+        self._thread = threading.Thread(target=self._run, name=f"send to {edge.peer_name}", daemon=True)
+        self._thread.start()
+
+    def reserve(self) -> None:
+        self._free.acquire()
+        if self._failure is not None:
+            self._free.release()
+            raise self._failure
+
+    def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
+        """Copy head and payload into the reserved buffer; the transfer itself is the sender thread's."""
+        payload_bytes = 0 if payload is None else payload.numel() * payload.element_size()
+        with self._order:
+            head = codec.encode(frame, self._number, payload_bytes)
+            size = len(head) + payload_bytes
+            assert size <= self._edge.message_bytes, f"{size} bytes exceed the receives that {self._edge} has posted"
+            buffer = self._spare.popleft()
+            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            if payload is not None:
+                buffer[len(head) : size].view(payload.dtype).view(payload.shape).copy_(payload)
+            self._number += 1
+            self._outbox.put((buffer, size))
+
+    def close(self) -> None:
+        if self._failure is None and self._thread.is_alive():
+            self.reserve()
+            self.send(Goodbye())
+        self._outbox.put(None)
+        self._thread.join(GOODBYE_S)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    item = self._outbox.get(timeout=HEARTBEAT_S)
+                except queue.Empty:
+                    self._send_heartbeat()
+                    continue
+                if item is None:
+                    return
+                buffer, size = item
+                dist.send(buffer[:size], self._edge.peer, group=self._edge.group)
+                self._spare.append(buffer)
+                self._free.release()
+        except RuntimeError as error:
+            self._failure = _peer_lost(self._edge, error)
+            self._free.release(self._num_buffers)
+            self._on_failure(self._failure)
+
+    def _send_heartbeat(self) -> None:
+        with self._order:
+            if not self._outbox.empty():
+                return  # a frame was queued meanwhile and says as much
+            head = codec.encode(Heartbeat(*self._progress()), self._number)
+            self._number += 1
+            # Sent under the lock: no frame with a later number can overtake it.
+            dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), self._edge.peer, group=self._edge.group)
+
+
+class TorchReceiver:
+    """The receiving end: keeps every free buffer posted, so that data never waits for this rank to ask."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        *,
+        num_buffers: int,
+        now: Callable[[], float],
+        peer_timeout_s: float,
+        on_failure: Callable[[SarathiError], None],
+    ) -> None:
+        self._edge = edge
+        self._now = now
+        self._peer_timeout_s = peer_timeout_s
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Message[torch.Tensor] | SarathiError] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(num_buffers):
+            self._free.put(edge.buffer())
+        self._numbers = NumberCheck()
+        self._stalled_since: tuple[int, float] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"receive from {edge.peer_name}", daemon=True)
+        self._thread.start()
+
+    def receive(self, timeout_s: float | None = None) -> Message[torch.Tensor] | None:
+        try:
+            item = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, SarathiError):
+            self._inbox.put(item)  # for whoever asks again
+            raise item
+        return item
+
+    def close(self) -> None:
+        """The thread has ended with the goodbye; receives still posted die with the process group."""
+        self._thread.join(GOODBYE_S)
+
+    def _run(self) -> None:
+        posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        try:
+            while True:
+                while not posted or not self._free.empty():
+                    buffer = self._free.get()
+                    work = dist.irecv(buffer, self._edge.peer, group=self._edge.group)
+                    assert work is not None
+                    posted.append((work, buffer))
+                work, buffer = posted.popleft()
+                work.wait()
+                if self._deliver(buffer):
+                    return
+        except RuntimeError as error:
+            self._fail(_peer_lost(self._edge, error))
+        except SarathiError as error:
+            self._fail(error)
+
+    def _deliver(self, buffer: torch.Tensor) -> bool:
+        """Pass one message on; True when it was the last."""
+        envelope = codec.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+        self._numbers.check(envelope.number)
+        if isinstance(envelope.frame, Heartbeat):
+            self._watch(envelope.frame)
+            self._free.put(buffer)
+            return False
+        self._stalled_since = None
+        end = envelope.payload_start + envelope.payload_bytes
+        payload = self._payload(buffer[envelope.payload_start : end], envelope.frame)
+        self._inbox.put(Message(envelope.frame, payload, self._now(), lambda: self._free.put(buffer)))
+        return isinstance(envelope.frame, Goodbye)
+
+    def _payload(self, raw: torch.Tensor, frame: Frame) -> torch.Tensor | None:
+        """The activations as (tokens, *row_shape): a view of the buffer on CPU, a copy on the device."""
+        if not isinstance(frame, MicroBatchFrame):
+            if raw.numel():
+                raise ProtocolError(f"a {type(frame).__name__} with {raw.numel()} bytes of payload")
+            return None
+        shape = (frame.microbatch.num_tokens, *self._edge.row_shape)
+        expected = torch.Size(shape).numel() * self._edge.dtype.itemsize
+        if raw.numel() != expected:
+            raise ProtocolError(f"{frame.microbatch} came with {raw.numel()} bytes of activations, not {expected}")
+        return raw.view(self._edge.dtype).view(shape).to(self._edge.device, non_blocking=True)
+
+    def _watch(self, beat: Heartbeat) -> None:
+        """A peer that stays busy with the same microbatch for the whole timeout is hung, though it lives."""
+        now = self._now()
+        if not beat.busy:
+            self._stalled_since = None
+        elif self._stalled_since is None or self._stalled_since[0] != beat.progress:
+            self._stalled_since = (beat.progress, now)
+        elif now - self._stalled_since[1] > self._peer_timeout_s:
+            raise PeerLostError(
+                f"{self._edge.peer_name} has been in microbatch {beat.progress} for more than "
+                f"{self._peer_timeout_s:g} s: it hangs, or --peer-timeout is too short for this model."
+            )
+
+    def _fail(self, error: SarathiError) -> None:
+        self._inbox.put(error)
+        self._on_failure(error)
+
+
+def _peer_lost(edge: Edge, error: RuntimeError) -> PeerLostError:
+    silent = "timed out" in str(error).lower()
+    what = "has been silent for longer than --peer-timeout" if silent else "closed its connection: it died or left"
+    return PeerLostError(f"{edge.peer_name} {what}. ({str(error).splitlines()[0]})")

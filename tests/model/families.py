@@ -1,0 +1,322 @@
+"""Tiny models of every supported family, with the family's quirks switched on, and checkpoints of them.
+
+Five layers, so that two stages and four are uneven; windows of 12, so that prompts outgrow them; every
+multiplier away from 1, so that one applied twice or not at all shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as t
+from transformers import PretrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from sarathi_pp.model.families import FAMILIES as SUPPORTED
+
+NUM_LAYERS = 5
+VOCAB_SIZE = 128
+WINDOW = 12
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_MIXED = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+
+
+def _sizes(**changed: Any) -> dict[str, Any]:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {key: value for key, value in (sizes | changed).items() if value is not ...}
+
+
+def _experts(**changed: Any) -> dict[str, Any]:
+    return _sizes(moe_intermediate_size=32, num_experts_per_tok=2, **changed)
+
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: t.LlamaConfig(
+        **_sizes(
+            attention_bias=True,
+            mlp_bias=True,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters=_LLAMA3_ROPE,
+        )
+    ),
+    "qwen2": lambda: t.Qwen2Config(
+        **_sizes(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=3, tie_word_embeddings=True)
+    ),
+    "qwen3": lambda: t.Qwen3Config(
+        **_sizes(
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            rope_parameters=_YARN_ROPE,
+        )
+    ),
+    "mistral": lambda: t.MistralConfig(**_sizes(head_dim=16, sliding_window=WINDOW)),
+    "gemma2": lambda: t.Gemma2Config(
+        **_sizes(
+            head_dim=16,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=10,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=1.0,
+            attention_bias=True,
+        )
+    ),
+    "gemma3_text": lambda: t.Gemma3TextConfig(
+        **_sizes(
+            head_dim=16,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=10,
+            final_logit_softcapping=8.0,
+            tie_word_embeddings=False,
+            layer_types=_MIXED,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            },
+        )
+    ),
+    "phi3": lambda: t.Phi3Config(
+        **_sizes(
+            sliding_window=WINDOW,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+    ),
+    "olmo2": lambda: t.Olmo2Config(**_sizes(attention_bias=True)),
+    "granite": lambda: t.GraniteConfig(
+        **_sizes(
+            embedding_multiplier=3.0,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            logits_scaling=2.5,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        )
+    ),
+    "cohere": lambda: t.CohereConfig(**_sizes(logit_scale=0.4, use_qk_norm=True, attention_bias=True)),
+    "smollm3": lambda: t.SmolLM3Config(
+        **_sizes(
+            no_rope_layers=[1, 0, 1, 1, 0],
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            attention_bias=True,
+            mlp_bias=True,
+        )
+    ),
+    "glm4": lambda: t.Glm4Config(
+        **_sizes(
+            head_dim=16,
+            attention_bias=True,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+    ),
+    "starcoder2": lambda: t.Starcoder2Config(**_sizes(sliding_window=WINDOW, use_bias=True)),
+    "mixtral": lambda: t.MixtralConfig(
+        **_sizes(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW)
+    ),
+    "qwen2_moe": lambda: t.Qwen2MoeConfig(
+        **_experts(
+            num_experts=4,
+            shared_expert_intermediate_size=32,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=2,
+            qkv_bias=True,
+        )
+    ),
+    "qwen3_moe": lambda: t.Qwen3MoeConfig(
+        **_experts(
+            head_dim=16,
+            num_experts=4,
+            mlp_only_layers=[0, 3],
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            attention_bias=True,
+        )
+    ),
+    "gpt_oss": lambda: t.GptOssConfig(
+        **_sizes(
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            rope_parameters=_YARN_ROPE | {"truncate": False},
+        )
+    ),
+    "gpt2": lambda: t.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=48,
+        n_layer=NUM_LAYERS,
+        n_head=4,
+        n_positions=512,
+        scale_attn_by_inverse_layer_idx=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "opt": lambda: t.OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        do_layer_norm_before=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "opt_post_norm": lambda: t.OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        word_embed_proj_dim=48,
+        ffn_dim=64,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        do_layer_norm_before=False,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gpt_neox": lambda: t.GPTNeoXConfig(
+        **_sizes(
+            num_key_value_heads=...,
+            use_parallel_residual=True,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+    ),
+    "phi": lambda: t.PhiConfig(
+        **_sizes(
+            qk_layernorm=True,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+    ),
+}
+"""Family name -> tiny config. A name may carry a variant after the family's own (`opt_post_norm`)."""
+
+# (scale of the weights, scale of the embedding), chosen so that greedy outputs do not settle on one token and
+# rounding is not blown up. A tied head answers the token it was given where the embedding outweighs the layers.
+_SCALES: dict[str, tuple[float, float]] = {
+    "qwen3": (0.8, 2.0),
+    "qwen2": (1.2, 0.5),
+    "gemma2": (1.5, 0.05),
+    "gemma3_text": (1.5, 0.3),
+    "phi3": (1.5, 1.0),
+    "olmo2": (1.5, 2.0),
+    "granite": (1.5, 0.2),
+    "cohere": (2.0, 0.2),
+    "smollm3": (1.5, 0.2),
+    "starcoder2": (1.5, 0.2),
+    "mixtral": (1.2, 0.5),
+    "qwen2_moe": (1.2, 1.0),
+    "qwen3_moe": (0.8, 2.0),
+    "gpt_oss": (1.2, 0.5),
+    "gpt2": (2.0, 0.05),
+    "opt": (2.5, 0.2),
+    "opt_post_norm": (0.5, 0.5),
+    "gpt_neox": (0.8, 4.0),
+    "phi": (0.8, 4.0),
+}
+_DEFAULT_SCALES = (1.5, 0.5)
+
+
+def architecture(family: str) -> str:
+    """Class name of a family of FAMILIES."""
+    model_type = FAMILIES[family]().model_type
+    return next(name for name, known in SUPPORTED.items() if known.model_type == model_type)
+
+
+def build_model(family: str, seed: int = 0) -> Any:
+    """The family's tiny transformers model in float32, unmodified, with weights drawn from the seed."""
+    model = getattr(t, architecture(family))(FAMILIES[family]()).eval()
+    _randomise(model, seed, *_SCALES.get(family, _DEFAULT_SCALES))
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # SDPA, the default in some releases, leaves the soft cap out
+    if any(hasattr(model.config, name) for name in ("num_experts", "num_local_experts")):
+        model.set_experts_implementation("eager")  # the default computes in bf16 only on CPU
+    return model
+
+
+def _randomise(model: Any, seed: int, weight_scale: float, embedding_scale: float) -> None:
+    """Weights under which every layer matters and the next token depends on the whole context."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter is embedding:
+                parameter.copy_(embedding_scale * noise)
+            elif parameter.ndim >= 2:
+                parameter.copy_(weight_scale * noise / min(parameter.shape[-2:]) ** 0.5)
+            elif parameter.mean() > 0.5:  # the gain of a norm
+                parameter.copy_(1 + 0.1 * noise)
+            else:
+                parameter.copy_(0.1 * noise)
+
+
+def write_checkpoint(family: str, directory: Path, seed: int = 0, shards: int = 1) -> Any:
+    """Save `build_model(family, seed)` as safetensors in about `shards` files; returns the model."""
+    model = build_model(family, seed)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory, max_shard_size="50GB" if shards == 1 else num_bytes // shards + 1)
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    return model

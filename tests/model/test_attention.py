@@ -1,0 +1,310 @@
+"""The sdpa backend against attention written out in float64 over contiguous keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.attention import AttentionBackend, choose_backend, sdpa
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small only wait for the second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def visible(start: int, num_tokens: int, window: int | None) -> Tensor:
+    """(num_tokens, start + num_tokens) bool: which keys each row sees."""
+    row = torch.arange(start, start + num_tokens)[:, None]
+    key = torch.arange(start + num_tokens)
+    return (key <= row) if window is None else (key <= row) & (key > row - window)
+
+
+def naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One sequence: the last rows' (T, H, D) queries over all its (K, Hkv, D) keys, in float64."""
+    group = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), key.double(), value.double()
+    scores = torch.einsum("thd,khd->htk", query, key.repeat_interleave(group, 1)) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    num_tokens = query.shape[0]
+    seen = visible(key.shape[0] - num_tokens, num_tokens, sliding_window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, num_tokens, 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("htk,khd->thd", weights, value.repeat_interleave(group, 1))
+
+
+@dataclass
+class Case:
+    """Sequences whose last tokens make up one microbatch; unwritten places of the pages hold NaN."""
+
+    extents: list[tuple[int, int]]
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=random).to(self.dtype)
+
+        counts = [-(-(start + tokens) // self.page_size) for start, tokens in self.extents]
+        ids = torch.randperm(sum(counts) + 3, generator=random).tolist()
+        tables = [[ids.pop() for _ in range(count)] for count in counts]
+        layer = 3
+        self.layer = layer
+        self.kv = KVShard(
+            (layer, layer + 1), sum(counts) + 3, self.page_size, self.num_kv_heads, self.head_dim, self.dtype, CPU
+        )
+        self.kv.keys(layer).fill_(torch.nan)
+        self.kv.values(layer).fill_(torch.nan)
+        self.keys, self.values = [], []
+        for (start, tokens), table in zip(self.extents, tables, strict=True):
+            key, value = (normal(start + tokens, self.num_kv_heads, self.head_dim) for _ in range(2))
+            self.kv.write(layer, key, value, build_inputs([Span(0, start + tokens, table)], [], self.page_size, CPU))
+            self.keys.append(key)
+            self.values.append(value)
+        spans = [Span(*extent, table) for extent, table in zip(self.extents, tables, strict=True)]
+        self.inputs = build_inputs(spans, [], self.page_size, CPU)
+        self.query = normal(self.inputs.num_tokens, self.num_heads, self.head_dim)
+        self.sinks = normal(self.num_heads) * 2
+
+    def expected(self, **rule: Any) -> Tensor:
+        parts = [
+            naive(self.query[span.first_row : span.first_row + span.num_tokens], key, value, **rule)
+            for span, key, value in zip(self.inputs.spans, self.keys, self.values, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def run(self, backend: AttentionBackend | None = None, **rule: Any) -> Tensor:
+        backend = backend or choose_backend("sdpa", CPU, self.page_size)
+        return backend(self.query, self.kv, self.layer, self.inputs, **rule)
+
+
+def rule(case: Case, *, window: int | None = None, softcap: float | None = None, sinks: bool = False) -> dict[str, Any]:
+    return {
+        "scaling": case.head_dim**-0.5,
+        "sliding_window": window,
+        "softcap": softcap,
+        "sinks": case.sinks if sinks else None,
+    }
+
+
+@contextmanager
+def small_steps() -> Iterator[None]:
+    """Tiles and blocks so small that every edge between them is crossed."""
+    with mock.patch.multiple(sdpa, TILE_ROWS=6, BLOCK_KEYS=8, ROW_STEP=4, KEY_STEP=4):
+        yield
+
+
+def test_the_reference_sees_what_transformers_sees() -> None:
+    for window in (1, 4, 30):
+        allowed = sliding_window_causal_mask_function(window)
+        expected = [
+            [bool(allowed(0, 0, torch.tensor(row), torch.tensor(key))) for key in range(12)] for row in range(7, 12)
+        ]
+        assert visible(7, 5, window).tolist() == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    extents=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(2, 30))), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 3, 4, 16, 64]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
+    window=st.one_of(st.none(), st.integers(1, 50)),
+    softcap=st.one_of(st.none(), st.just(1.5)),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_microbatch_is_exact(
+    extents: list[tuple[int, int]],
+    page_size: int,
+    heads: tuple[int, int],
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    seed: int,
+) -> None:
+    case = Case(extents, page_size, *heads, 8, seed=seed)
+    how = rule(case, window=window, softcap=softcap, sinks=sinks)
+    with small_steps():
+        torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 100, 1500])
+def test_a_hybrid_microbatch_at_full_size_is_exact(window: int | None) -> None:
+    case = Case([(1900, 150), (1030, 1), (0, 33), (5, 1)], 16, 4, 2, 16)
+    how = rule(case, window=window)
+    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=3e-6, rtol=0)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = Case([(20, 9), (30, 1)], 4, 4, 2, 8)
+    how = rule(case, sinks=True) | {"scaling": 300.0}
+    with small_steps():
+        torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_only_the_output(dtype: torch.dtype) -> None:
+    case = Case([(200, 90), (300, 1)], 16, 4, 2, 32, dtype)
+    how = rule(case)
+    output = case.run(**how)
+    assert output.dtype == dtype
+    expected = case.expected(**how)
+    assert relative_error(output, expected) < 1.5 * relative_error(expected.to(dtype), expected)
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    return float((output.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize(("start", "num_tokens"), [(500, 1), (128, 128)])
+def test_bf16_is_no_worse_than_the_attention_of_transformers(start: int, num_tokens: int) -> None:
+    case = Case([(start, num_tokens)], 16, 4, 2, 64, torch.bfloat16)
+    how = rule(case)
+    theirs = functional.scaled_dot_product_attention(
+        case.query.transpose(0, 1)[None],
+        case.keys[0].transpose(0, 1)[None],
+        case.values[0].transpose(0, 1)[None],
+        attn_mask=visible(start, num_tokens, None),
+        scale=how["scaling"],
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    expected = case.expected(**how)
+    assert relative_error(case.run(**how), expected) <= relative_error(theirs, expected)
+
+
+def test_batch_mates_change_no_bit() -> None:
+    case = Case([(40, 1), (10, 20), (33, 1)], 4, 4, 2, 8)
+    how = rule(case)
+    together = case.run(**how)
+    backend = choose_backend("sdpa", CPU, 4)
+    for span in case.inputs.spans:
+        rows = slice(span.first_row, span.first_row + span.num_tokens)
+        alone = build_inputs([Span(span.start, span.num_tokens, span.pages.tolist())], [], 4, CPU)
+        output = backend(case.query[rows], case.kv, case.layer, alone, **how)
+        assert torch.equal(output, together[rows])
+
+
+def test_scratch_is_bounded_by_tile_and_block_not_by_the_context() -> None:
+    with small_steps():
+        held = []
+        for start in (40, 400):
+            backend = sdpa.SdpaAttention()
+            case = Case([(start, 20)], 4, 4, 2, 8)
+            case.run(backend, **rule(case))
+            held.append(sum(buffer.nbytes for buffer in backend._scratch.values()))
+    assert held[0] == held[1]
+
+
+def test_a_broken_sequence_stays_alone() -> None:
+    case = Case([(9, 3), (12, 1)], 4, 4, 2, 8)
+    how = rule(case)
+    clean = case.run(**how)
+    case.kv.keys(case.layer)[case.inputs.spans[0].pages[0]] = torch.nan
+    broken = case.run(**how)
+    assert bool(broken[:3].isnan().all())
+    assert torch.equal(broken[3:], clean[3:])
+
+
+@pytest.fixture
+def precisions() -> Iterator[list[str]]:
+    """The process's product precision, `ieee` before the test, and at each product while it runs."""
+    matmul = torch.backends.mkldnn.matmul
+    before, bmm = matmul.fp32_precision, torch.bmm
+    matmul.fp32_precision = "ieee"
+    seen: list[str] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(matmul.fp32_precision)
+        return bmm(*args, **kwargs)
+
+    with mock.patch.object(torch, "bmm", watched):
+        yield seen
+    matmul.fp32_precision = before
+
+
+def test_bf16_chunks_borrow_the_product_precision_of_the_process(precisions: list[str]) -> None:
+    case = Case([(9, 30), (4, 1)], 4, 4, 2, 8, torch.bfloat16)
+    case.run(**rule(case))
+    assert precisions == ["bf16", "ieee"]
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+
+
+def test_the_product_precision_is_put_back_after_an_error(precisions: list[str]) -> None:
+    case = Case([(9, 30)], 4, 4, 2, 8, torch.bfloat16)
+    with (
+        mock.patch.object(torch, "bmm", side_effect=RuntimeError("stop")),
+        pytest.raises(RuntimeError, match="stop"),
+    ):
+        case.run(**rule(case))
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+
+
+def test_float32_models_never_multiply_in_bf16(precisions: list[str]) -> None:
+    case = Case([(9, 30), (4, 1)], 4, 4, 2, 8)
+    case.run(**rule(case))
+    assert precisions == ["ieee", "ieee"]
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
+@pytest.mark.parametrize("page_size", [None, 1, 24])
+def test_sdpa_takes_every_page_size(name: str, page_size: int | None) -> None:
+    backend = choose_backend(name, CPU, page_size)
+    assert (backend.name, backend.default_page_size) == ("sdpa", 16)
+
+
+def test_an_unknown_backend_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"--attention is 'flesh'; it must be one of auto, sdpa"):
+        choose_backend("flesh", CPU, 16)
+
+
+def test_a_device_nobody_runs_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not run on device 'mps'"):
+        choose_backend("auto", torch.device("mps"), 16)
+
+
+def test_a_page_size_the_backend_cannot_take_is_refused() -> None:
+    with (
+        mock.patch.object(sdpa.SdpaAttention, "page_multiple", 256),
+        pytest.raises(ConfigError, match=r"--page-size is 24; --attention sdpa needs a multiple of 256"),
+    ):
+        choose_backend("auto", CPU, 24)

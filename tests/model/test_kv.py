@@ -1,0 +1,59 @@
+"""What is written is where readers look for it, and the pool costs nothing before."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard, page_bytes
+
+CPU = torch.device("cpu")
+
+
+def shard(layers: tuple[int, int] = (0, 1), num_pages: int = 6, dtype: torch.dtype = torch.float32) -> KVShard:
+    return KVShard(layers, num_pages, 4, 2, 3, dtype, CPU)
+
+
+def test_rows_go_to_their_page_head_and_offset_and_nowhere_else() -> None:
+    kv = shard((4, 6))
+    for layer in (4, 5):
+        kv.keys(layer).fill_(-1)
+        kv.values(layer).fill_(-1)
+    inputs = build_inputs([Span(3, 4, [5, 2]), Span(1, 1, [0])], [], 4, CPU)
+    key, value = torch.rand(5, 2, 3), torch.rand(5, 2, 3)
+
+    kv.write(5, key, value, inputs)
+
+    slots = [(5, 3), (2, 0), (2, 1), (2, 2), (0, 1)]
+    for row, (page, offset) in enumerate(slots):
+        assert torch.equal(kv.keys(5)[page, :, offset], key[row])
+        assert torch.equal(kv.values(5)[page, :, offset], value[row])
+    assert int((kv.keys(5) != -1).sum()) == key.numel()
+    assert int((kv.values(5) != -1).sum()) == value.numel()
+    assert bool((kv.keys(4) == -1).all()) and bool((kv.values(4) == -1).all())
+
+
+def test_layers_keep_their_global_index() -> None:
+    kv = shard((8, 10))
+    assert kv.keys(8).data_ptr() != kv.keys(9).data_ptr() != kv.values(9).data_ptr()
+    with pytest.raises(AssertionError, match=r"layer 10 is not one of this stage's \[8, 10\)"):
+        kv.keys(10)
+    with pytest.raises(AssertionError, match="layer 7"):
+        kv.values(7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_page_bytes_is_what_a_page_takes(dtype: torch.dtype) -> None:
+    kv = shard((2, 5), num_pages=7, dtype=dtype)
+    held = sum(pool.nbytes for layer in range(2, 5) for pool in (kv.keys(layer), kv.values(layer)))
+    assert held == 7 * page_bytes(3, 4, 2, 3, dtype)
+
+
+def test_pages_cost_no_memory_before_they_are_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    kv = KVShard((0, 2), 4096, 16, 8, 64, torch.float32, CPU)  # 512 MiB
+    assert kv.keys(1).nbytes == 128 * 2**20
+    assert process.memory_info().rss - before < 32 * 2**20

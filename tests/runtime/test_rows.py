@@ -1,0 +1,203 @@
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sarathi_pp.runtime.rows import LineError, ParsedLine, RawLine, SeenIds, is_plain_text, parse_line, read_lines
+
+
+def parse(record: object, number: int = 7) -> ParsedLine:
+    data = record if isinstance(record, bytes) else json.dumps(record).encode()
+    return parse_line(RawLine(number, data), plain_text=False)
+
+
+def refused(record: object) -> LineError:
+    with pytest.raises(LineError) as caught:
+        parse(record)
+    return caught.value
+
+
+def chat_line(**body: object) -> dict[str, object]:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **body}
+    return {"custom_id": "c1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_the_three_prompt_forms_of_an_own_line():
+    assert parse({"prompt": "hi"}) == ParsedLine(7, "7", "own", prompt="hi")
+    assert parse({"prompt_token_ids": [1, 2]}).prompt_token_ids == (1, 2)
+    assert parse({"messages": [{"role": "user", "content": "hi"}]}).messages == [{"role": "user", "content": "hi"}]
+
+
+def test_sampling_keys_become_overrides_and_null_counts_as_absent():
+    line = {"prompt": "", "max_tokens": 0, "temperature": 0.5, "top_k": 3, "stop": ["a"], "seed": None, "min_p": 0}
+    assert parse(line).overrides == {
+        "max_new_tokens": 0,
+        "temperature": 0.5,
+        "top_k": 3,
+        "stop": ["a"],
+        "min_p": 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["a", 5, 5.5, True, ["x"], {"k": None}])
+def test_an_id_is_echoed_with_its_type(name):
+    parsed = parse({"id": name, "prompt": "p"})
+    assert parsed.id == name and type(parsed.id) is type(name)
+    assert parse({"custom_id": name, "prompt": "p"}).id == name
+
+
+def test_a_chat_batch_line():
+    parsed = parse(chat_line(max_completion_tokens=9, top_p=0.5, n=1, stream=False, user="u", logprobs=None))
+    assert (parsed.id, parsed.form) == ("c1", "openai-chat")
+    assert parsed.overrides == {"max_new_tokens": 9, "top_p": 0.5}
+
+
+@pytest.mark.parametrize(("prompt", "ids"), [("once", None), ([4, 5], (4, 5))])
+def test_a_completion_batch_line_takes_text_or_token_ids(prompt, ids):
+    parsed = parse({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": prompt, "max_tokens": 1}})
+    assert parsed.form == "openai-completion"
+    assert parsed.prompt_token_ids == ids
+    assert (parsed.prompt is None) == (ids is not None)
+
+
+def test_text_parts_are_joined_and_other_parts_refused():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse({"messages": [{"role": "user", "content": parts}]}).messages == [{"role": "user", "content": "a\nb"}]
+    error = refused({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+    assert error.code == "unsupported_parameter" and "image_url" in error.message
+
+
+@pytest.mark.parametrize(
+    ("record", "code", "word"),
+    [
+        (b'{"prompt": "x"', "invalid_json", "not JSON"),
+        (b"[1]", "invalid_json", "a list"),
+        (b'{"prompt": "x", "top_p": NaN}', "invalid_json", "NaN"),
+        (b'{"prompt": "x", "prompt": "y"}', "invalid_json", "twice"),
+        (b"[" * 100_000, "invalid_json", "deep"),
+        (b'{"id": 1e999, "prompt": "x"}', "invalid_parameter", "finite"),
+        ({}, "missing_required_parameter", "none"),
+        ({"prompt": "a", "messages": []}, "invalid_parameter", "prompt and messages"),
+        ({"prompt": 5}, "invalid_parameter", "a number"),
+        ({"prompt_token_ids": []}, "empty_prompt", "prompt_token_ids"),
+        ({"prompt_token_ids": [1, True]}, "invalid_parameter", "prompt_token_ids[1]"),
+        ({"prompt_token_ids": [1.0]}, "invalid_parameter", "prompt_token_ids[0]"),
+        ({"messages": [{"content": "x"}]}, "invalid_parameter", "messages[0]"),
+        ({"prompt": "a", "temprature": 1}, "unknown_parameter", "temprature"),
+        ({"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}, "invalid_parameter", "twice"),
+        ({"prompt": "a", "id": 1, "custom_id": 1}, "invalid_parameter", "custom_id"),
+        ({"prompt": "a", "n": 2}, "unsupported_parameter", "n = 2"),
+        (chat_line(n=2), "unsupported_parameter", "n = 2"),
+        (chat_line(stream=True), "unsupported_parameter", "stream"),
+        (chat_line(tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
+        (chat_line(logit_bias={"1": 5}), "unsupported_parameter", "logit_bias"),
+        (chat_line(logprobs=0), "unsupported_parameter", "logprobs"),
+        (chat_line(prompt="x"), "unknown_parameter", "prompt"),
+        (chat_line(model=4), "invalid_parameter", "model"),
+        ({**chat_line(), "url": "/v1/embeddings"}, "invalid_parameter", "/v1/completions"),
+        ({**chat_line(), "url": ["x"]}, "invalid_parameter", "url"),
+        ({**chat_line(), "method": "GET"}, "invalid_parameter", "GET"),
+        ({**chat_line(), "body": None}, "missing_required_parameter", "body"),
+        ({**chat_line(), "custom_id": 3}, "missing_required_parameter", "custom_id"),
+        ({**chat_line(), "priority": 3}, "unknown_parameter", "priority"),
+        (
+            {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": ["a", "b"]}},
+            "unsupported_parameter",
+            "several",
+        ),
+    ],
+)
+def test_a_bad_line_names_what_is_wrong(record, code, word):
+    error = refused(record)
+    assert error.code == code
+    assert word in error.message
+
+
+def test_an_error_carries_the_id_and_form_of_its_line():
+    error = refused({**chat_line(n=2), "custom_id": "mine"})
+    assert (error.line, error.id, error.form) == (7, "mine", "openai-chat")
+    assert refused({"id": 4, "prompt": 5}).id == 4
+    assert refused(b"{").id == "7"
+
+
+def test_invalid_utf8_keeps_an_id_that_can_be_read():
+    error = refused(b'{"id": "a", "prompt": "\xff"}')
+    assert (error.code, error.id) == ("invalid_utf8", "a")
+    assert "byte 23" in error.message
+    assert refused(b'{"id": "\xff", "prompt": ""}').id == "7"
+    with pytest.raises(LineError, match="byte 0"):
+        parse_line(RawLine(1, b"\xff"), plain_text=True)
+
+
+def test_plain_text_is_one_prompt_a_line_as_it_stands():
+    assert parse_line(RawLine(3, b' {"prompt": 1}  '), plain_text=True).prompt == ' {"prompt": 1}  '
+
+
+def test_lines_with_bom_crlf_blanks_and_no_final_newline():
+    data = b"\xef\xbb\xbf{1}\r\n\n  \r\n{2}\nlast"
+    assert list(read_lines(io.BytesIO(data))) == [RawLine(1, b"{1}"), RawLine(4, b"{2}"), RawLine(5, b"last")]
+    assert list(read_lines(io.BytesIO(b"\xef\xbb\xbf"))) == []
+
+
+class _Meter(io.BytesIO):
+    """A stream that records the longest piece anybody asked for."""
+
+    longest = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        data = super().readline(size)
+        self.longest = max(self.longest, len(data))
+        return data
+
+
+def test_a_line_over_the_cap_is_cut_and_skipped_without_being_held():
+    stream = _Meter(b"x" * 1_000_000 + b"\nnext\n" + b"y" * 100 + b"\r\n" + b"z" * 101)
+    lines = list(read_lines(stream, max_line_bytes=100))
+    assert [(line.number, line.cut, len(line.data)) for line in lines] == [
+        (1, True, 100 + 2),
+        (2, False, 4),
+        (3, False, 100),
+        (4, True, 101),
+    ]
+    assert stream.longest <= 64 * 2**10
+    with pytest.raises(LineError) as caught:
+        parse_line(lines[0], plain_text=False, max_line_bytes=100)
+    assert caught.value.code == "line_too_long" and "100 bytes" in caught.value.message
+
+
+@given(st.lists(st.binary(max_size=12).filter(lambda b: b"\n" not in b)), st.integers(min_value=1, max_value=8))
+def test_every_line_that_is_not_blank_is_seen_once_under_its_number(bodies, cap):
+    lines = list(read_lines(io.BytesIO(b"\n".join([b"first", *bodies])), max_line_bytes=cap))
+    expected = [
+        (number, body.removesuffix(b"\r"))
+        for number, body in enumerate([b"first", *bodies], start=1)
+        if body.strip() or len(body.removesuffix(b"\r")) > cap
+    ]
+    assert [line.number for line in lines] == [number for number, _ in expected]
+    assert [line.cut for line in lines] == [len(body) > cap for _, body in expected]
+    assert all(line.data == body for line, (_, body) in zip(lines, expected, strict=True) if not line.cut)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "plain"),
+    [
+        ("a.txt", b'{"prompt": 1}', True),
+        ("a.JSONL", b"hello", False),
+        ("a.json", b"hello", False),
+        ("-", b"hello", True),
+        ("-", b'  {"prompt"', False),
+        ("prompts", b"hello", True),
+    ],
+)
+def test_the_format_is_that_of_the_whole_file(name, first, plain):
+    assert is_plain_text(name, RawLine(1, first)) == plain
+
+
+def test_ids_compare_by_type_and_value():
+    seen = SeenIds()
+    names = [1, "1", True, 1.0, {"a": 1, "b": 2}, [1]]
+    assert [seen.first_line(name, line) for line, name in enumerate(names)] == [None] * 6
+    assert seen.first_line("1", 9) == 1
+    assert seen.first_line({"b": 2, "a": 1}, 10) == 4

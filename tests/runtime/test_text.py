@@ -1,0 +1,318 @@
+import threading
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from sarathi_pp.errors import InputError, RowError
+from sarathi_pp.runtime.text import Tokenizer
+
+CORPUS = [
+    "hello world, the quick brown fox",
+    "STOP and END. Stopping the end",
+    "grüße 日本語 \N{SLIGHTLY SMILING FACE}",
+]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+VOCAB_SIZE = 400
+DASHES = "-" * 48
+
+
+def byte_level(*, bos: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer: id 0 <s>, 1 </s>, 2 <|end|>, then every byte, then merges."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        CORPUS * 4,
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=["<s>", "</s>", "<|end|>"],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    names = {"eos_token": "</s>", "extra_special_tokens": ["<|end|>"]}
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        names["bos_token"] = "<s>"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """A sentencepiece-like tokenizer: spaces belong to the word after them, unknown bytes are single tokens."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", *"abcdeEND", "\u2581a", "\u2581E", "ND", DASHES]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+BYTES = byte_level()
+PIECES = metaspace()
+
+
+def tokenizer(backend: PreTrainedTokenizerFast | None = BYTES, **kwargs) -> Tokenizer:
+    return Tokenizer(backend, **{"vocab_size": VOCAB_SIZE, "eos_token_ids": [1], **kwargs})
+
+
+def plain_ids(text: str) -> list[int]:
+    return BYTES(text, add_special_tokens=False)["input_ids"]
+
+
+def code_of(call, *args) -> str:
+    with pytest.raises(RowError) as caught:
+        call(*args)
+    return caught.value.code
+
+
+def test_a_prompt_gets_bos_and_a_rendered_chat_gets_one_only():
+    assert tokenizer().encode_prompt("hello") == (0, *plain_ids("hello"))
+    backend = byte_level()
+    backend.chat_template = TEMPLATE
+    ids = tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}])
+    assert ids.count(0) == 1 and ids[0] == 0
+    assert backend.decode(ids) == "<s>[user]hello[assistant]"
+
+
+def test_an_empty_prompt_is_bos_or_an_error():
+    assert tokenizer().encode_prompt("") == (0,)
+    assert code_of(tokenizer(byte_level(bos=False)).encode_prompt, "") == "empty_prompt"
+    assert tokenizer(byte_level(bos=False)).encode_prompt(" ") == tuple(plain_ids(" "))
+
+
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [
+        (None, "no_chat_template"),
+        ("{{ raise_exception('roles must alternate') }}", "chat_template_error"),
+        ("{{ 'x' * 20000000 }}", "chat_template_error"),
+        ("{{ messages[0].content.nothing.more }}", "chat_template_error"),
+        ("{% if false %}x{% endif %}", "empty_prompt"),
+    ],
+)
+def test_chat_templates_that_fail_are_row_errors(template, code):
+    backend = byte_level(bos=False)
+    backend.chat_template = template
+    assert code_of(tokenizer(backend).encode_chat, [{"role": "user", "content": "hello"}]) == code
+
+
+def test_token_ids_are_those_of_the_embedding():
+    assert tokenizer().check_token_ids([0, VOCAB_SIZE - 1]) == (0, VOCAB_SIZE - 1)
+    with pytest.raises(RowError, match="token 1 of the prompt is 400.*0 to 399"):
+        tokenizer().check_token_ids([5, VOCAB_SIZE, -1])
+    assert code_of(tokenizer().check_token_ids, [-1]) == "invalid_token_id"
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    with pytest.raises(InputError, match="different models"):
+        tokenizer(vocab_size=100)
+
+
+def test_half_a_surrogate_pair_is_a_row_error():
+    assert code_of(tokenizer().encode_prompt, "a\ud800") == "invalid_parameter"
+
+
+def test_load_reads_a_local_directory_and_none_is_no_tokenizer(tmp_path):
+    BYTES.save_pretrained(tmp_path / "with")
+    (tmp_path / "without").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    loaded = Tokenizer.load(tmp_path / "with", vocab_size=VOCAB_SIZE)
+    assert loaded.encode_prompt("hello world") == tokenizer().encode_prompt("hello world")
+    bare = Tokenizer.load(tmp_path / "without", vocab_size=VOCAB_SIZE)
+    assert not bare.has_text
+    assert bare.check_token_ids([3]) == (3,)
+    assert bare.finish([3], "length", ()) is None
+    assert code_of(bare.encode_prompt, "x") == "no_tokenizer"
+    assert code_of(bare.encode_chat, [{"role": "user"}]) == "no_tokenizer"
+    assert code_of(bare.stop_checker, ["x"]) == "no_tokenizer"
+    with pytest.raises(InputError, match="broken"):
+        Tokenizer.load(tmp_path / "broken", vocab_size=VOCAB_SIZE)
+
+
+def test_finish_leaves_out_the_end_token_and_the_stop_string():
+    text = tokenizer()
+    assert text.finish([*plain_ids("hello"), 1], "stop", ()) == "hello"
+    assert text.finish(plain_ids("hello END and STOP"), "stop", ("STOP", "END")) == "hello "
+    assert text.finish(plain_ids("hello"), "length", ("STOP",)) == "hello"
+    assert text.finish([], "length", ()) == ""
+    # An end token that the tokenizer does not know as special is left out all the same.
+    last = plain_ids("END")
+    assert tokenizer(eos_token_ids=last[-1:]).finish([*plain_ids("ab"), last[-1]], "stop", ()) == "ab"
+
+
+def test_a_stop_string_written_like_a_special_token_stops_at_it():
+    checker = tokenizer().stop_checker(["<|end|>"])
+    assert [checker.push(token_id) for token_id in [*plain_ids("ab"), 2]][-1]
+    assert tokenizer().finish([*plain_ids("ab"), 2], "stop", ("<|end|>",)) == "ab"
+
+
+def test_a_stop_string_is_seen_across_tokens_and_split_characters():
+    ids = plain_ids("ab") + [BYTES.convert_tokens_to_ids(piece) for piece in byte_pieces("語 END")]
+    checker = tokenizer().stop_checker(["語 EN"])
+    assert [checker.push(token_id) for token_id in ids] == [False] * (len(ids) - 2) + [True, True]
+
+
+def byte_pieces(text: str) -> list[str]:
+    """The single-byte tokens of a text."""
+    pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return list(pre.pre_tokenize_str(text)[0][0])
+
+
+def first_stop(backend: PreTrainedTokenizerFast, ids: list[int], stop: list[str]) -> int | None:
+    """The definition: the fewest tokens whose decoded text holds a stop string."""
+    for count in range(1, len(ids) + 1):
+        text = backend.decode(ids[:count], skip_special_tokens=True)
+        if any(string in text for string in stop):
+            return count
+    return None
+
+
+def assert_stops_where_defined(backend: PreTrainedTokenizerFast, ids: list[int], stop: list[str]) -> None:
+    text = tokenizer(backend)
+    checker = text.stop_checker(stop)
+    stopped = next((i for i, token_id in enumerate(ids, start=1) if checker.push(token_id)), None)
+    assert stopped == first_stop(backend, ids, stop)
+    if stopped is not None:
+        full = backend.decode(ids[:stopped], skip_special_tokens=True)
+        expected = min((full.split(string)[0] for string in stop if string in full), key=len)
+        assert text.finish(ids[:stopped], "stop", stop) == expected
+
+
+WORDS = st.lists(
+    st.sampled_from(["E", "N", "D", "EN", "ND", " ", "end", "語", "ü", "hello ", ".", "\n"]), max_size=60
+).map("".join)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.one_of(
+        WORDS.map(plain_ids), WORDS.map(lambda t: [BYTES.convert_tokens_to_ids(p) for p in byte_pieces(t)] if t else [])
+    ),
+    st.lists(st.sampled_from(["END", "D.", "語E", "\n\n", "ü", " hello END"]), min_size=1, max_size=2),
+)
+def test_incremental_stops_are_those_of_the_full_decode(ids, stop):
+    assert_stops_where_defined(BYTES, ids, stop)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.integers(min_value=0, max_value=330), max_size=80), st.lists(st.sampled_from(["a", "语", "th", "\n"]))
+)
+@example(ids=[0, 1, 2, 350, 399] * 10, stop=["a"])
+def test_arbitrary_tokens_stop_where_the_full_decode_does(ids, stop):
+    if stop:
+        assert_stops_where_defined(BYTES, ids, stop)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [PIECES.convert_tokens_to_ids(p) for p in ["<s>", "\u2581", "\u2581E", "E", "ND", "a", "\u2581a"]]
+        ),
+        max_size=90,
+    )
+)
+def test_a_decoder_that_drops_the_first_space_drops_only_that(ids):
+    assert_stops_where_defined(PIECES, ids, [" END", "a  a"])
+
+
+def test_a_stop_string_that_begins_in_a_long_token_is_seen():
+    ids = PIECES.convert_tokens_to_ids([DASHES, "E", "N", "D"])
+    assert_stops_where_defined(PIECES, ids, ["-END"])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.text(alphabet="\u8a9e\N{GRINNING FACE}aE", max_size=80),
+    st.sampled_from(["\u8a9eE", "\u8a9e\u8a9e\N{GRINNING FACE}", "aE"]),
+)
+@example(text="a" + "\N{GRINNING FACE}" * 90 + "E", stop="\N{GRINNING FACE}E")
+@example(text="\u8a9e" * 60 + "E", stop="\u8a9eE")
+@example(text="\u8a9e" * 60 + "E", stop="\u8a9e\u8a9eE")
+@example(text="\u8a9e" * 60 + "E", stop="\u8a9e\u8a9e\u8a9eE")
+def test_characters_in_single_byte_tokens_stop_where_the_full_decode_does(text, stop):
+    # One bad byte spoils the whole run of byte tokens around it: a window must not begin inside a character.
+    pieces = [
+        piece for char in text for piece in ([char] if char in "aE" else [f"<0x{byte:02X}>" for byte in char.encode()])
+    ]
+    assert_stops_where_defined(PIECES, PIECES.convert_tokens_to_ids(pieces), [stop])
+
+
+def test_a_find_is_confirmed_on_the_whole_output():
+    # A WordPiece decoder drops the ## of every token but the first, so a window shows one that the text has not.
+    vocabulary = {"<unk>": 0, "abc": 1, "##def": 2}
+    backend = Backend(models.WordPiece(vocab=vocabulary, unk_token="<unk>"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    assert_stops_where_defined(PreTrainedTokenizerFast(tokenizer_object=backend), [1] + [2] * 60, ["##"])
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes, in all and at most at once."""
+
+    def __init__(self, backend):
+        self._backend = backend
+        self.decoded = self.longest = 0
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+    def __len__(self):
+        return len(self._backend)
+
+    def __call__(self, *args, **kwargs):
+        return self._backend(*args, **kwargs)
+
+    def decode(self, ids, **kwargs):
+        self.decoded += len(ids)
+        self.longest = max(self.longest, len(ids))
+        return self._backend.decode(ids, **kwargs)
+
+
+# Neither ids without text (0 and 399) nor bytes that make no character may fill the window. Characters of four
+# tokens each after a first one of one token have their borders where halving alone never cuts.
+LONG_OUTPUTS = [
+    (BYTES, [*plain_ids("hello world " * 100), *[0, VOCAB_SIZE - 1] * 300, *plain_ids("\u8a9e")[-1:] * 300]),
+    (PIECES, PIECES.convert_tokens_to_ids(["a", *["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"] * 300])),
+]
+
+
+@pytest.mark.parametrize(("backend", "ids"), LONG_OUTPUTS)
+def test_the_cost_of_a_token_does_not_grow_with_the_output(backend, ids):
+    counting = Counting(backend)
+    checker = tokenizer(counting).stop_checker(["STOP!"])
+    for token_id in ids:
+        assert not checker.push(token_id)
+    assert counting.longest < 500
+    assert counting.decoded < 400 * len(ids)
+
+
+def test_without_stop_strings_there_is_no_checker():
+    assert tokenizer().stop_checker(()) is None
+
+
+def test_encoding_and_decoding_in_threads_at_once():
+    text = tokenizer()
+    prompt, failures = "hello world " * 100, []
+    ids = text.encode_prompt(prompt)
+
+    def repeat(call, expected):
+        try:
+            assert all(call() == expected for _ in range(100))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(lambda: text.encode_prompt(prompt), ids)) for _ in range(2)]
+    threads += [threading.Thread(target=repeat, args=(lambda: text.decode(ids), prompt)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

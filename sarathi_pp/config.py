@@ -88,7 +88,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

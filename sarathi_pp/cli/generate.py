@@ -105,7 +105,7 @@ def generate(**options: Any) -> int:
     (exit code 3 at the end). Sampling options are defaults that each line may override.
     """
     from sarathi_pp.runtime.batch import BatchJob, run_batch
-    from sarathi_pp.runtime.topology import find_place
+    from sarathi_pp.runtime.place import find_place
 
     place = find_place()
     job = BatchJob(

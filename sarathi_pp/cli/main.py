@@ -11,27 +11,27 @@ import click
 import sarathi_pp
 from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
 
-# name -> (module, attribute, one line of help)
+# Each is the function of the same name in sarathi_pp.cli.NAME; those with a line of help are listed.
 _COMMANDS = {
-    "generate": ("sarathi_pp.cli.generate", "generate", "Answer a file of prompts with a pipeline of stages."),
-    "report": ("sarathi_pp.cli.report", "report", "Show the bubble report of a run."),
+    "generate": "Answer a file of prompts with a pipeline of stages.",
+    "report": "Show the bubble report of a run.",
+    "worker": None,
 }
 
 
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [name for name, help_line in _COMMANDS.items() if help_line]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module, attribute, _ = _COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = getattr(importlib.import_module(f"sarathi_pp.cli.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, help_line) for name, (_, _, help_line) in _COMMANDS.items()])
+            formatter.write_dl([(name, help_line) for name, help_line in _COMMANDS.items() if help_line])
 
 
 @click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -189,7 +189,7 @@ class Coordinator:
         pool = self.pool
         free = pool.num_free - sum(pool.pages_for(s.known) - len(s.pages) for s in self._prefills.values())
         seats = self.limits.max_num_seqs - len(self._running)
-        admissible = []
+        admissible: list[Sequence] = []
         for sequence in self._waiting:
             free -= pool.pages_for(sequence.known)
             if len(admissible) == seats or free < 0:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import USES_CHUNK_SIZE, make_policy
-from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_ROWS_FAILED, SarathiError
+from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_ROWS_FAILED, ConfigError, SarathiError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
+from sarathi_pp.runtime.place import Place, find_place
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import FileSink, check_output
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import FileSource, Limits, RequestMaker, check_input
 from sarathi_pp.runtime.text import Tokenizer
-from sarathi_pp.runtime.topology import Place
+from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -76,28 +77,54 @@ def preflight(job: BatchJob) -> Preflight:
 
 def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
     """One rank of the run (the only one where place is None); returns the exit code of this process."""
-    checked = preflight(job) if place is None or place.rank == 0 else _follow(job)
     rank = place or Place()
+    checked = preflight(job) if rank.rank == 0 else _follow(job)
     if rank.rank == 0:
-        checked = _open_run(job, checked)
+        RunDirectory.create(checked.run_dir.path, overwrite=job.overwrite)
         for warning in checked.warnings:
             display.warn(warning)
-    code = EXIT_OK
-    try:
-        code = _run_rank(job, checked, rank, display)
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except SarathiError as error:
-        code = error.exit_code
-        if rank.rank == 0 or not error.agreed:
-            display.error(f"{type(error).__name__}: {error}")
-    except Exception:
-        code = SarathiError.exit_code
-        where = f"stage {rank.rank} (rank {rank.rank}) failed:\n" if rank.world_size > 1 else ""
-        display.error(where + traceback.format_exc())
+
+    def drive(this: Job) -> None:
+        if rank.rank != 0:
+            this.serve()
+        else:
+            checked.run_dir.write_run(this.describe())
+            _answer(job, checked, this, display)
+
+    def work() -> int:
+        report = _run_rank(job.config, checked.model_dir, checked.facts, rank, checked.run_dir, leave, drive)
+        if report is None:
+            return EXIT_OK
+        display.report(report)
+        return EXIT_ROWS_FAILED if report["failed"] else EXIT_OK
+
+    def leave(error: SarathiError) -> None:
+        display.error(f"{type(error).__name__}: {error}")
+        checked.run_dir.write_exit_code(error.exit_code)
+
+    code = _exit_code(work, rank, display.error)
     if rank.rank == 0 or code:
         checked.run_dir.write_exit_code(code)
     return code
+
+
+def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
+    """One worker rank of a Python program's LLM; returns the exit code of this process."""
+    place = find_place()
+    if place is None:
+        raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
+    model_dir = find_model(config.model)
+    facts = check_model(model_dir)
+    anywhere = RunDirectory(Path())  # rank 0 names the real one
+
+    def leave(error: SarathiError) -> None:
+        """The program has the error too, and says it to its user."""
+
+    def work() -> int:
+        _run_rank(config, model_dir, facts, place, anywhere, leave, lambda this: this.serve())
+        return EXIT_OK
+
+    return _exit_code(work, place, say)
 
 
 def _follow(job: BatchJob) -> Preflight:
@@ -107,40 +134,53 @@ def _follow(job: BatchJob) -> Preflight:
     return Preflight(model_dir, check_model(model_dir), GenerationDefaults(), RunDirectory(run_path), ())
 
 
-def _open_run(job: BatchJob, checked: Preflight) -> Preflight:
-    run_dir = RunDirectory.create(checked.run_dir.path, overwrite=job.overwrite)
-    return replace(checked, run_dir=run_dir)
-
-
-def _run_rank(job: BatchJob, checked: Preflight, place: Place, display: Display) -> int:
+def _run_rank(
+    config: RunConfig,
+    model_dir: Path,
+    facts: ModelFacts,
+    place: Place,
+    run_dir: RunDirectory,
+    leave: Callable[[SarathiError], None],
+    drive: Callable[[Job], None],
+) -> dict[str, Any] | None:
+    """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report."""
     from sarathi_pp.runtime.job import Job
+    from sarathi_pp.runtime.topology import Topology
 
-    clock = SystemClock()
-
-    def leave(error: SarathiError) -> None:
-        display.error(f"{type(error).__name__}: {error}")
-        checked.run_dir.write_exit_code(error.exit_code)
-
-    rank = Job(job.config, checked.model_dir, checked.facts, place, checked.run_dir, clock, leave)
+    watchdog = Watchdog(leave)
+    if place.store is not None:
+        watchdog.follow_parent()
+    topology = Topology(place)
+    this = Job(config, model_dir, facts, topology, run_dir, SystemClock(), watchdog)
     try:
-        if place.rank != 0:
-            rank.serve()
-        else:
-            checked.run_dir.write_run(rank.describe())
-            _answer(job, checked, rank, clock, display)
-        report = rank.finish()
+        drive(this)
+        report = this.finish()
     except BaseException:
-        rank.abandon()
+        this.abandon()
         raise
-    if report is None:
-        return EXIT_OK
-    display.report(report)
-    return EXIT_ROWS_FAILED if report["failed"] else EXIT_OK
+    topology.leave()
+    return report
 
 
-def _answer(job: BatchJob, checked: Preflight, rank: Job, clock: SystemClock, display: Display) -> None:
+def _exit_code(work: Callable[[], int], place: Place, say: Callable[[str], None]) -> int:
+    """What `work` returns, or the code of what it raises, said once: by rank 0, or by the rank it befell."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except SarathiError as error:
+        if place.rank == 0 or not error.agreed:
+            say(f"{type(error).__name__}: {error}")
+        return error.exit_code
+    except Exception:
+        where = f"stage {place.rank} (rank {place.rank}) failed:\n" if place.world_size > 1 else ""
+        say(where + traceback.format_exc())
+        return SarathiError.exit_code
+
+
+def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display) -> None:
     """Rank 0: every row of the input through the engine into the output."""
-    config, run = job.config, rank.run
+    config, run, clock = job.config, rank.run, SystemClock()
     eos_token_ids = checked.defaults.eos_token_ids
     tokenizer = Tokenizer.load(checked.model_dir, vocab_size=checked.facts.vocab_size, eos_token_ids=eos_token_ids)
     limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)

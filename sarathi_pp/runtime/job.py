@@ -31,10 +31,11 @@ from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, limits_of, resolve
 from sarathi_pp.runtime.engine import Engine, StopCheckers
+from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.stage import Stage
-from sarathi_pp.runtime.topology import Place, Topology
+from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
@@ -48,8 +49,7 @@ from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
 class Job:
     """This rank's stage and its place in the pipeline. Use: `Job(...)`, then `engine` or `serve`, then `finish`.
 
-    leave: what the watchdog calls with the error before it ends the process.
-    Raises whatever any rank found wrong during set-up, the same error on every rank.
+    watchdog: told of lost peers. Raises whatever any rank found wrong during set-up, the same error on every rank.
     """
 
     def __init__(
@@ -57,17 +57,18 @@ class Job:
         config: RunConfig,
         model_dir: Path,
         facts: ModelFacts,
-        place: Place,
+        topology: Topology,
         run_dir: RunDirectory,
         clock: Clock,
-        leave: Callable[[SarathiError], None],
+        watchdog: Watchdog,
     ) -> None:
-        self.place = place
+        self.place = place = topology.place
         self.facts = facts
+        self._topology = topology
         self._clock = clock
+        self._watchdog = watchdog
         torch.set_num_threads(place.num_threads())
         self.device = choose_device(config.device, place)
-        self._topology = Topology(place, config.peer_timeout_s)
         self._agree(lambda: _passport(config, facts), must_match=True)
         hosts = self._agree(lambda: {"run_dir": str(run_dir.path), "attempt": run_dir.attempt})
         self._run_dir = run_dir.joining(Path(hosts[0]["run_dir"]), hosts[0]["attempt"], own=config.run_dir is not None)
@@ -102,9 +103,6 @@ class Job:
         (self._model,) = loaded
         self._stage = Stage(self._model, kv, facts.hidden_size, self.dtype, self.device)
         self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len))
-        self._watchdog = Watchdog(leave)
-        if place.store is not None:
-            self._watchdog.follow_parent()
         self._recorder = Recorder(self._run_dir.trace_path(place.rank, place.world_size))
         self._recorder.record(self._trace_start(align(self._topology, clock.now)))
         self._upstream, self._runner = self._connect()
@@ -135,7 +133,7 @@ class Job:
         self._runner.serve(self._upstream)
 
     def finish(self) -> dict[str, Any] | None:
-        """Close this rank's trace, bring all traces to rank 0, and leave. Rank 0 gets the report."""
+        """Close this rank's trace, bring all traces to rank 0, which gets the report."""
         self._watchdog.dismiss()
         offset = align(self._topology, self._clock.now)
         self._recorder.record(
@@ -149,7 +147,6 @@ class Job:
         )
         self._recorder.close()
         traces = self._gather()
-        self._topology.leave()
         if self.place.rank != 0:
             return None
         report = summarise(traces, self._report_facts())
@@ -180,6 +177,7 @@ class Job:
     def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
         run, clock = self.run, self._clock
         num_buffers = run.inflight + 1
+        self._topology.open_edges(run.peer_timeout_s)
         if self.place.world_size == 1:
             channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)
             return channel, StageRunner(self._stage, channel, self._recorder, clock)
@@ -269,7 +267,7 @@ def choose_device(wish: str, place: Place) -> torch.device:
 
 def _passport(config: RunConfig, facts: ModelFacts) -> dict[str, Any]:
     """What must be the same on every rank."""
-    options = dataclasses.replace(config, run_dir=None)
+    options = dataclasses.replace(config, run_dir=None, sampling_overrides={})  # rank 0's own affairs
     return {
         **_software(),
         "wire version": codec.VERSION,

@@ -1,6 +1,6 @@
-"""Starts one worker process a stage on this machine and waits for them.
+"""Worker processes on this machine, started and watched through torch's elastic multiprocessing.
 
-A worker is a process of the same command line with RANK in its environment. They meet over a FileStore in a
+A worker is a process of our own command line with RANK in its environment. They meet over a FileStore in a
 0700 directory and gloo on loopback, so nothing listens outside this machine; torchrun's own rendezvous does,
 on every interface, and unpickles what it is sent.
 """
@@ -14,71 +14,86 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from sarathi_pp.errors import PeerLostError
-from sarathi_pp.runtime.topology import STORE_VARIABLE
+from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
+from sarathi_pp.runtime.place import STORE_VARIABLE, Place
 
 _POLL_S = 0.1
+_STOP_S = 5
 
 
-def launch(
-    num_stages: int,
-    arguments: Sequence[str],
-    say: Callable[[str], None],
-    environment: Mapping[str, str] = os.environ,
-) -> int:
-    """Run `sarathi-pp ARGUMENTS` as num_stages workers; returns the exit code of the run.
+class Workers:
+    """The ranks [first_rank, world_size) of one run, as processes of this one."""
 
-    Where a worker was killed the code is that of PeerLostError and `say` is told which one it was. No worker
-    is left when this returns.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+    def __init__(self, store: Path, world_size: int, *, first_rank: int = 0) -> None:
+        self._store = store
+        self._world_size = world_size
+        self._first_rank = first_rank
+        self._context: Any = None
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    command = ("-P", "-m", "sarathi_pp", *arguments)
-    with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory:
-        store = Path(directory) / "store"
-        workers = start_processes(
+    def place(self, rank: int) -> Place:
+        return Place(rank, self._world_size, rank, self._world_size, store=str(self._store))
+
+    def start(self, arguments: Sequence[str]) -> None:
+        """Run `sarathi-pp ARGUMENTS` as every rank."""
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        command = ("-P", "-m", "sarathi_pp", *arguments)
+        ranks = range(self._first_rank, self._world_size)
+        self._context = start_processes(
             name="sarathi-pp",
             entrypoint=sys.executable,
-            args={rank: command for rank in range(num_stages)},
-            envs={rank: worker_environment(rank, num_stages, store, environment) for rank in range(num_stages)},
-            logs_specs=DefaultLogsSpecs(log_dir=directory),
+            args={index: command for index, _ in enumerate(ranks)},
+            envs={index: self._environment(rank) for index, rank in enumerate(ranks)},
+            logs_specs=DefaultLogsSpecs(log_dir=str(self._store.parent)),
         )
+
+    def wait(self, say: Callable[[str], None]) -> int:
+        """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
+
+        The first failure speaks for the run: the others are its echo, or workers that we stopped ourselves.
+        `say` is told of a worker that was killed, since it could not speak for itself.
+        """
+        failures = self._context.wait(period=_POLL_S).failures
+        if not failures:
+            return 0
+        first = min(failures.values(), key=lambda failure: failure.timestamp)
+        if first.exitcode >= 0:
+            return int(first.exitcode)
+        rank = first.local_rank + self._first_rank
+        say(f"stage {rank} (rank {rank}, pid {first.pid}) was killed by {signal.Signals(-first.exitcode).name}")
+        return PeerLostError.exit_code
+
+    def stop(self, with_signal: signal.Signals = signal.SIGTERM) -> None:
+        """None of them is left when this returns."""
+        if self._context is not None:
+            self._context.close(with_signal, timeout=_STOP_S)
+
+    def _environment(self, rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+        threads = max(1, len(os.sched_getaffinity(0)) // self._world_size)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(self._world_size),
+            STORE_VARIABLE: str(self._store),
+            "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(threads)),
+        }
+
+
+def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run `sarathi-pp ARGUMENTS` as num_stages workers, to the end; returns the exit code of the run."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory:
+        workers = Workers(Path(directory) / "store", num_stages)
         try:
-            result = workers.wait(period=_POLL_S)
-        except SignalException as stopped:
-            workers.close(stopped.sigval)
-            return 130 if stopped.sigval == signal.SIGINT else PeerLostError.exit_code
-        except KeyboardInterrupt:
-            workers.close(signal.SIGINT)
-            return 130
+            workers.start(arguments)
+            return workers.wait(say)
+        except (SignalException, KeyboardInterrupt) as stopped:
+            interrupted = getattr(stopped, "sigval", signal.SIGINT) == signal.SIGINT
+            return EXIT_INTERRUPTED if interrupted else PeerLostError.exit_code
         finally:
-            workers.close(signal.SIGTERM, timeout=5)
-        return _exit_code(result.failures, say)
-
-
-def worker_environment(rank: int, num_stages: int, store: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's environment has beyond ours."""
-    threads = max(1, len(os.sched_getaffinity(0)) // num_stages)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_stages),
-        "LOCAL_WORLD_SIZE": str(num_stages),
-        STORE_VARIABLE: str(store),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(threads)),
-    }
-
-
-def _exit_code(failures: Mapping[int, object], say: Callable[[str], None]) -> int:
-    """The first failure speaks for the run; the others are its echo, or the workers we then stopped ourselves."""
-    if not failures:
-        return 0
-    first = min(failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
-    code, rank, pid = first.exitcode, first.local_rank, first.pid  # type: ignore[attr-defined]
-    if code >= 0:
-        return int(code)
-    say(f"stage {rank} (rank {rank}, pid {pid}) was killed by {signal.Signals(-code).name}")
-    return PeerLostError.exit_code
+            workers.stop()

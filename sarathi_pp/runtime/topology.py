@@ -1,6 +1,6 @@
-"""Where this process stands among the others, and the control plane over which they agree before they run.
+"""The processes of a run: the control plane over which they agree before they run, and the edges between them.
 
-The only file, beside the wire itself, that touches torch.distributed; the only one that reads the environment.
+The only file, beside the wire itself, that touches torch.distributed.
 """
 
 from __future__ import annotations
@@ -9,70 +9,25 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sarathi_pp.errors import ConfigError, PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.runtime.place import Place
 from sarathi_pp.wire.order import edges
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
-STORE_VARIABLE = "SARATHI_PP_STORE"
 _SETUP_TIMEOUT = timedelta(seconds=300)
 _PIECE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """This process among the run's. store: path of the FileStore where our own launcher started it."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    store: str | None = None
-    restart: int = 0
-
-    @property
-    def under_torchrun(self) -> bool:
-        return self.world_size > 1 and self.store is None
-
-    def num_threads(self, environment: Mapping[str, str] = os.environ) -> int:
-        """Compute threads: the host's cores shared out, unless OMP_NUM_THREADS says otherwise.
-
-        torchrun sets OMP_NUM_THREADS=1 for several processes a node whether the user wants it or not, so a 1
-        there is no wish of the user's.
-        """
-        wish = environment.get("OMP_NUM_THREADS", "")
-        if wish.isdigit() and int(wish) > 0 and not (wish == "1" and self.under_torchrun and self.local_world_size > 1):
-            return int(wish)
-        return max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
-
-
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun or our launcher gave this process; None where neither started it."""
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
-        return None
-    try:
-        return Place(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
-            store=environment.get(STORE_VARIABLE),
-            restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
-    except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from None
 
 
 class Topology:
     """The run's processes: one control group for set-up and the end, one group per directed edge in between."""
 
-    def __init__(self, place: Place, peer_timeout_s: float) -> None:
+    def __init__(self, place: Place) -> None:
         """Join the others; returns when all are there. Raises PeerLostError when they are not within 300 s."""
         self.place = place
         self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
@@ -83,20 +38,26 @@ class Topology:
             if place.store is None:
                 dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
             else:
+                # Our own launcher's ranks are on one machine: no listener of theirs leaves loopback.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
                 store = dist.FileStore(place.store, place.world_size)  # type: ignore[attr-defined]
                 dist.init_process_group(
                     "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
                 )
-            for edge in edges(place.world_size):
-                group = dist.new_group(list(edge), timeout=timedelta(seconds=peer_timeout_s), backend="gloo")
-                if place.rank in edge:
-                    self._edge_groups[edge] = group
         except (RuntimeError, ValueError) as error:
             raise PeerLostError(
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
             ) from error
         hosts = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
         self._names = [f"stage {rank} (rank {rank}, {h['host']}, pid {h['pid']})" for rank, h in enumerate(hosts)]
+
+    def open_edges(self, peer_timeout_s: float) -> None:
+        """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s."""
+        timeout = timedelta(seconds=peer_timeout_s)
+        for edge in edges(self.place.world_size):
+            group = dist.new_group(list(edge), timeout=timeout, backend="gloo")
+            if self.place.rank in edge:
+                self._edge_groups[edge] = group
 
     def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle."""

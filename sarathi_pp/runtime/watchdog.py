@@ -18,9 +18,13 @@ _PARENT_CHECK_S = 1.0
 
 
 class Watchdog:
-    """leave: writes what must be left behind (message, exit_code file) and must not block."""
+    """leave: writes what must be left behind (message, exit_code file) and must not block.
 
-    def __init__(self, leave: Callable[[SarathiError], None]) -> None:
+    None: the process is not ours to end (a Python program that uses us); the main thread's next receive or
+    send raises the error, and that is all.
+    """
+
+    def __init__(self, leave: Callable[[SarathiError], None] | None) -> None:
         self._leave = leave
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
@@ -30,7 +34,7 @@ class Watchdog:
     def report(self, error: SarathiError) -> None:
         """A peer is lost. The first report counts; the others are its echo."""
         with self._lock:
-            if self._timer is not None or self._dismissed:
+            if self._leave is None or self._timer is not None or self._dismissed:
                 return
             self._timer = threading.Timer(GRACE_S, self._end, (error,))
             self._timer.daemon = True
@@ -56,5 +60,6 @@ class Watchdog:
                 self._timer.cancel()
 
     def _end(self, error: SarathiError) -> None:
-        self._leave(error)
+        if self._leave is not None:
+            self._leave(error)
         os._exit(error.exit_code)

@@ -125,8 +125,11 @@ def test_text_is_cut_at_the_stop_string_and_null_without_a_tokenizer(tmp_path):
 
 
 def test_lines_are_utf8_and_an_id_of_half_a_surrogate_pair_is_escaped():
-    assert encode_line({"text": "日本"}) == '{"text":"日本"}\n'.encode()
-    assert json.loads(encode_line({"id": "\ud800", "text": "日\u2028本"})) == {"id": "\ud800", "text": "日\u2028本"}
+    assert encode_line({"text": "\u65e5\u672c"}) == '{"text":"\u65e5\u672c"}\n'.encode()
+    assert json.loads(encode_line({"id": "\ud800", "text": "\u65e5\u2028\u672c"})) == {
+        "id": "\ud800",
+        "text": "\u65e5\u2028\u672c",
+    }
     assert encode_line({"text": "a\nb"}).count(b"\n") == 1
 
 

@@ -13,7 +13,7 @@ from sarathi_pp.runtime.text import Tokenizer
 CORPUS = [
     "hello world, the quick brown fox",
     "STOP and END. Stopping the end",
-    "grüße 日本語 \N{SLIGHTLY SMILING FACE}",
+    "gr\u00fc\u00dfe \u65e5\u672c\u8a9e \N{SLIGHTLY SMILING FACE}",
 ]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 VOCAB_SIZE = 400
@@ -154,8 +154,8 @@ def test_a_stop_string_written_like_a_special_token_stops_at_it():
 
 
 def test_a_stop_string_is_seen_across_tokens_and_split_characters():
-    ids = plain_ids("ab") + [BYTES.convert_tokens_to_ids(piece) for piece in byte_pieces("語 END")]
-    checker = tokenizer().stop_checker(["語 EN"])
+    ids = plain_ids("ab") + [BYTES.convert_tokens_to_ids(piece) for piece in byte_pieces("\u8a9e END")]
+    checker = tokenizer().stop_checker(["\u8a9e EN"])
     assert [checker.push(token_id) for token_id in ids] == [False] * (len(ids) - 2) + [True, True]
 
 
@@ -186,7 +186,7 @@ def assert_stops_where_defined(backend: PreTrainedTokenizerFast, ids: list[int],
 
 
 WORDS = st.lists(
-    st.sampled_from(["E", "N", "D", "EN", "ND", " ", "end", "語", "ü", "hello ", ".", "\n"]), max_size=60
+    st.sampled_from(["E", "N", "D", "EN", "ND", " ", "end", "\u8a9e", "\u00fc", "hello ", ".", "\n"]), max_size=60
 ).map("".join)
 
 
@@ -195,7 +195,7 @@ WORDS = st.lists(
     st.one_of(
         WORDS.map(plain_ids), WORDS.map(lambda t: [BYTES.convert_tokens_to_ids(p) for p in byte_pieces(t)] if t else [])
     ),
-    st.lists(st.sampled_from(["END", "D.", "語E", "\n\n", "ü", " hello END"]), min_size=1, max_size=2),
+    st.lists(st.sampled_from(["END", "D.", "\u8a9eE", "\n\n", "\u00fc", " hello END"]), min_size=1, max_size=2),
 )
 def test_incremental_stops_are_those_of_the_full_decode(ids, stop):
     assert_stops_where_defined(BYTES, ids, stop)
@@ -203,7 +203,8 @@ def test_incremental_stops_are_those_of_the_full_decode(ids, stop):
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.lists(st.integers(min_value=0, max_value=330), max_size=80), st.lists(st.sampled_from(["a", "语", "th", "\n"]))
+    st.lists(st.integers(min_value=0, max_value=330), max_size=80),
+    st.lists(st.sampled_from(["a", "\u8bed", "th", "\n"])),
 )
 @example(ids=[0, 1, 2, 350, 399] * 10, stop=["a"])
 def test_arbitrary_tokens_stop_where_the_full_decode_does(ids, stop):
@@ -279,18 +280,18 @@ class Counting:
 # Neither ids without text (0 and 399) nor bytes that make no character may fill the window. Characters of four
 # tokens each after a first one of one token have their borders where halving alone never cuts.
 LONG_OUTPUTS = [
-    (BYTES, [*plain_ids("hello world " * 100), *[0, VOCAB_SIZE - 1] * 300, *plain_ids("\u8a9e")[-1:] * 300]),
-    (PIECES, PIECES.convert_tokens_to_ids(["a", *["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"] * 300])),
+    (BYTES, [*plain_ids("hello world " * 100), *[0, VOCAB_SIZE - 1] * 300, *plain_ids("\u8a9e")[-1:] * 300], 500),
+    (PIECES, PIECES.convert_tokens_to_ids(["a", *["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"] * 300]), 250),
 ]
 
 
-@pytest.mark.parametrize(("backend", "ids"), LONG_OUTPUTS)
-def test_the_cost_of_a_token_does_not_grow_with_the_output(backend, ids):
+@pytest.mark.parametrize(("backend", "ids", "most"), LONG_OUTPUTS)
+def test_the_cost_of_a_token_does_not_grow_with_the_output(backend, ids, most):
     counting = Counting(backend)
     checker = tokenizer(counting).stop_checker(["STOP!"])
     for token_id in ids:
         assert not checker.push(token_id)
-    assert counting.longest < 500
+    assert counting.longest < most
     assert counting.decoded < 400 * len(ids)
 
 

@@ -16,14 +16,14 @@ block takes. An attention sink is a block without value: the state that a tile s
 
 What decides the time on CPU in bf16 (measured, one thread with AVX512-BF16):
 
-- Products take float32 copies of a block. A bf16 `bmm` rounds its scores to 8 bits, which is 2.5 to 6 times
+- Products take float32 copies of a block. A bf16 `bmm` rounds its scores to 8 bits, which is 2 to 6 times
   the error of transformers' own bf16 attention. Chunks permit oneDNN its fastest float32 products
   (`fp32_precision`), which may round factors to bf16 but sum and return float32: queries and keys are bf16
   values already, so that scores stay exact. That is twice as fast as the default library on AMD.
 - oneDNN builds a kernel for each new shape, 1 to 2 ms. The shapes of a chunk's products are therefore
-  multiples of ROW_STEP and KEY_STEP, padded with zeros. A decode has a new length at every step, so it keeps
-  to the default library, which builds nothing; it waits for memory anyway.
-- Fresh buffers of this size are page faults, half of the time: the backend keeps its own.
+  multiples of ROW_STEP and KEY_STEP, padded with zeros. A single row has a new length at every step of a
+  decode, so it keeps to the default library, which builds nothing; it waits for memory anyway.
+- Fresh buffers of this size are page faults, up to half of the time: the backend keeps its own.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class SdpaAttention:
         rule = _Rule(scaling, sliding_window, softcap)
         parts: list[Tensor] = []
         for span in inputs.spans:
-            with _fast_products(span.num_tokens > 1 and query.dtype == torch.bfloat16):
-                for row in range(0, span.num_tokens, TILE_ROWS):
-                    first_row = span.first_row + row
-                    num_rows = min(span.num_tokens - row, TILE_ROWS)
-                    tile = _Tile(query[first_row : first_row + num_rows], kv.num_kv_heads, sinks)
+            for row in range(0, span.num_tokens, TILE_ROWS):
+                first_row = span.first_row + row
+                num_rows = min(span.num_tokens - row, TILE_ROWS)
+                tile = _Tile(query[first_row : first_row + num_rows], kv.num_kv_heads, sinks)
+                with _fast_products(num_rows > 1 and query.dtype == torch.bfloat16):
                     self._attend(tile, span.start + row, span.pages, keys, values, rule)
-                    parts.append(tile.rows())
+                parts.append(tile.rows())
         return torch.cat(parts).to(query.dtype)
 
     def _attend(self, tile: _Tile, start: int, pages: Tensor, keys: Tensor, values: Tensor, rule: _Rule) -> None:

@@ -1,0 +1,230 @@
+"""The Python API, in the shape that users of other engines know.
+
+    with LLM("path/to/model", stages=2) as llm:
+        for output in llm.generate(["12+30=", "1+1="], SamplingParams(max_new_tokens=8)):
+            print(output.prompt, output.outputs[0].text)
+
+`stages=N` starts N - 1 worker processes on this machine; this process is the coordinator and the first stage.
+In a script under torchrun each process makes the same LLM and is one stage: on rank 0 `generate` answers, on
+the others it serves until rank 0 closes its LLM, and returns nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from sarathi_pp.config import RunConfig, SamplingParams
+from sarathi_pp.core.partition import partition
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.request import FinishReason
+from sarathi_pp.errors import ConfigError, RowError, SarathiError
+from sarathi_pp.model.support import check_model
+from sarathi_pp.runtime.engine import Engine
+from sarathi_pp.runtime.fetch import find_model
+from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
+from sarathi_pp.runtime.job import Job
+from sarathi_pp.runtime.launcher import Workers
+from sarathi_pp.runtime.place import Place, find_place
+from sarathi_pp.runtime.rows import ParsedLine, Row
+from sarathi_pp.runtime.rundir import RunDirectory
+from sarathi_pp.runtime.sink import FinishedRow, MemorySink
+from sarathi_pp.runtime.source import Limits, MemorySource, RequestMaker
+from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.runtime.topology import Topology
+from sarathi_pp.runtime.watchdog import Watchdog
+from sarathi_pp.trace.clock import SystemClock
+
+Prompt = str | Sequence[int]
+Messages = list[dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """text is None for a model without tokenizer files. token_ids: all generated ids, end of sequence included."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One prompt's answer. Where the prompt cannot run, `error` says why and `outputs` is empty."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    error: RowError | None = None
+    metrics: dict[str, object] = field(default_factory=dict)
+
+
+class LLM:
+    """A model spread over `stages`, ready to generate; loaded by the constructor, let go by `close`.
+
+    options: further fields of RunConfig (policy, chunk_size, dtype, kv_cache_memory_bytes, ...). An unknown one
+    is an error. Raises the errors that the command line would exit with.
+    """
+
+    def __init__(self, model: str, *, stages: int | None = None, **options: Any) -> None:
+        place = find_place()
+        if place is not None and stages not in (None, place.world_size):
+            raise ConfigError(f"stages is {stages}, and torchrun started {place.world_size} processes: leave it out")
+        try:
+            config = RunConfig(model=model, stages=place.world_size if place else stages or 1, **options)
+        except TypeError as error:
+            raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
+        model_dir = find_model(config.model)
+        facts = check_model(model_dir)
+        make_policy(config.policy)
+        partition(facts.num_layers, config.stages, config.layer_split)
+        self._defaults = read_generation_config(model_dir).with_command(config.sampling_overrides)
+        self._closed = False
+        self._scratch = tempfile.TemporaryDirectory(prefix="sarathi-pp-")
+        self._workers: Workers | None = None
+        if place is None and config.stages > 1:
+            self._workers = Workers(Path(self._scratch.name) / "store", config.stages, first_rank=1)
+            self._workers.start(("worker", json.dumps(asdict(config), default=str)))
+            place = self._workers.place(0)
+        self._place = place or Place()
+        run_dir = RunDirectory(config.run_dir or Path(self._scratch.name) / "run")
+        self._clock = SystemClock()
+        try:
+            self._topology = Topology(self._place)
+            self._job = Job(config, model_dir, facts, self._topology, run_dir, self._clock, Watchdog(None))
+        except SarathiError:
+            self._abandon()
+            raise
+        self._next_index = 0
+        atexit.register(self.close)
+        if self._place.rank != 0:
+            return
+        eos_token_ids = self._defaults.eos_token_ids
+        self._tokenizer = Tokenizer.load(model_dir, vocab_size=facts.vocab_size, eos_token_ids=eos_token_ids)
+        self._engine: Engine = self._job.engine(eos_token_ids, self._tokenizer.stop_checker, lambda snapshot: None)
+        run = self._job.run
+        limits = Limits(run.max_model_len, run.num_pages, run.page_size, facts.vocab_size)
+        self._maker = RequestMaker(self._tokenizer, self._defaults, limits, config.seed)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts, each a string or a list of token ids.
+
+        sampling_params: for all prompts, or one each; None takes the model's generation_config.json.
+        Raises PeerLostError if a stage is lost.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            return self._run([_prompt_line(cast(Prompt, prompts))], sampling_params)
+        return self._run([_prompt_line(prompt) for prompt in cast(Sequence[Prompt], prompts)], sampling_params)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """The same for conversations, each a list of {"role", "content"}, through the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], dict)
+        chats = cast(Sequence[Messages], [messages] if one else messages)
+        return self._run([ParsedLine(0, None, "own", messages=chat) for chat in chats], sampling_params)
+
+    def close(self) -> dict[str, Any] | None:
+        """End the workers; returns the report of everything generated (None where there is none)."""
+        if self._closed:
+            return None
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            if self._place.rank == 0:
+                self._engine.close()
+            report = self._job.finish()
+            self._topology.leave()
+            return report
+        except SarathiError:
+            self._job.abandon()
+            raise
+        finally:
+            if self._workers is not None:
+                self._workers.stop()
+            self._scratch.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Let go without a word to the stages: something went wrong, and they may not be listening."""
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._workers is not None:
+            self._workers.stop()
+        self._scratch.cleanup()
+
+    def _run(
+        self, lines: list[ParsedLine], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        if self._closed:
+            raise ConfigError("this LLM is closed; make a new one")
+        if self._place.rank != 0:
+            self._job.serve()
+            self.close()
+            return []
+        rows = [
+            self._row(line, params)
+            for line, params in zip(lines, self._params(sampling_params, len(lines)), strict=True)
+        ]
+        sink = MemorySink(self._tokenizer)
+        self._engine.run(MemorySource(rows), sink)
+        finished = {ended.row.line: ended for ended in sink.finished}
+        return [_output(line, finished[row.line]) for line, row in zip(lines, rows, strict=True)]
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams | None]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigError(f"{len(given)} sampling_params were given for {count} prompts; give one, or one each")
+        return given
+
+    def _row(self, line: ParsedLine, params: SamplingParams | None) -> Row:
+        index = self._next_index
+        self._next_index += 1
+        numbered = replace(line, line=index + 1, id=index, overrides=asdict(params) if params else {})
+        maker = self._maker if params is None else replace(self._maker, defaults=GenerationDefaults())
+        now_s = self._clock.now()
+        try:
+            return Row(index + 1, index, "own", request=maker.make(numbered, index, now_s), arrival_s=now_s)
+        except RowError as error:
+            return Row(index + 1, index, "own", error=error, arrival_s=now_s)
+
+
+def _prompt_line(prompt: Prompt) -> ParsedLine:
+    if isinstance(prompt, str):
+        return ParsedLine(0, None, "own", prompt=prompt)
+    return ParsedLine(0, None, "own", prompt_token_ids=tuple(prompt))
+
+
+def _output(line: ParsedLine, ended: FinishedRow) -> RequestOutput:
+    request = ended.row.request
+    prompt_token_ids = request.prompt_token_ids if request else ()
+    if ended.completion is None:
+        return RequestOutput(line.prompt, prompt_token_ids, (), error=ended.error)
+    completion = ended.completion
+    output = CompletionOutput(ended.text, completion.token_ids, completion.finish_reason)
+    return RequestOutput(line.prompt, prompt_token_ids, (output,), metrics=dict(ended.metrics or {}))

@@ -1,0 +1,55 @@
+"""Where this process stands among the others. The only file that reads the environment; loads no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sarathi_pp.errors import ConfigError
+
+STORE_VARIABLE = "SARATHI_PP_STORE"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the run's. store: path of the FileStore where our own launcher started it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    store: str | None = None
+    restart: int = 0
+
+    @property
+    def under_torchrun(self) -> bool:
+        return self.world_size > 1 and self.store is None
+
+    def num_threads(self, environment: Mapping[str, str] = os.environ) -> int:
+        """Compute threads: the host's cores shared out, unless OMP_NUM_THREADS says otherwise.
+
+        torchrun sets OMP_NUM_THREADS=1 for several processes a node whether the user wants it or not, so a 1
+        there is no wish of the user's.
+        """
+        wish = environment.get("OMP_NUM_THREADS", "")
+        if wish.isdigit() and int(wish) > 0 and not (wish == "1" and self.under_torchrun and self.local_world_size > 1):
+            return int(wish)
+        return max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun or our launcher gave this process; None where neither started it."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    try:
+        return Place(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+            store=environment.get(STORE_VARIABLE),
+            restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from None

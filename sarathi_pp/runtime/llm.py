@@ -5,8 +5,8 @@
             print(output.prompt, output.outputs[0].text)
 
 `stages=N` starts N - 1 worker processes on this machine; this process is the coordinator and the first stage.
-In a script under torchrun each process makes the same LLM and is one stage: on rank 0 `generate` answers, on
-the others it serves until rank 0 closes its LLM, and returns nothing.
+In a script under torchrun each process makes the same LLM and is one stage: on rank 0 `generate` answers; on
+the others it serves until rank 0 closes its LLM, and every call returns an empty list.
 """
 
 from __future__ import annotations
@@ -178,12 +178,13 @@ class LLM:
     def _run(
         self, lines: list[ParsedLine], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
+        if self._place.rank != 0:
+            if not self._closed:
+                self._job.serve()
+                self.close()
+            return []
         if self._closed:
             raise ConfigError("this LLM is closed; make a new one")
-        if self._place.rank != 0:
-            self._job.serve()
-            self.close()
-            return []
         rows = [
             self._row(line, params)
             for line, params in zip(lines, self._params(sampling_params, len(lines)), strict=True)

@@ -51,9 +51,11 @@ class Stage:
         )
         x = self._embedding_input(microbatch) if hidden is None else hidden
         y = self.model.forward(x, inputs, self.kv)
-        if not self.model.head:
-            return StageOutput(hidden=y)
-        return StageOutput(tokens=_draw(y, drawn))
+        output = StageOutput(tokens=_draw(y, drawn)) if self.model.head else StageOutput(hidden=y)
+        if self.device.type == "cuda":
+            # Kernels run behind the caller's back; whoever times this call must see them end.
+            torch.cuda.synchronize(self.device)
+        return output
 
     def warm_up(self, num_tokens: int) -> None:
         """One pass over made-up tokens, so that first-call costs (kernel choice, allocator) fall before the run."""

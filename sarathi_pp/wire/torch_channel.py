@@ -235,4 +235,4 @@ class TorchReceiver:
 def _peer_lost(edge: Edge, error: RuntimeError) -> PeerLostError:
     silent = "timed out" in str(error).lower()
     what = "has been silent for longer than --peer-timeout" if silent else "closed its connection: it died or left"
-    return PeerLostError(f"{edge.peer_name} {what}. ({str(error).splitlines()[0]})")
+    return PeerLostError(f"{edge.peer_name} {what}")

@@ -1,0 +1,144 @@
+"""What `sarathi-pp generate` refuses, with which exit code and words; and bad rows beside good ones."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sarathi_pp.cli.main import main
+
+ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1+2="}\n')
+    return path
+
+
+def refuse(capsys, *arguments):
+    """Exit code and standard error of a command that must end before it loads anything."""
+    with pytest.raises(SystemExit) as left:
+        main(["generate", *map(str, arguments)])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and said.out == ""
+    return left.value.code, said.err
+
+
+def copy_model(tmp_path, **changed):
+    """The adder with some keys of its config.json changed."""
+    model = tmp_path / "model"
+    shutil.copytree(ADDER, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changed))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--chunk-sise", "8"], 2, "--chunk-sise"),
+        (["--chunk-size", "0"], 2, "at least 1"),
+        (["--policy", "fifo"], 2, "choose one of orca, sarathi"),
+        (["--policy", "sarathi:odd=1"], 2, "no parameter 'odd'"),
+        (["--stages", "6"], 2, "more than the model's 5 layers"),
+        (["--stages", "2", "--layer-split", "2,2"], 2, "adds up to 4 layers"),
+        (["--temperature", "-1"], 2, "temperature is -1.0"),
+        (["--request-rate", "0"], 2, "--request-rate is 0"),
+        (["--kv-cache-memory", "much"], 2, "4GiB"),
+        (["--dtype", "int8"], 2, "int8"),
+    ],
+)
+def test_options_that_cannot_work(tmp_path, capsys, prompts, options, code, says):
+    answer = refuse(capsys, "--model", ADDER, "-i", prompts, "-o", tmp_path / "out.jsonl", *options)
+    assert answer[0] == code and says in answer[1], answer
+    assert not (tmp_path / "out.jsonl").exists() and not (tmp_path / "out.jsonl.run").exists()
+
+
+def test_files_that_are_not_there_or_in_the_way(tmp_path, capsys, prompts):
+    out = tmp_path / "out.jsonl"
+    assert refuse(capsys, "--model", tmp_path / "none", "-i", prompts, "-o", out)[0] == 66
+    assert refuse(capsys, "--model", ADDER, "-i", tmp_path / "none", "-o", out)[0] == 66
+    code, says = refuse(capsys, "--model", ADDER, "-i", prompts, "-o", prompts)
+    assert code == 2 and "same file" in says
+    out.write_text("dear results\n")
+    code, says = refuse(capsys, "--model", ADDER, "-i", prompts, "-o", out)
+    assert code == 2 and "--overwrite" in says and out.read_text() == "dear results\n"
+    out.unlink()
+    run = tmp_path / "out.jsonl.run"
+    run.mkdir()
+    (run / "report.json").write_text("{}")
+    code, says = refuse(capsys, "--model", ADDER, "-i", prompts, "-o", out)
+    assert code == 2 and "run directory" in says and (run / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "says"),
+    [
+        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, 2, "LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, 2, "quant"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 2, "dynamic"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, 77, "auto_map"),
+    ],
+)
+def test_models_that_are_not_proven(tmp_path, capsys, prompts, changed, code, says):
+    model = copy_model(tmp_path, **changed)
+    answer = refuse(capsys, "--model", model, "-i", prompts, "-o", tmp_path / "out.jsonl")
+    assert answer[0] == code and says in answer[1], answer
+
+
+def test_pickled_weights_and_missing_shards(tmp_path, capsys, prompts):
+    model = copy_model(tmp_path)
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    code, says = refuse(capsys, "--model", model, "-i", prompts, "-o", tmp_path / "out.jsonl")
+    assert code == 77 and "safetensors" in says
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, says = refuse(capsys, "--model", model, "-i", prompts, "-o", tmp_path / "out.jsonl")
+    assert code == 66 and "model-00001-of-00002.safetensors" in says
+
+
+@pytest.mark.timeout(120)
+def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
+    """Too long for --max-model-len, too long for the pool, not JSON, unknown key, illegal id, empty list."""
+    rows = [
+        '{"id": "good", "prompt": "12+30="}',
+        '{"id": "long", "prompt": "' + "1+1=2\\n" * 60 + '1+2="}',
+        "{not json",
+        '{"id": "key", "prompt": "1+2=", "temprature": 1}',
+        '{"id": "id", "prompt_token_ids": [1, 99]}',
+        '{"id": "none", "prompt_token_ids": []}',
+        '{"custom_id": "open", "method": "POST", "url": "/v1/completions", "body": {"prompt": "40+2="}}',
+        '{"id": "good", "prompt": "1+1="}',
+        '{"id": "zero", "prompt": "1+1=", "max_tokens": 0}',
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(rows) + "\n")
+    command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "--stages", "2"]
+    for options, limit in ((["--max-model-len", "64"], "max_model_len is 64"), (["--kv-cache-memory", "48KiB"], "KV")):
+        done = subprocess.run(
+            [*command, "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--overwrite",
+             "--json", "--quiet", *options],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 3, done.stderr
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert (report["requests"], report["failed"]) == (9, 6)
+        assert (tmp_path / "out.jsonl.run" / "exit_code").read_text() == "3\n"
+        lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        answers = {line["id"]: line for line in lines if line.get("error") is None and "text" in line}
+        errors = [line for line in lines if line.get("error")]
+        assert answers["good"]["text"] == "42" and answers["zero"]["text"] == ""
+        assert answers["zero"]["finish_reason"] == "length"
+        (opened,) = (line for line in lines if line.get("custom_id") == "open")
+        assert opened["response"]["status_code"] == 200
+        assert opened["response"]["body"]["choices"][0]["text"] == "42"
+        said = {line["id"]: line["error"] for line in errors}
+        assert said["long"]["code"] == "context_length_exceeded" and limit in said["long"]["message"]
+        assert said["key"]["code"] == "unknown_parameter" or "temprature" in said["key"]["message"]
+        assert said["id"]["code"] == "invalid_token_id"
+        assert said["good"]["code"] == "duplicate_id" and said["3"]["code"] == "invalid_json"
+        assert len(errors) == 6

@@ -1,0 +1,75 @@
+"""The Python API: one process, several, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sarathi_pp import LLM, SamplingParams
+from sarathi_pp.errors import ConfigError, MissingError
+
+ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")
+LONG = "1+1=2\n" * 300 + "1+2="
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_answers_in_order_and_one_bad_prompt_harms_no_other(stages):
+    with LLM(ADDER, stages=stages) as llm:
+        outputs = llm.generate(["12+30=", LONG, [1, 5, 13, 6, 15]], SamplingParams(max_new_tokens=8))
+        assert outputs[0].outputs[0].text == "42" and len(outputs[2].outputs) == 1 and outputs[1].outputs == ()
+        assert outputs[1].error is not None and outputs[1].error.code == "context_length_exceeded"
+        assert outputs[0].prompt == "12+30=" and outputs[2].prompt_token_ids == (1, 5, 13, 6, 15)
+        again = llm.generate("40+2=")  # the model's own generation_config; the stages are still there
+        assert (again[0].outputs[0].text, again[0].outputs[0].finish_reason) == ("42", "stop")
+        each = llm.generate(["40+2=", "40+2="], [SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=8)])
+        assert [output.outputs[0].text for output in each] == ["4", "42"]
+        (chat,) = llm.chat([{"role": "user", "content": "1+2="}])
+        assert chat.error is not None and "chat template" in chat.error.message
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate("1+2=")
+
+
+def test_close_returns_the_report():
+    llm = LLM(ADDER)
+    llm.generate(["1+2=", "3+4="])
+    report = llm.close()
+    assert report is not None and (report["requests"], report["stages"]) == (2, 1)
+    assert llm.close() is None
+
+
+def test_refusals():
+    with pytest.raises(ConfigError, match="chunk_sise"):
+        LLM(ADDER, chunk_sise=3)
+    with pytest.raises(MissingError, match="no such directory"):
+        LLM("/nowhere/at/all")
+    with pytest.raises(ConfigError, match="more than the model's 5 layers"):
+        LLM(ADDER, stages=9)
+    with LLM(ADDER) as llm, pytest.raises(ConfigError, match="1 sampling_params were given for 2 prompts"):
+        llm.generate(["1+2=", "1+2="], [SamplingParams()])
+
+
+SCRIPT = """
+import json, os, sys
+from sarathi_pp import LLM, SamplingParams
+with LLM(sys.argv[1]) as llm:
+    texts = [o.outputs[0].text for o in llm.generate(["12+30=", "1+2="], SamplingParams(max_new_tokens=8))]
+    texts += [o.outputs[0].text for o in llm.generate("5+5=")]
+print(json.dumps({"rank": int(os.environ["RANK"]), "texts": texts}), flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_script_under_torchrun_answers_on_rank_0(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, str(script), ADDER], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    said = {line["rank"]: line["texts"] for line in map(json.loads, done.stdout.splitlines())}
+    assert said == {0: ["42", "3", "10"], 1: []}

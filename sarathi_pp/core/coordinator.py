@@ -89,7 +89,7 @@ class Coordinator:
         """
         num_prompt = len(request.prompt_token_ids)
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
-        if request.sampling.max_new_tokens == 0 or num_prompt == self.limits.max_model_len:
+        if request.sampling.max_new_tokens == 0 or num_prompt == self._most_tokens:
             return Completion(request, (), "length")
         self._waiting.append(Sequence(request))
         return None
@@ -97,6 +97,11 @@ class Coordinator:
     @property
     def max_prompt_tokens(self) -> int:
         return min(self.limits.max_model_len, self.pool.num_tokens)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of prompt and output together. The last token is never computed on, so it needs no place in the pool."""
+        return min(self.limits.max_model_len, self.pool.num_tokens + 1)
 
     def next_microbatch(self) -> MicroBatch | None:
         """The next microbatch to run, or None with `idle_reason` saying why there is none."""
@@ -166,7 +171,7 @@ class Coordinator:
         stopped = self._stop_rule(request, token.token_id)
         if stopped or (token.token_id in self._eos_token_ids and not request.sampling.ignore_eos):
             return "stop"
-        if sequence.num_output >= request.sampling.max_new_tokens or sequence.known >= self.max_prompt_tokens:
+        if sequence.num_output >= request.sampling.max_new_tokens or sequence.known >= self._most_tokens:
             return "length"
         return None
 

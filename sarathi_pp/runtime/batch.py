@@ -144,12 +144,14 @@ def _run_rank(
     drive: Callable[[Job], None],
 ) -> dict[str, Any] | None:
     """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report."""
-    from sarathi_pp.runtime.job import Job
-    from sarathi_pp.runtime.topology import Topology
-
     watchdog = Watchdog(leave)
     if place.store is not None:
         watchdog.follow_parent()
+    elif place.under_torchrun:
+        watchdog.follow_agent(place.rank)
+    from sarathi_pp.runtime.job import Job
+    from sarathi_pp.runtime.topology import Topology
+
     topology = Topology(place)
     this = Job(config, model_dir, facts, topology, run_dir, SystemClock(), watchdog)
     try:

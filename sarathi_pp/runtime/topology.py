@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -55,7 +56,8 @@ class Topology:
         """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s."""
         timeout = timedelta(seconds=peer_timeout_s)
         for edge in edges(self.place.world_size):
-            group = dist.new_group(list(edge), timeout=timeout, backend="gloo")
+            with _a_rank_may_leave():
+                group = dist.new_group(list(edge), timeout=timeout, backend="gloo")
             if self.place.rank in edge:
                 self._edge_groups[edge] = group
 
@@ -64,14 +66,12 @@ class Topology:
         mine = json.dumps(facts).encode()
         if self.place.world_size == 1:
             return [json.loads(mine)]
-        try:
+        with _a_rank_may_leave():
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.place.world_size)]
             dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64))
             most = max(int(size) for size in sizes)
             texts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
             dist.all_gather(texts, torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
-        except RuntimeError as error:
-            raise PeerLostError(f"a rank left while the run was being set up: {_first_line(error)}") from error
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def sender(
@@ -122,11 +122,13 @@ class Topology:
 
     def send_numbers(self, numbers: list[float], rank: int) -> None:
         """A few float64 to one rank over the control group; the receiver knows how many."""
-        dist.send(torch.tensor(numbers, dtype=torch.float64), rank)
+        with _a_rank_may_leave():
+            dist.send(torch.tensor(numbers, dtype=torch.float64), rank)
 
     def receive_numbers(self, count: int, rank: int) -> list[float]:
         numbers = torch.empty(count, dtype=torch.float64)
-        dist.recv(numbers, rank)
+        with _a_rank_may_leave():
+            dist.recv(numbers, rank)
         return [float(number) for number in numbers]
 
     def send_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -134,7 +136,8 @@ class Topology:
         with open(path, "rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 self.send_numbers([float(len(piece))], rank)
-                dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank)
+                with _a_rank_may_leave():
+                    dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank)
         self.send_numbers([0.0], rank)
 
     def receive_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -145,12 +148,22 @@ class Topology:
                         f"rank {rank} announced a piece of {size} bytes; at most {_PIECE_BYTES} are legal"
                     )
                 piece = torch.empty(size, dtype=torch.uint8)
-                dist.recv(piece, rank)
+                with _a_rank_may_leave():
+                    dist.recv(piece, rank)
                 file.write(piece.numpy().tobytes())
 
     def leave(self) -> None:
         if self.place.world_size > 1:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _a_rank_may_leave() -> Iterator[None]:
+    """What the control group raises when a rank dies, as the error that it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"a rank left while the run was being set up or closed: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

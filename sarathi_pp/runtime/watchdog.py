@@ -8,6 +8,8 @@ leaves the exit code and the message behind and ends the process itself.
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import threading
 from collections.abc import Callable
 
@@ -50,6 +52,27 @@ class Watchdog:
                     self._end(PeerLostError(f"the launcher (pid {parent}) is gone"))
 
         threading.Thread(target=watch, name="follow parent", daemon=True).start()
+
+    def follow_agent(self, stage: int) -> None:
+        """Leave the exit code behind also when torchrun's agent stops this process.
+
+        It sends SIGTERM to the survivors of a lost stage, mostly before they have noticed the loss themselves.
+        The main thread may be inside a library then, where no handler of Python's runs; the wake-up descriptor
+        is written to at once.
+        """
+        woken, wake = socket.socketpair()
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+        def watch() -> None:
+            with wake:
+                while signal.SIGTERM not in woken.recv(1):
+                    pass
+                self.report(PeerLostError(f"stage {stage} (rank {stage}) was stopped by SIGTERM"))
+                self._ended.wait()
+
+        threading.Thread(target=watch, name="follow agent", daemon=True).start()
 
     def dismiss(self) -> None:
         """The run is over in order, or the main thread has the error in hand."""

@@ -127,7 +127,7 @@ def test_drains_conserves_and_never_changes_an_output(
     for request in requests:
         completion = done[request.index]
         assert (completion.token_ids, completion.finish_reason) == expected_output(
-            request, coordinator.max_prompt_tokens
+            request, min(limits.max_model_len, num_pages * page_size + 1)
         )
     assert coordinator.pool.num_free == num_pages and coordinator.num_inflight == 0
     assert all(1 <= m.num_tokens <= policy.max_tokens(limits) for m in schedule)
@@ -249,3 +249,50 @@ def test_results_out_of_order_are_refused():
     coordinator.next_microbatch()
     with pytest.raises(AssertionError, match="was due"):
         coordinator.complete(StepResult(1))
+
+
+def submit_all(coordinator, prompts, new):
+    for index, prompt in enumerate(prompts):
+        coordinator.submit(Request(index, (1,) * prompt, SamplingParams(max_new_tokens=new, seed=0)))
+
+
+def test_a_prompt_is_let_in_only_if_what_is_promised_to_others_still_fits():
+    """Six pages of 4. s0 has taken two of its five, so of the four that are free only one is to give away."""
+    coordinator = Coordinator(Limits(1, 8, 4, 64, 4, 6, 4), make_policy("sarathi"))
+    submit_all(coordinator, [20, 8], new=1)
+    assert [str(coordinator.next_microbatch()) for _ in range(3)] == ["m0[s0:0+8]", "m1[s0:8+8]", "m2[s0:16+4]"]
+    assert coordinator.next_microbatch() is None and coordinator.idle_reason == "no_kv"
+    assert coordinator.num_preemptions == 0
+
+
+def test_a_choice_that_preempts_only_itself_is_made_again():
+    """One decode a microbatch; the newer request is due first, finds no page, gives up its own, and the older runs."""
+    coordinator = Coordinator(Limits(2, 16, 2, 64, 4, 2, 2), make_policy("sarathi"))
+    submit_all(coordinator, [4, 4], new=4)
+    coordinator.next_microbatch()
+    coordinator.complete(StepResult(0, (SampledToken(1, 0, 1), SampledToken(0, 0, 1))))
+    assert str(coordinator.next_microbatch()) == "m1[d s0:4]"
+    assert coordinator.num_preemptions == 1 and coordinator.num_waiting == 1
+
+
+def test_a_preempted_request_waits_before_later_arrivals():
+    coordinator = Coordinator(Limits(1, 16, 2, 64, 4, 2, 1), make_policy("sarathi"))
+    submit_all(coordinator, [4, 4, 1], new=2)
+    pipeline = StandInPipeline(coordinator.limits)
+    schedule = []
+    while coordinator.unfinished:
+        microbatch = coordinator.next_microbatch()
+        schedule.append(str(microbatch))
+        coordinator.complete(pipeline.run(microbatch))
+    assert schedule == ["m0[s0:0+4 s1:0+4]", "m1[d s0:4]", "m2[s1.1:0+5]", "m3[s2:0+1]", "m4[d s2:1]"]
+
+
+def test_done_follows_the_results_and_issued_runs_ahead():
+    coordinator = Coordinator(Limits(2, 4, 2, 64, 4, 8, 2), make_policy("sarathi"))
+    submit_all(coordinator, [10], new=1)
+    coordinator.next_microbatch()
+    coordinator.next_microbatch()
+    (sequence,) = coordinator._running.values()
+    assert (sequence.done, sequence.issued) == (0, 8)
+    coordinator.complete(StepResult(0))
+    assert (sequence.done, sequence.issued) == (4, 8)

@@ -97,8 +97,7 @@ def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages
     lengths = [max_tokens // count] * count
     row = SamplingRow(1, 1.0, 1, 1.0, 0.0, 2**62)
     parts = tuple(
-        Chunk(i, 0, page_size - 1, n, False, (1,) * n, tuple(range(-(-n // page_size) + (n > 1))), row)
-        for i, n in enumerate(lengths)
+        Chunk(i, 0, 0, n, False, (1,) * n, tuple(range(-(-n // page_size))), row) for i, n in enumerate(lengths)
     )
     microbatch = MicroBatch(2**40, parts, tuple(range(2 * max_seqs)), 1.0)
     head = codec.encode(codec.MicroBatchFrame(microbatch, (0.0,) * stages), 0)

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Sets up, then runs the tiers in order, each printing its time; all of them run even where one fails.
+#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model runtime faults
+# --full adds the cases marked `full`, which repeat a proof on more sizes. The last line counts tests and static checks.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+source launch/setup.sh
+set_up "$root"
+
+known=(static pure model runtime faults)
+options=()
+tiers=()
+for argument in "$@"; do
+    if [ "$argument" = --full ]; then
+        options+=(--full)
+    elif [[ " ${known[*]} " == *" $argument "* ]]; then
+        tiers+=("$argument")
+    else
+        echo "test: $argument is not a tier; give --full or any of: ${known[*]}" >&2
+        exit 2
+    fi
+done
+[ ${#tiers[@]} -gt 0 ] || tiers=("${known[@]}")
+
+# No test needs the network, and a tokenizer's threads must not be forked with the workers.
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+passed=0
+failed=0
+
+static() {
+    local bad=0 check
+    for check in "ruff format --check ." "ruff check ." "mypy" "lint-imports"; do
+        echo "-- $check"
+        # Unquoted: words of a command line from the list above.
+        if .venv/bin/$check; then passed=$((passed + 1)); else failed=$((failed + 1)) bad=1; fi
+    done
+    return $bad
+}
+
+# run_tests DIRECTORY...: those that hold tests. Pytest's own code 5, "no tests collected", is a failure like any other
+# where there are test files: a tier that lost all its tests must not look like one that passed them.
+run_tests() {
+    local directory present=() code=0 count
+    for directory in "$@"; do
+        if compgen -G "$directory/test_*.py" >/dev/null; then present+=("$directory"); fi
+    done
+    if [ ${#present[@]} -eq 0 ]; then
+        echo "no tests yet in $*"
+        return 0
+    fi
+    .venv/bin/pytest -q --junit-xml="$scratch/results.xml" ${options[@]+"${options[@]}"} "${present[@]}" || code=$?
+    count=$(.venv/bin/python - "$scratch/results.xml" 2>/dev/null <<'PYTHON' || echo "0 0"
+import sys, xml.etree.ElementTree as tree
+
+suite = next(tree.parse(sys.argv[1]).iter("testsuite"))
+bad = int(suite.get("failures")) + int(suite.get("errors"))
+print(int(suite.get("tests")) - bad - int(suite.get("skipped")), bad)
+PYTHON
+    )
+    rm -f "$scratch/results.xml"
+    passed=$((passed + ${count% *}))
+    failed=$((failed + ${count#* }))
+    # Pytest may fail with no test to blame: nothing collected, or killed before it wrote its results.
+    if [ "$code" -ne 0 ] && [ "${count#* }" -eq 0 ]; then failed=$((failed + 1)); fi
+    return $code
+}
+
+pure() { run_tests tests/core tests/trace tests/wire tests/sim tests/architecture; }
+model() { run_tests tests/model tests/report; }
+runtime() { run_tests tests/runtime; }
+faults() { run_tests tests/faults; }
+
+summary=()
+code=0
+for tier in "${tiers[@]}"; do
+    echo "== $tier"
+    start=$SECONDS
+    result=ok
+    "$tier" || { result=FAILED code=1; }
+    summary+=("$(printf '%-8s %-6s %4d s' "$tier" "$result" $((SECONDS - start)))")
+    echo "${summary[-1]}"
+done
+echo "=="
+printf '%s\n' "${summary[@]}"
+echo "$passed passed, $failed failed"
+exit $code

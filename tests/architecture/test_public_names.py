@@ -1,0 +1,50 @@
+"""What people can rely on: the names of the package, the commands and the options. To change them is a decision."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import click
+
+import sarathi_pp
+from sarathi_pp.cli.generate import generate
+from sarathi_pp.cli.main import cli
+
+ROOT = Path(__file__).parents[2]
+
+NAMES = ["LLM", "CompletionOutput", "RequestOutput", "RowError", "RunConfig", "SamplingParams", "SarathiError"]
+COMMANDS = {"generate", "report"}
+GENERATE_OPTIONS = {
+    *("--model", "--input", "-i", "--output", "-o", "--run-dir", "--overwrite"),
+    *("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),
+    *("--policy", "--chunk-size", "--max-num-batched-tokens", "--max-num-seqs", "--inflight"),
+    *("--max-new-tokens", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--ignore-eos"),
+    *("--seed", "--request-rate", "--dtype", "--device", "--attention", "--max-model-len"),
+    *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size", "--peer-timeout"),
+    *("--json", "--quiet", "-q"),
+}
+
+
+def test_the_public_names() -> None:
+    assert sarathi_pp.__all__ == NAMES
+
+
+def test_names_that_load_torch_on_first_use_are_really_there() -> None:
+    """Read, not imported: this tier stays free of torch."""
+    tree = ast.parse((ROOT / "sarathi_pp" / "runtime" / "llm.py").read_text())
+    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert {name for name in NAMES if name not in vars(sarathi_pp)} - {"LLM"} <= defined
+    assert "LLM" in defined
+
+
+def test_the_commands() -> None:
+    context = click.Context(cli)
+    assert {*cli.list_commands(context)} == COMMANDS
+    assert all(cli.get_command(context, name) is not None for name in COMMANDS)
+    assert cli.get_command(context, "generat") is None
+
+
+def test_the_options_of_generate() -> None:
+    found = {name for option in generate.params for name in (*option.opts, *option.secondary_opts)}
+    assert found == GENERATE_OPTIONS

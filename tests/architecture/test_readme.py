@@ -1,0 +1,113 @@
+"""What README.md and CONTRIBUTING.md tell a person to type exists, and the lists in README.md are complete."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+import sarathi_pp
+from sarathi_pp import errors
+from sarathi_pp.cli.main import cli
+from sarathi_pp.model.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command line in the bash blocks; continued lines are one, comments are left out."""
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def wrong_with(words: list[str]) -> str | None:
+    """Why a command could not be run as written, or None."""
+    if words[0] == "bash":
+        script = ROOT / words[1]
+        return None if script.is_file() else f"there is no {words[1]}"
+    if words[0] == "torchrun":
+        words = words[words.index("$(which sarathi-pp)") :]
+    elif words[0] != "sarathi-pp":
+        return None
+    command = cli.get_command(click.Context(cli), words[1])
+    if command is None:
+        return f"there is no command {words[1]}"
+    known = {"--help", *(name for option in command.params for name in option.opts)}
+    unknown = [word for word in words[2:] if word.startswith("-") and word not in known]
+    missing = [word for word in words[2:] if word.startswith("examples/") and not (ROOT / word).exists()]
+    return f"{words[1]} has no {unknown}" if unknown else f"there is no {missing}" if missing else None
+
+
+@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
+def test_every_command_can_be_run_as_written(text: str) -> None:
+    found = commands(text)
+    assert len(found) >= 3
+    assert not {" ".join(words): why for words in found if (why := wrong_with(words))}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["bash launch/start.sh", "sarathi-pp serve", "sarathi-pp generate --stage 2", "sarathi-pp generate -i examples/no"],
+)
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    assert wrong_with(shlex.split(line))
+
+
+def test_the_two_commands_stand_alone_in_a_block() -> None:
+    assert "bash launch/quickstart.sh\nbash launch/test.sh\n" in blocks(README, "bash")
+
+
+def test_ci_runs_the_test_command_and_nothing_else() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert lines[-1] == "exec bash launch/test.sh" and len(lines) <= 6
+
+
+def test_python_blocks_parse_and_import_public_names() -> None:
+    trees = [ast.parse(block) for block in blocks(README, "python")]
+    names = {
+        alias.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert trees and {"LLM", "SamplingParams"} <= names <= {*sarathi_pp.__all__}
+
+
+def test_every_supported_architecture_is_listed_and_no_other() -> None:
+    listed = set(re.findall(r"\| (\w+) \| (\w+(?:ForCausalLM|LMHeadModel)) ", README))
+    assert listed == {(family.model_type, family.architecture) for family in FAMILIES.values()}
+
+
+def test_every_exit_code_is_listed_and_no_other() -> None:
+    classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "exit_code")]
+    codes = {kind.exit_code for kind in classes} | {errors.EXIT_OK, errors.EXIT_ROWS_FAILED, errors.EXIT_INTERRUPTED}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \| ", README, re.MULTILINE)} == codes
+
+
+def test_the_map_names_every_folder() -> None:
+    packages = {f"sarathi_pp/{init.parent.name}/" for init in (ROOT / "sarathi_pp").glob("*/__init__.py")}
+    assert set(re.findall(r"^(sarathi_pp/\w+/) ", README, re.MULTILINE)) == packages
+
+
+def test_every_module_that_the_walk_names_exists() -> None:
+    walk = README.partition("## The walk of a prompt")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", walk)
+    assert len(named) > 15
+    assert not [name for name in named if not (ROOT / "sarathi_pp" / name).exists()]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
+    assert not [target for target in targets if not (ROOT / target).exists()]

@@ -1,0 +1,50 @@
+"""What the files of the checkout are called and made of."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("sarathi_pp", "kernels", "launch", "examples", "tests")
+SUFFIXES = {".py", ".sh", ".toml", ".md", ".txt", ".cff", ".yaml", ".yml", ".sbatch"}
+CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "types"}
+
+
+def files() -> Iterator[Path]:
+    """Every file of ours: below our folders, and at the root. Not what tools leave behind."""
+    yield from (path for path in ROOT.iterdir() if path.is_file())
+    for folder in FOLDERS:
+        yield from (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def test_no_file_or_folder_is_a_catch_all() -> None:
+    names = {part for path in files() for part in (path.stem, *path.relative_to(ROOT).parts[:-1])}
+    assert not CATCH_ALLS & names, "a function without a home names a missing noun"
+
+
+def test_the_packages_of_pyproject_are_those_of_the_tree() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = set()
+    for source in (ROOT, ROOT / "kernels"):
+        for init in source.glob("sarathi_pp*/**/__init__.py"):
+            found.add(".".join(init.parent.relative_to(source).parts))
+    assert sorted(settings["packages"]) == sorted(found)
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    modules = [path for path in files() if path.suffix == ".py" and "sarathi_pp" in path.relative_to(ROOT).parts[0]]
+    assert {module.parent for module in modules} == {m.parent for m in modules if m.name == "__init__.py"}
+
+
+def test_tests_and_kernels_are_no_packages() -> None:
+    """An __init__.py in either puts a folder named `kernels` in front of the library of that name."""
+    assert not [path for path in files() if path.name == "__init__.py" and path.relative_to(ROOT).parts[0] == "tests"]
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_sources_are_ascii() -> None:
+    texts = [path for path in files() if path.suffix in SUFFIXES or path.name in ("LICENSE", ".gitignore")]
+    assert len(texts) > 100
+    assert not [str(path.relative_to(ROOT)) for path in texts if not path.read_bytes().isascii()]

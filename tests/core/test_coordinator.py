@@ -14,7 +14,7 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import SampledToken, StepResult
 from sarathi_pp.core.policy import POLICIES, make_policy
-from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.policy.view import Grant, Limits
 from sarathi_pp.core.request import Request
 
 EOS = 7
@@ -296,3 +296,36 @@ def test_done_follows_the_results_and_issued_runs_ahead():
     assert (sequence.done, sequence.issued) == (0, 8)
     coordinator.complete(StepResult(0))
     assert (sequence.done, sequence.issued) == (4, 8)
+
+
+class Scripted:
+    """Grants what the test says, microbatch by microbatch."""
+
+    def __init__(self, script):
+        self.script = deque(script)
+
+    def pick(self, view):
+        there = {sequence.index: sequence for sequence in (*view.decodes, *view.prefills, *view.waiting)}
+        return [Grant(there[index], count) for index, count in self.script.popleft()]
+
+    def max_tokens(self, limits):
+        return 64
+
+
+def test_a_stale_result_is_dropped_even_when_its_sequence_runs_again():
+    """s2 is preempted with m2 in flight and starts anew before m2's result is here."""
+    script = [[(0, 4), (1, 4)], [(0, 1)], [(2, 4)], [(1, 1)], [(2, 4)]]
+    coordinator = Coordinator(Limits(4, 16, 4, 64, 4, 4, 4), Scripted(script))
+    submit_all(coordinator, [4, 4, 4], new=2)
+    coordinator.next_microbatch()
+    coordinator.complete(StepResult(0, (SampledToken(0, 0, 1), SampledToken(1, 0, 1))))
+    issued = [str(coordinator.next_microbatch()) for _ in range(3)]
+    assert issued == ["m1[d s0:4]", "m2[s2:0+4]", "m3[d s1:4]"] and coordinator.num_preemptions == 1
+    coordinator.complete(StepResult(1, (SampledToken(0, 0, 1),)))
+    assert str(coordinator.next_microbatch()) == "m4[s2.1:0+4]"
+    assert coordinator.complete(StepResult(2, (SampledToken(2, 0, 99),))) == []
+    restarted = coordinator._running[2]
+    assert (restarted.done, restarted.num_output) == (0, 0)
+    coordinator.complete(StepResult(3, (SampledToken(1, 0, 1),)))
+    coordinator.complete(StepResult(4, (SampledToken(2, 1, 5),)))
+    assert restarted.tokens[restarted.num_prompt :] == [5]

@@ -32,11 +32,16 @@ CPU = torch.device("cpu")
 
 
 @cache
-def stage_models(directory: Path, num_stages: int, dtype: torch.dtype = torch.float32):
+def stage_models(
+    directory: Path,
+    num_stages: int,
+    dtype: torch.dtype = torch.float32,
+    layer_split: tuple[int, ...] | None = None,
+):
     facts = check_model(directory)
     return facts, [  # a backend each: it owns scratch memory, and stages run at the same time
         load_stage(directory, layers, facts.num_layers, dtype, CPU, choose_backend("auto", CPU, None))
-        for layers in partition(facts.num_layers, num_stages)
+        for layers in partition(facts.num_layers, num_stages, layer_split)
     ]
 
 
@@ -116,11 +121,14 @@ def run_pipeline(
     per_take: int | None = None,
     sampling: list[SamplingParams] | None = None,
     dtype: torch.dtype = torch.float32,
+    layer_split: tuple[int, ...] | None = None,
+    inflight: int | None = None,
 ) -> Outcome:
-    facts, models = stage_models(directory, stages, dtype)
+    facts, models = stage_models(directory, stages, dtype, layer_split)
+    inflight = inflight or stages
     clock = SystemClock()
-    limits = Limits(stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, stages)
-    edges = [QueueChannel(clock.now, stages + 1) for _ in range(stages)]
+    limits = Limits(stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight)
+    edges = [QueueChannel(clock.now, inflight + 1) for _ in range(stages)]
     recorders = [ListRecorder() for _ in range(stages)]
     runners = []
     for index, model in enumerate(models):
@@ -159,6 +167,7 @@ def run_pipeline(
     engine.close()
     for thread in threads:
         thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} did not end with the goodbye"
     assert not errors and not sink.errors, (errors, sink.errors)
     coordinator = engine._coordinator
     assert coordinator.pool.num_free == num_pages

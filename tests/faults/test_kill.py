@@ -1,0 +1,157 @@
+"""A stage that is killed ends the run: soon, with its name, with exit code 75, and with nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sarathi_pp.errors import PeerLostError
+from tests.model.families import write_checkpoint
+from tests.runtime.processes import COMMAND, Files, console_script, environment, torchrun
+
+# Far more work than any of these tests lets finish.
+PROMPTS = [tuple(range(3, 3 + length % 50 + 1)) for length in range(4000)]
+STAGES = 3
+# The promise is 5 s; a machine that is busy with other things gets three times as long.
+MOST_S = 15
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    write_checkpoint("llama", directory)
+    return directory
+
+
+def answering(files: Files) -> bool:
+    return files.output.exists() and files.output.stat().st_size > 0
+
+
+def setting_up(files: Files) -> bool:
+    """The ranks have met, and load their slices."""
+    return (files.run / "attempt-0000").exists()
+
+
+@dataclass
+class Running:
+    """A run under way. stages: the pid of each stage. family: all that the command has started."""
+
+    process: subprocess.Popen[str]
+    files: Files
+    stages: list[int]
+    family: list[psutil.Process]
+    said: str = ""
+
+    def kill(self, stage: int) -> float:
+        """SIGKILL that stage, wait for the run's end; returns the seconds that took."""
+        started_s = time.monotonic()
+        psutil.Process(self.stages[stage]).send_signal(signal.SIGKILL)
+        self.said = self.process.communicate(timeout=60)[1]
+        return time.monotonic() - started_s
+
+    def expect_nobody_left(self) -> None:
+        _, alive = psutil.wait_procs(self.family, timeout=1)
+        assert not alive
+
+    def expect_whole_answers(self) -> None:
+        """What was written before is whole lines, each request once."""
+        lines = self.files.output.read_bytes().splitlines(keepends=True)
+        assert lines[-1].endswith(b"\n")
+        ids = [json.loads(line)["id"] for line in lines]
+        assert len(ids) == len(set(ids)) > 0
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    """Starts a command; whatever of it still runs at the end of the test is killed."""
+    started: list[psutil.Process] = []
+
+    def start_run(front: Sequence[str], *options: str, until: Callable[[Files], bool] = answering) -> Running:
+        files = Files(tmp_path)
+        files.write_prompts(PROMPTS)
+        process = subprocess.Popen(
+            (*front, *files.options(model, "--max-new-tokens", "40", "--ignore-eos", "--chunk-size", "32", *options)),
+            cwd=tmp_path,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(psutil.Process(process.pid))
+        wait(process, lambda: until(files))
+        started.extend(family := started[0].children(recursive=True))
+        return Running(process, files, stage_pids(family), family)
+
+    yield start_run
+    for process in started:
+        if process.is_running():
+            process.kill()
+
+
+def wait(process: subprocess.Popen[str], met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not met():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "not there within 60 s"
+        time.sleep(0.05)
+
+
+def stage_pids(family: list[psutil.Process]) -> list[int]:
+    """The pid of each stage, first stage first."""
+    ranks = {int(process.environ()["RANK"]): process.pid for process in family if "RANK" in process.environ()}
+    return [ranks[rank] for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_a_killed_stage_ends_the_run_with_75(stage, start):
+    running = start(COMMAND, "--stages", str(STAGES), "--quiet")
+    assert len(running.stages) == STAGES
+    took_s = running.kill(stage)
+    assert running.process.returncode == PeerLostError.exit_code, running.said
+    assert took_s < MOST_S
+    assert f"stage {stage} (rank {stage}" in running.said
+    assert "Traceback" not in running.said
+    assert running.files.exit_code() == PeerLostError.exit_code
+    running.expect_nobody_left()
+    running.expect_whole_answers()
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_under_torchrun_the_code_is_in_the_run_directory(stage, start, tmp_path):
+    running = start(torchrun(2, console_script(tmp_path)), "--quiet")
+    took_s = running.kill(stage)
+    assert running.process.returncode == 1
+    assert took_s < MOST_S
+    assert f"stage {stage} (rank {stage}" in running.said or f"rank      : {stage} (local_rank" in running.said
+    assert running.files.exit_code() == PeerLostError.exit_code
+    running.expect_nobody_left()
+    running.expect_whole_answers()
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_stage_killed_during_set_up_leaves_the_code_too(stage, start, tmp_path):
+    """torchrun stops the others before they notice; what they leave behind is the code all the same."""
+    running = start(torchrun(2, console_script(tmp_path)), "--quiet", until=setting_up)
+    took_s = running.kill(stage)
+    assert running.process.returncode == 1
+    assert took_s < MOST_S
+    assert running.files.exit_code() == PeerLostError.exit_code
+    running.expect_nobody_left()
+
+
+def test_workers_end_with_a_launcher_that_is_killed(start):
+    running = start(COMMAND, "--stages", "2", "--quiet")
+    running.process.kill()
+    _, alive = psutil.wait_procs(running.family, timeout=MOST_S)
+    assert not alive
+    running.process.communicate()
+    running.expect_whole_answers()

@@ -1,0 +1,73 @@
+"""bfloat16 runs: as near to float32 as transformers' own bfloat16 is, and no further.
+
+Exact tokens are not promised there; rounding decides a few of the tokens of any prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from tests.model.families import FAMILIES, build_model
+from tests.runtime.pipeline import CPU, run_pipeline, stage_models
+from tests.runtime.references import NEW_TOKENS
+
+CHUNKS = (16, 7, 1, 23)
+# By default every third family runs end to end.
+THINNED = [
+    pytest.param(family, marks=[pytest.mark.full] if number % 3 else []) for number, family in enumerate(FAMILIES)
+]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, vocab) of one sequence in chunks, through two stages."""
+    facts, models = stage_models(directory, 2, dtype)
+    kvs = [KVShard(model.layers, 16, 4, facts.num_kv_heads, facts.head_dim, dtype, CPU) for model in models]
+    rows, start = [], 0
+    for num_tokens in CHUNKS:
+        inputs = build_inputs([Span(start, num_tokens, range(16))], range(num_tokens), 4, CPU)
+        x = token_ids[start : start + num_tokens]
+        for model, kv in zip(models, kvs, strict=True):
+            x = model.forward(x, inputs, kv)
+        rows.append(x)
+        start += num_tokens
+    return torch.cat(rows).float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_no_farther_from_float32_than_those_of_transformers(family, reference):
+    known = reference(family)
+    (prompt,) = (prompt for prompt in known.prompts if len(prompt) == sum(CHUNKS))
+    token_ids = torch.tensor(prompt)
+    with torch.inference_mode():
+        exact = known.model(token_ids[None], use_cache=False).logits[0]
+        theirs = build_model(family).to(torch.bfloat16)(token_ids[None], use_cache=False).logits[0].float()
+    ours = sliced_logits(known.directory, token_ids, torch.bfloat16)
+    largest = exact.abs().max()
+    our_error, their_error = (((logits - exact) / largest).square().mean().sqrt() for logits in (ours, theirs))
+    print(f"{family}: root mean square error {our_error:.2e} of the largest logit; transformers {their_error:.2e}")
+    assert 0 < our_error < 1.5 * their_error
+
+
+@pytest.mark.parametrize("family", THINNED)
+def test_outputs_are_produced_and_mostly_those_of_float32(family, reference):
+    known = reference(family)
+    outcome = run_pipeline(known.directory, known.prompts, stages=2, chunk_size=16, dtype=torch.bfloat16)
+    assert {len(output) for output in outcome.tokens} == {NEW_TOKENS}
+    same = sum(ours[0] == exact[0] for ours, exact in zip(outcome.tokens, known.outputs, strict=True))
+    assert same >= 20  # of 24 first tokens

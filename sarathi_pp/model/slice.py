@@ -29,6 +29,7 @@ from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.families import Family
+from sarathi_pp.model.fuse import pack_linears
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.support import ConfigFile, find_family
@@ -141,8 +142,10 @@ def load_stage(
         # The grouped product that is the default computes in bf16 only on CPU.
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
+    module.to(device)
+    pack_linears(module)
     windows = layer_windows(config, family)
-    return StageModel(module.to(device), layers, num_layers, windows, backend, count.num_bytes)
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes)
 
 
 def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:

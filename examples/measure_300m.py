@@ -4,9 +4,9 @@
 
 Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the work directory) and the workload
 `uniform:n=32,min=256,max=1024,pd=8,seed=0` (32 prompts of 256 to 1024 random tokens, an eighth as many new
-ones, end of sequence ignored, all there at time 0), then runs `sarathi-pp generate` in turn, several rounds
-of every case, one compute thread a stage. Speed is compared within a round only: machines drift. Prints a
-table and writes every round's figures as JSON.
+ones unless --pd says otherwise, end of sequence ignored, all there at time 0), then runs `sarathi-pp
+generate` in turn, several rounds of every case, one compute thread a stage. Speed is compared within a round
+only: machines drift. Prints a table and writes every round's figures as JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_checkpoint(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def make_workload(path: Path) -> None:
+def make_workload(path: Path, prompt_to_output: int) -> None:
     draw = random.Random(0)
     with path.open("w") as file:
         for index in range(32):
@@ -59,7 +59,7 @@ def make_workload(path: Path) -> None:
             row = {
                 "id": index,
                 "prompt_token_ids": [draw.randrange(32000) for _ in range(length)],
-                "max_new_tokens": max(1, length // 8),
+                "max_new_tokens": max(1, length // prompt_to_output),
                 "ignore_eos": True,
             }
             file.write(json.dumps(row) + "\n")
@@ -86,20 +86,23 @@ def summary(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     return {
         "median": {case: {figure: median_of(rounds, case, figure) for figure in FIGURES} for case in CASES},
         "wall of 2 stages / wall of 1": {
-            "median": statistics.median(speedups), "min": min(speedups), "max": max(speedups)
+            "median": statistics.median(speedups),
+            "min": min(speedups),
+            "max": max(speedups),
         },
     }
 
 
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
+@click.option("--pd", type=click.IntRange(min=1), default=8, show_default=True, help="Prompt tokens to output tokens.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
-def main(work_dir: Path, rounds: int, output: Path | None) -> None:
+def main(work_dir: Path, pd: int, rounds: int, output: Path | None) -> None:
     work_dir.mkdir(parents=True, exist_ok=True)
     if not (work_dir / "model" / "config.json").exists():
         make_checkpoint(work_dir / "model")
-    make_workload(work_dir / "prompts.jsonl")
+    make_workload(work_dir / "prompts.jsonl", pd)
     results: list[dict[str, dict[str, Any]]] = []
     for index in range(rounds):
         results.append({})
@@ -107,7 +110,9 @@ def main(work_dir: Path, rounds: int, output: Path | None) -> None:
             report = results[-1][case] = run(work_dir, options)
             shown = "  ".join(f"{figure} {report[figure]:.3f}" for figure in FIGURES)
             print(f"round {index + 1}  {case:18} {shown}", flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=True)
     document = {
+        "commit": commit.stdout.strip(),
         "command": "python examples/measure_300m.py " + " ".join(sys.argv[1:]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
         **summary(results),

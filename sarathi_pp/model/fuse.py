@@ -22,13 +22,16 @@ def pack_linears(module: nn.Module) -> int:
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    packed = 0
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _is_packable(child) and owners[id(child.weight)] == 1:
-                setattr(parent, name, PackedLinear(child))
-                packed += 1
-    return packed
+    # Places, not modules: nothing here may keep a weight alive that has been packed.
+    places = [
+        (parent, name)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and _is_packable(child) and owners[id(child.weight)] == 1
+    ]
+    for parent, name in places:
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
+    return len(places)
 
 
 class PackedLinear(nn.Module):

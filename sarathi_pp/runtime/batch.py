@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -18,7 +20,7 @@ from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.place import Place, find_place
 from sarathi_pp.runtime.rundir import RunDirectory
-from sarathi_pp.runtime.sink import FileSink, check_output
+from sarathi_pp.runtime.sink import FileSink, OutputClosedError, check_output
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import FileSource, Limits, RequestMaker, check_input
 from sarathi_pp.runtime.text import Tokenizer
@@ -92,7 +94,8 @@ def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
             _answer(job, checked, this, display)
 
     def work() -> int:
-        report = _run_rank(job.config, checked.model_dir, checked.facts, rank, checked.run_dir, leave, drive)
+        located = mine.append
+        report = _run_rank(job.config, checked.model_dir, checked.facts, rank, checked.run_dir, leave, drive, located)
         if report is None:
             return EXIT_OK
         display.report(report)
@@ -100,12 +103,15 @@ def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
 
     def leave(error: SarathiError) -> None:
         display.error(f"{type(error).__name__}: {error}")
-        checked.run_dir.write_exit_code(error.exit_code)
+        note(error.exit_code)
 
-    code = _exit_code(work, rank, display.error)
-    if rank.rank == 0 or code:
-        checked.run_dir.write_exit_code(code)
-    return code
+    def note(code: int) -> None:
+        if mine and (code or rank.rank == 0):
+            mine[-1].write_exit_code(code)
+
+    # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.
+    mine: list[RunDirectory] = [checked.run_dir] if rank.rank == 0 else []
+    return _end(work, rank, display.error, note)
 
 
 def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
@@ -124,7 +130,7 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
         _run_rank(config, model_dir, facts, place, anywhere, leave, lambda this: this.serve())
         return EXIT_OK
 
-    return _exit_code(work, place, say)
+    return _end(work, place, say, lambda code: None)
 
 
 def _follow(job: BatchJob) -> Preflight:
@@ -142,6 +148,7 @@ def _run_rank(
     run_dir: RunDirectory,
     leave: Callable[[SarathiError], None],
     drive: Callable[[Job], None],
+    located: Callable[[RunDirectory], None] = lambda run_dir: None,
 ) -> dict[str, Any] | None:
     """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report."""
     watchdog = Watchdog(leave)
@@ -153,7 +160,7 @@ def _run_rank(
     from sarathi_pp.runtime.topology import Topology
 
     topology = Topology(place)
-    this = Job(config, model_dir, facts, topology, run_dir, SystemClock(), watchdog)
+    this = Job(config, model_dir, facts, topology, run_dir, SystemClock(), watchdog, located)
     try:
         drive(this)
         report = this.finish()
@@ -164,20 +171,35 @@ def _run_rank(
     return report
 
 
-def _exit_code(work: Callable[[], int], place: Place, say: Callable[[str], None]) -> int:
-    """What `work` returns, or the code of what it raises, said once: by rank 0, or by the rank it befell."""
+def _end(work: Callable[[], int], place: Place, say: Callable[[str], None], note: Callable[[int], None]) -> int:
+    """Do the work and return its exit code, which `note` writes down; an error is said once.
+
+    A rank among others that ends by an error does not come back from here: its communication threads are still
+    inside gloo, and an interpreter that is torn down under them aborts.
+    """
     try:
-        return work()
+        code = work()
+        note(code)
+        return code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
+    except OutputClosedError as error:
+        code = error.exit_code  # whoever read our output has left, and needs no message
     except SarathiError as error:
+        code = error.exit_code
         if place.rank == 0 or not error.agreed:
             say(f"{type(error).__name__}: {error}")
-        return error.exit_code
     except Exception:
+        code = SarathiError.exit_code
         where = f"stage {place.rank} (rank {place.rank}) failed:\n" if place.world_size > 1 else ""
         say(where + traceback.format_exc())
-        return SarathiError.exit_code
+    try:
+        note(code)
+    finally:
+        if place.world_size > 1:
+            sys.stderr.flush()
+            os._exit(code)
+    return code
 
 
 def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display) -> None:
@@ -194,6 +216,7 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display) -> N
             job.input_path, maker, clock=clock, capacity=2 * run.max_num_seqs, request_rate=config.request_rate
         )
         stack.callback(source.close)
+        stack.push(lambda kind, error, trace: rank.take_over() if error is not None else None)
         engine = rank.engine(eos_token_ids, tokenizer.stop_checker, stack.enter_context(display.progress()))
         engine.run(source, sink)
         engine.close()

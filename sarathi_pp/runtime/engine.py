@@ -34,6 +34,8 @@ from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame
 _OBSERVE_EVERY_S = 0.2
 # How long the engine sleeps for new rows when nothing at all is in flight.
 _IDLE_WAIT_S = 1.0
+# How often it looks for new rows while microbatches are in flight and another one could be.
+_ARRIVAL_CHECK_S = 0.005
 
 
 class StopChecker(Protocol):
@@ -107,7 +109,7 @@ class Engine:
             if self._issue():
                 continue
             if self._coordinator.num_inflight:
-                self._collect(sink, timeout_s=None)
+                self._collect(sink, timeout_s=self._patience_s(source))
             elif self._coordinator.unfinished:
                 raise AssertionError(f"work is left, nothing is in flight: {self._coordinator.idle_reason}")
             elif source.exhausted:
@@ -115,6 +117,10 @@ class Engine:
             else:
                 source.wait(_IDLE_WAIT_S)
                 self._tell(force=False)
+
+    def _patience_s(self, source: Source) -> float | None:
+        """How long to wait for a result: for ever where only a result can help, else until the next look for rows."""
+        return None if self._coordinator.idle_reason == "full" or source.exhausted else _ARRIVAL_CHECK_S
 
     def close(self) -> None:
         """Send the stages home and wait for the last one's goodbye."""

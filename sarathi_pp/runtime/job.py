@@ -7,7 +7,6 @@ join -> check that all ranks have the same software, model and options -> load t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import platform
 import socket
@@ -49,7 +48,8 @@ from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
 class Job:
     """This rank's stage and its place in the pipeline. Use: `Job(...)`, then `engine` or `serve`, then `finish`.
 
-    watchdog: told of lost peers. Raises whatever any rank found wrong during set-up, the same error on every rank.
+    watchdog: told of lost peers. located: told where this rank writes, once rank 0 has said so.
+    Raises whatever any rank found wrong during set-up, the same error on every rank.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Job:
         run_dir: RunDirectory,
         clock: Clock,
         watchdog: Watchdog,
+        located: Callable[[RunDirectory], None] = lambda run_dir: None,
     ) -> None:
         self.place = place = topology.place
         self.facts = facts
@@ -72,6 +73,7 @@ class Job:
         self._agree(lambda: _passport(config, facts), must_match=True)
         hosts = self._agree(lambda: {"run_dir": str(run_dir.path), "attempt": run_dir.attempt})
         self._run_dir = run_dir.joining(Path(hosts[0]["run_dir"]), hosts[0]["attempt"], own=config.run_dir is not None)
+        located(self._run_dir)
         layers = partition(facts.num_layers, place.world_size, config.layer_split)
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
@@ -153,8 +155,12 @@ class Job:
         self._run_dir.write_report(report)
         return report
 
+    def take_over(self) -> None:
+        """The main thread has an error in hand and ends the run itself, however long its last writes take."""
+        self._watchdog.dismiss()
+
     def abandon(self) -> None:
-        """This rank has an error in hand: keep what was traced, let the watchdog rest."""
+        """Keep what was traced, let the watchdog rest."""
         self._watchdog.dismiss()
         with suppress(OutputError):
             self._recorder.close()
@@ -267,12 +273,13 @@ def choose_device(wish: str, place: Place) -> torch.device:
 
 def _passport(config: RunConfig, facts: ModelFacts) -> dict[str, Any]:
     """What must be the same on every rank."""
-    options = dataclasses.replace(config, run_dir=None, sampling_overrides={})  # rank 0's own affairs
+    # Where the model and the run directory lie may differ, and sampling is rank 0's own affair.
+    options = dataclasses.replace(config, model="", run_dir=None, sampling_overrides={})
     return {
         **_software(),
         "wire version": codec.VERSION,
         "model": facts.fingerprint,
-        "options": hashlib.sha256(repr(options).encode()).hexdigest()[:16],
+        **{f"option {name}": repr(value) for name, value in dataclasses.asdict(options).items()},
     }
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
 from sarathi_pp.runtime.place import STORE_VARIABLE, Place
+from sarathi_pp.trace.clock import SystemClock
 
 _POLL_S = 0.1
-_STOP_S = 5
+_ECHO_S = 2.0
+_STOP_S = 2
 
 
 class Workers:
@@ -53,23 +55,37 @@ class Workers:
     def wait(self, say: Callable[[str], None]) -> int:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
 
-        The first failure speaks for the run: the others are its echo, or workers that we stopped ourselves.
-        `say` is told of a worker that was killed, since it could not speak for itself.
+        After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
+        peer (75) is an echo, any other code is the cause. `say` is told of a worker that was killed, since it
+        could not speak for itself.
         """
-        failures = self._context.wait(period=_POLL_S).failures
-        if not failures:
-            return 0
-        first = min(failures.values(), key=lambda failure: failure.timestamp)
-        if first.exitcode >= 0:
-            return int(first.exitcode)
-        rank = first.local_rank + self._first_rank
-        say(f"stage {rank} (rank {rank}, pid {first.pid}) was killed by {signal.Signals(-first.exitcode).name}")
-        return PeerLostError.exit_code
+        clock = SystemClock()
+        while True:
+            codes = self._codes()
+            if any(code for code in codes.values()) or None not in codes.values():
+                break
+            clock.sleep(_POLL_S)
+        deadline_s = clock.now() + _ECHO_S
+        while None in codes.values() and clock.now() < deadline_s:
+            clock.sleep(_POLL_S)
+            codes = self._codes()
+        self.stop()
+        for rank, code in codes.items():
+            if code is not None and code < 0:
+                say(f"stage {rank} (rank {rank}) was killed by {signal.Signals(-code).name}")
+        failed = [code for code in codes.values() if code]
+        causes = [code for code in failed if code > 0 and code != PeerLostError.exit_code]
+        return causes[0] if causes else PeerLostError.exit_code if failed else 0
 
-    def stop(self, with_signal: signal.Signals = signal.SIGTERM) -> None:
+    def _codes(self) -> dict[int, int | None]:
+        """Exit code by rank, the negative signal of one that was killed, None of one that still runs."""
+        handlers = self._context.subprocess_handlers
+        return {self._first_rank + index: handler.proc.poll() for index, handler in handlers.items()}
+
+    def stop(self) -> None:
         """None of them is left when this returns."""
         if self._context is not None:
-            self._context.close(with_signal, timeout=_STOP_S)
+            self._context.close(signal.SIGTERM, timeout=_STOP_S)
 
     def _environment(self, rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         threads = max(1, len(os.sched_getaffinity(0)) // self._world_size)

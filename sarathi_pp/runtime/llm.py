@@ -15,6 +15,7 @@ import atexit
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.request import FinishReason
-from sarathi_pp.errors import ConfigError, RowError, SarathiError
+from sarathi_pp.errors import ConfigError, RowError
 from sarathi_pp.model.support import check_model
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.fetch import find_model
@@ -86,21 +87,26 @@ class LLM:
         partition(facts.num_layers, config.stages, config.layer_split)
         self._defaults = read_generation_config(model_dir).with_command(config.sampling_overrides)
         self._closed = False
-        self._scratch = tempfile.TemporaryDirectory(prefix="sarathi-pp-")
-        self._workers: Workers | None = None
+        # What has to be let go of, last in first out, whether all goes well or nothing does.
+        self._held = ExitStack()
+        scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
+        joined = self._held.enter_context(ExitStack())
         if place is None and config.stages > 1:
-            self._workers = Workers(Path(self._scratch.name) / "store", config.stages, first_rank=1)
-            self._workers.start(("worker", json.dumps(asdict(config), default=str)))
-            place = self._workers.place(0)
+            workers = Workers(scratch / "store", config.stages, first_rank=1)
+            self._held.callback(workers.stop)  # before leaving: a thread that waits for a worker then ends
+            workers.start(("worker", json.dumps(asdict(config), default=str)))
+            place = workers.place(0)
         self._place = place or Place()
-        run_dir = RunDirectory(config.run_dir or Path(self._scratch.name) / "run")
         self._clock = SystemClock()
         try:
-            self._topology = Topology(self._place)
-            self._job = Job(config, model_dir, facts, self._topology, run_dir, self._clock, Watchdog(None))
-        except SarathiError:
-            self._abandon()
+            topology = Topology(self._place)
+            joined.callback(topology.leave)
+            run_dir = RunDirectory(config.run_dir or scratch / "run")
+            self._job = Job(config, model_dir, facts, topology, run_dir, self._clock, Watchdog(None))
+        except BaseException:
+            self._held.close()
             raise
+        self._held.callback(self._job.abandon)
         self._next_index = 0
         atexit.register(self.close)
         if self._place.rank != 0:
@@ -145,16 +151,9 @@ class LLM:
         try:
             if self._place.rank == 0:
                 self._engine.close()
-            report = self._job.finish()
-            self._topology.leave()
-            return report
-        except SarathiError:
-            self._job.abandon()
-            raise
+            return self._job.finish()
         finally:
-            if self._workers is not None:
-                self._workers.stop()
-            self._scratch.cleanup()
+            self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -164,16 +163,11 @@ class LLM:
     ) -> None:
         if error is None:
             self.close()
-        else:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """Let go without a word to the stages: something went wrong, and they may not be listening."""
+            return
+        # Let go without a word to the stages: something went wrong, and they may not be listening.
         self._closed = True
         atexit.unregister(self.close)
-        if self._workers is not None:
-            self._workers.stop()
-        self._scratch.cleanup()
+        self._held.close()
 
     def _run(
         self, lines: list[ParsedLine], sampling_params: SamplingParams | Sequence[SamplingParams] | None

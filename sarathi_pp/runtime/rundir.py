@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.errors import ConfigError, OutputError
+from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
 from sarathi_pp.trace.recorder import trace_name
 
 
@@ -75,11 +75,14 @@ class RunDirectory:
         self._write("report.json", json.dumps(report, indent=2) + "\n")
 
     def write_exit_code(self, code: int) -> None:
+        """The cause wins over its echo: a lost peer's 75 never replaces a code that is there."""
+        if code == PeerLostError.exit_code and (self.path / "exit_code").exists():
+            return
         self._write("exit_code", f"{code}\n")
 
     def _write(self, name: str, text: str) -> None:
         """Whole or not at all."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = self.path / f".{name}.part"
+        partial = self.path / f".{name}.{os.getpid()}.part"
         partial.write_text(text)
         partial.replace(self.path / name)

@@ -40,7 +40,7 @@ class Topology:
                 dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
             else:
                 # Our own launcher's ranks are on one machine: no listener of theirs leaves loopback.
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
                 store = dist.FileStore(place.store, place.world_size)  # type: ignore[attr-defined]
                 dist.init_process_group(
                     "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT

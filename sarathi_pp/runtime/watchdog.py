@@ -83,6 +83,8 @@ class Watchdog:
                 self._timer.cancel()
 
     def _end(self, error: SarathiError) -> None:
-        if self._leave is not None:
-            self._leave(error)
-        os._exit(error.exit_code)
+        try:
+            if self._leave is not None:
+                self._leave(error)
+        finally:
+            os._exit(error.exit_code)

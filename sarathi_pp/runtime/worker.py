@@ -59,7 +59,7 @@ class StageRunner:
             self._recorder.record(SendWait(asked_s, got_s))
 
     def close(self) -> None:
-        """Say goodbye downstream; everything sent has arrived there when this returns."""
+        """Say goodbye downstream, behind everything else that was sent."""
         self._downstream.close()
 
     def serve(self, upstream: Receiver[Tensor]) -> None:

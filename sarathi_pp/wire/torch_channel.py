@@ -47,7 +47,7 @@ class Edge:
     device: torch.device
 
     def buffer(self) -> torch.Tensor:
-        """One message's bytes; untouched until used, so that a large bound costs no memory by itself."""
+        """One message's bytes. On CPU untouched until used, so that a large bound costs no memory by itself."""
         return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
 
@@ -113,13 +113,19 @@ class TorchSender:
                 if item is None:
                     return
                 buffer, size = item
-                dist.send(buffer[:size], self._edge.peer, group=self._edge.group)
+                self._transfer(buffer[:size])
                 self._spare.append(buffer)
                 self._free.release()
-        except RuntimeError as error:
-            self._failure = _peer_lost(self._edge, error)
+        except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
+            self._failure = _as_sarathi_error(error)
             self._free.release(self._num_buffers)
             self._on_failure(self._failure)
+
+    def _transfer(self, message: torch.Tensor) -> None:
+        try:
+            dist.send(message, self._edge.peer, group=self._edge.group)
+        except RuntimeError as error:
+            raise _peer_lost(self._edge, error) from error
 
     def _send_heartbeat(self) -> None:
         with self._order:
@@ -128,7 +134,7 @@ class TorchSender:
             head = codec.encode(Heartbeat(*self._progress()), self._number)
             self._number += 1
             # Sent under the lock: no frame with a later number can overtake it.
-            dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), self._edge.peer, group=self._edge.group)
+            self._transfer(torch.frombuffer(bytearray(head), dtype=torch.uint8))
 
 
 class TorchReceiver:
@@ -176,17 +182,27 @@ class TorchReceiver:
             while True:
                 while not posted or not self._free.empty():
                     buffer = self._free.get()
-                    work = dist.irecv(buffer, self._edge.peer, group=self._edge.group)
-                    assert work is not None
-                    posted.append((work, buffer))
+                    posted.append((self._post(buffer), buffer))
                 work, buffer = posted.popleft()
-                work.wait()
+                self._wait(work)
                 if self._deliver(buffer):
                     return
+        except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
+            self._fail(_as_sarathi_error(error))
+
+    def _post(self, buffer: torch.Tensor) -> dist.Work:
+        try:
+            work = dist.irecv(buffer, self._edge.peer, group=self._edge.group)
         except RuntimeError as error:
-            self._fail(_peer_lost(self._edge, error))
-        except SarathiError as error:
-            self._fail(error)
+            raise _peer_lost(self._edge, error) from error
+        assert work is not None, "this rank is in the edge's group"
+        return work
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _peer_lost(self._edge, error) from error
 
     def _deliver(self, buffer: torch.Tensor) -> bool:
         """Pass one message on; True when it was the last."""
@@ -230,6 +246,14 @@ class TorchReceiver:
     def _fail(self, error: SarathiError) -> None:
         self._inbox.put(error)
         self._on_failure(error)
+
+
+def _as_sarathi_error(error: BaseException) -> SarathiError:
+    if isinstance(error, SarathiError):
+        return error
+    internal = SarathiError(f"the wire failed: {type(error).__name__}: {error}")
+    internal.__cause__ = error
+    return internal
 
 
 def _peer_lost(edge: Edge, error: RuntimeError) -> PeerLostError:

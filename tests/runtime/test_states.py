@@ -1,4 +1,4 @@
-"""Twenty milliseconds asleep in each of five places must show in that place's figure and in no other.
+"""Naps in each of five places must show in that place's figure and in no other.
 
 The runtime's own engine, runners and channels, two stages in two threads; the stages sleep instead of computing.
 """
@@ -24,7 +24,7 @@ from sarathi_pp.trace.summary import summarise
 from sarathi_pp.wire.channel import QueueChannel
 from tests.runtime.pipeline import ListRecorder, ListSink, ListSource
 
-NAP_S = 0.02
+NAP_S = 0.05
 NUM_NAPS = 4
 NUM_REQUESTS = 12
 STATES = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
@@ -137,7 +137,8 @@ def test_a_sleep_shows_in_its_own_state_and_no_other(place, undisturbed):
     stage = report["per_stage"][1]
     grown = {state: stage[state] - undisturbed[state] for state in STATES}
     asleep_s = NAP_S * NUM_NAPS
-    assert asleep_s * 0.85 <= grown.pop(place) <= asleep_s * 1.6, (grown, stage)
-    assert max(grown.values()) < asleep_s * 0.6, grown
+    # Dominance, not precision: two runs are compared, and the machine may be busy with other things in one.
+    assert grown.pop(place) >= asleep_s * 0.75, (grown, stage)
+    assert max(grown.values()) < asleep_s * 0.5, grown
     assert abs(sum(stage[state] for state in STATES) - stage["wall_s"]) <= 0.01 * stage["wall_s"]
     assert report["closing_error"] <= 0.01

@@ -1,0 +1,101 @@
+"""The code a run of several processes ends with is its cause's, not an echo's, and not an abort's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runtime.processes import COMMAND, environment
+
+ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
+PROMPTS = ADDER.parent / "prompts.jsonl"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def start(tmp_path: Path, output: str, *options: str) -> subprocess.Popen[str]:
+    command = [
+        *COMMAND,
+        "generate",
+        "--model",
+        str(ADDER),
+        "--input",
+        str(PROMPTS),
+        "--output",
+        output,
+        "--stages",
+        "2",
+        "--quiet",
+    ]
+    return subprocess.Popen(
+        [*command, "--run-dir", str(tmp_path / "run"), *options],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_full_disk_is_74_and_said_once(tmp_path):
+    process = start(tmp_path, "/dev/full")
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 74, said
+    assert (tmp_path / "run" / "exit_code").read_text() == "74\n"
+    assert "OutputError" in said and "SIGABRT" not in said and "terminate called" not in said
+
+
+def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tmp_path):
+    process = start(tmp_path, "-")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 74, said
+    assert "Traceback" not in said and "terminate called" not in said
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stopped_stage_is_named_when_the_timeout_is_over(stage, tmp_path):
+    """SIGSTOP: alive and silent. Three seconds of silence are allowed, so the end is due well within 3 x 10."""
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(20_000)))
+    process = start(tmp_path, str(tmp_path / "out.jsonl"), "--input", str(prompts), "--peer-timeout", "3")
+    try:
+        output = tmp_path / "out.jsonl"
+        while not (output.exists() and output.stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        victim = next(child for child in family if child.environ().get("RANK") == str(stage))
+        began_s = time.monotonic()
+        victim.send_signal(signal.SIGSTOP)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 75, said
+        assert time.monotonic() - began_s < 30
+        assert f"stage {stage} (rank {stage}" in said and "silent" in said
+        assert (tmp_path / "run" / "exit_code").read_text() == "75\n"
+        assert not psutil.wait_procs(family, timeout=2)[1]
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def test_a_refused_second_start_leaves_the_first_ones_code(tmp_path):
+    first = start(tmp_path, str(tmp_path / "out.jsonl"))
+    assert first.communicate(timeout=60) and first.returncode == 0
+    again = start(tmp_path, str(tmp_path / "out.jsonl"))
+    assert again.communicate(timeout=60) and again.returncode == 2
+    assert (tmp_path / "run" / "exit_code").read_text() == "0\n"
+
+
+def test_the_echo_never_replaces_the_cause(tmp_path):
+    from sarathi_pp.runtime.rundir import RunDirectory
+
+    run = RunDirectory(tmp_path / "run")
+    for code, left in ((75, "75\n"), (74, "74\n"), (75, "74\n")):
+        run.write_exit_code(code)
+        assert (run.path / "exit_code").read_text() == left
+    assert os.listdir(run.path) == ["exit_code"]

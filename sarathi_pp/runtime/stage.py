@@ -58,15 +58,17 @@ class Stage:
         return output
 
     def warm_up(self, num_tokens: int) -> None:
-        """One pass over made-up tokens, so that first-call costs (kernel choice, allocator) fall before the run."""
+        """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel
+        choice, allocator) fall before the run."""
         num_tokens = min(num_tokens, self.kv.num_pages * self.kv.page_size)
         pages = range(-(-num_tokens // self.kv.page_size))
-        inputs = build_inputs([Span(0, num_tokens, pages)], (num_tokens - 1,), self.kv.page_size, self.device)
-        if self.model.embed:
-            x = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        else:
-            x = torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
-        self.model.forward(x, inputs, self.kv)
+        for span in (Span(0, num_tokens, pages), Span(num_tokens - 1, 1, pages)):
+            inputs = build_inputs([span], (span.num_tokens - 1,), self.kv.page_size, self.device)
+            if self.model.embed:
+                x = torch.zeros(span.num_tokens, dtype=torch.int64, device=self.device)
+            else:
+                x = torch.zeros(span.num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
+            self.model.forward(x, inputs, self.kv)
 
     def _update_tables(self, microbatch: MicroBatch) -> None:
         for sequence in microbatch.freed:

@@ -54,6 +54,9 @@ def test_a_long_prompt_costs_its_pages_and_no_activations(tmp_path):
     config = write_llama(model, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
     options = ("--chunk-size", "256", "--kv-cache-memory", "128MiB")
     short, long = 1000, 32000
+    run_stages(
+        tmp_path / "first", model, [short], *options
+    )  # compiling the decode kernel, once a machine, has its own peak
     peaks = {
         length: run_stages(tmp_path / str(length), model, [length], *options)[0]["peak_rss_bytes"]
         for length in (short, long)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -50,19 +51,33 @@ class AttentionBackend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaAttention}
+def _numba() -> AttentionBackend:
+    # Here, not above: it is an optional package, and a slow import.
+    from sarathi_pp.model.attention.numba import NumbaAttention
+
+    return NumbaAttention()
+
+
+# The order in which `auto` tries them.
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"numba": _numba, "sdpa": SdpaAttention}
+# Package of its own that a backend needs, and the extra that installs it.
+EXTRAS = {"numba": ("numba", "cpu")}
 
 
 def choose_backend(name: str, device: torch.device, page_size: int | None) -> AttentionBackend:
-    """The backend called `name`; `auto` takes the first of BACKENDS that runs on the device.
+    """The backend called `name`; `auto` takes the first of BACKENDS that is installed and runs on the device.
 
     page_size: None leaves it to the backend's default_page_size. Raises ConfigError for an unknown name, a
-    device that the backend does not run on, or a page size that it cannot take.
+    package that is missing, a device that the backend does not run on, or a page size that it cannot take.
     """
     choices = ", ".join(["auto", *BACKENDS])
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"--attention is {name!r}; it must be one of {choices}")
-    candidates = [build() for build in (BACKENDS.values() if name == "auto" else [BACKENDS[name]])]
+    if name != "auto" and not _installed(name):
+        package, extra = EXTRAS[name]
+        raise ConfigError(f"--attention {name} needs the package {package}; try  pip install 'sarathi-pp[{extra}]'")
+    names = [name] if name != "auto" else [known for known in BACKENDS if _installed(known)]
+    candidates = [BACKENDS[known]() for known in names]
     able = [backend for backend in candidates if device.type in backend.device_types]
     if not able:
         raise ConfigError(
@@ -75,6 +90,10 @@ def choose_backend(name: str, device: torch.device, page_size: int | None) -> At
             f"{backend.page_multiple} (auto: {backend.default_page_size})"
         )
     return backend
+
+
+def _installed(name: str) -> bool:
+    return name not in EXTRAS or find_spec(EXTRAS[name][0]) is not None
 
 
 def _where(backends: list[AttentionBackend]) -> str:

@@ -71,9 +71,9 @@ class SdpaAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
+        out = query.new_empty(query.shape)
         keys, values = kv.keys(layer), kv.values(layer)
         rule = _Rule(scaling, sliding_window, softcap)
-        parts: list[Tensor] = []
         for span in inputs.spans:
             for row in range(0, span.num_tokens, TILE_ROWS):
                 first_row = span.first_row + row
@@ -81,8 +81,8 @@ class SdpaAttention:
                 tile = _Tile(query[first_row : first_row + num_rows], kv.num_kv_heads, sinks)
                 with _fast_products(num_rows > 1 and query.dtype == torch.bfloat16):
                     self._attend(tile, span.start + row, span.pages, keys, values, rule)
-                parts.append(tile.rows())
-        return torch.cat(parts).to(query.dtype)
+                out[first_row : first_row + num_rows] = tile.rows()
+        return out
 
     def _attend(self, tile: _Tile, start: int, pages: Tensor, keys: Tensor, values: Tensor, rule: _Rule) -> None:
         """Merge every key that the tile sees; its first row is at position `start`."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, then runs the tiers in order, each printing its time; all of them run even where one fails.
-#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model runtime faults
+#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model reports runtime faults
 # --full adds the cases marked `full`, which repeat a proof on more sizes. The last line counts tests and static checks.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,7 +8,7 @@ cd "$root"
 source launch/setup.sh
 set_up "$root"
 
-known=(static pure model runtime faults)
+known=(static pure model reports runtime faults)
 options=()
 tiers=()
 for argument in "$@"; do
@@ -69,7 +69,16 @@ PYTHON
 }
 
 pure() { run_tests tests/core tests/trace tests/wire tests/sim tests/architecture; }
-model() { run_tests tests/model tests/report; }
+model() { run_tests tests/model; }
+reports() {
+    # The page is looked at in a browser. Only root can install one; without it those tests skip and say so.
+    if ! command -v chromium >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        echo "-- installing chromium"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } \
+            >"$scratch/apt.log" 2>&1 || tail -n 5 "$scratch/apt.log" >&2
+    fi
+    run_tests tests/report tests/bench tests/browser
+}
 runtime() { run_tests tests/runtime; }
 faults() { run_tests tests/faults; }
 

@@ -96,7 +96,8 @@ def _is_real(value: object) -> bool:
 class RunConfig:
     """One run as the user asked for it. `None` means "decide for me".
 
-    Sizes ending in _bytes are bytes. `sampling_overrides` holds only what the user named on the command line;
+    Sizes ending in _bytes are bytes. emulate: a profile whose stages sleep their modelled time, in place of a
+    model. `sampling_overrides` holds only what the user named on the command line;
     the model's generation_config.json fills what is left.
     """
 
@@ -118,6 +119,7 @@ class RunConfig:
     seed: int = 0
     peer_timeout_s: float = 60.0
     run_dir: Path | None = None
+    emulate: Path | None = None
     sampling_overrides: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

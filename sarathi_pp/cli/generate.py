@@ -17,7 +17,13 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
 
 
 @click.command()
-@click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hugging Face Hub.")
+@click.option("--model", metavar="DIR|HUB_ID", help="Model directory, or an id on the Hugging Face Hub.")
+@click.option(
+    "--emulate",
+    type=click.Path(path_type=Path),
+    metavar="PROFILE",
+    help="No model: stages sleep the time that this profile.json says. Prompts are token ids.",
+)
 @click.option("--input", "-i", "input_path", required=True, metavar="FILE|-", help="Prompts: JSON Lines or plain text.")
 @click.option(
     "--output",
@@ -96,6 +102,11 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     show_default=True,
     help="Seconds of silence after which a stage counts as lost.",
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve Prometheus metrics on loopback while the run is on; 0 picks a port.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as the last line of standard output.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
 def generate(**options: Any) -> int:
@@ -117,10 +128,13 @@ def generate(**options: Any) -> int:
     console = Console(stderr=True, quiet=place is not None and place.rank != 0)
     if place is None and job.config.stages > 1:
         return _launch(job, console)
+    from sarathi_pp.cli.runs import fit_run
     from sarathi_pp.cli.show import BatchDisplay
 
-    display = BatchDisplay(console, quiet=options["quiet"], as_json=options["as_json"])
-    return run_batch(job, place, display)
+    display = BatchDisplay(
+        console, quiet=options["quiet"], as_json=options["as_json"], metrics_port=options["metrics_port"]
+    )
+    return run_batch(job, place, display, fit_run)
 
 
 def _launch(job: Any, console: Console) -> int:
@@ -141,9 +155,12 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
             f"--stages is {stages}, and torchrun started {world_size} processes; each is one stage. Leave --stages "
             f"out, or start {stages} processes"
         )
+    if (options["model"] is None) == (options["emulate"] is None):
+        raise click.UsageError("give either --model or, to run without one, --emulate PROFILE")
     named = {key: options[key] for key in _SAMPLING if options[key] not in (None, ())}
     return RunConfig(
-        model=options["model"],
+        model=options["model"] or "",
+        emulate=options["emulate"],
         stages=world_size or stages or 1,
         policy=options["policy"],
         chunk_size=options["chunk_size"],

@@ -15,6 +15,7 @@ from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
 _COMMANDS = {
     "generate": "Answer a file of prompts with a pipeline of stages.",
     "report": "Show the bubble report of a run.",
+    "compare": "Show two or more runs side by side.",
     "worker": None,
 }
 

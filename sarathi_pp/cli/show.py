@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
 from rich.console import Console
 
+from sarathi_pp.cli.runs import with_advice
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.table import render
 from sarathi_pp.runtime.snapshot import Snapshot
@@ -18,8 +19,9 @@ from sarathi_pp.runtime.snapshot import Snapshot
 class BatchDisplay:
     """Human text goes to the console on standard error; only the JSON document to standard output."""
 
-    def __init__(self, console: Console, *, quiet: bool, as_json: bool) -> None:
+    def __init__(self, console: Console, *, quiet: bool, as_json: bool, metrics_port: int | None) -> None:
         self._console = console
+        self._metrics_port = metrics_port
         self._quiet = quiet
         self._as_json = as_json
 
@@ -30,14 +32,28 @@ class BatchDisplay:
         click.echo(text.rstrip(), err=True)
 
     @contextmanager
-    def progress(self) -> Iterator[Callable[[Snapshot], None]]:
-        if self._quiet:
-            yield lambda snapshot: None
-            return
-        with ProgressDisplay(self._console, total=None) as display:
-            yield display.update
+    def progress(self, num_stages: int) -> Iterator[Callable[[Snapshot], None]]:
+        with ExitStack() as stack:
+            watchers: list[Callable[[Snapshot], None]] = []
+            if self._metrics_port is not None:
+                from sarathi_pp.runtime.metrics import MetricsServer
+
+                server = MetricsServer(self._metrics_port, num_stages)
+                stack.callback(server.close)
+                watchers.append(server.update)
+                if not self._quiet:
+                    self._console.print(f"metrics on http://127.0.0.1:{server.port}/metrics", highlight=False)
+            if not self._quiet:
+                watchers.append(stack.enter_context(ProgressDisplay(self._console, total=None)).update)
+
+            def show(snapshot: Snapshot) -> None:
+                for watch in watchers:
+                    watch(snapshot)
+
+            yield show
 
     def report(self, report: dict[str, Any]) -> None:
+        report = with_advice(report)
         if not self._quiet:
             self._console.print(render(report))
         if self._as_json:

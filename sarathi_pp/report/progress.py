@@ -1,7 +1,14 @@
-"""What a run shows while it is on: a live display on a terminal, one line every few seconds elsewhere."""
+"""What a run shows while it is on: a live display on a terminal, one line every few seconds elsewhere.
+
+    12 s: 3/20 done, 0 failed, 8 running, 5 waiting, 100.0 tokens/s
+    stage 0  ------------------------        91% busy   12% bubble
+
+Busy is of the last moments, the bubble ratio of the whole run so far.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -58,8 +65,10 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.update(self._panel(snapshot), refresh=True)
         else:
-            busy = " ".join(f"{share:.0%}" for share in snapshot.stage_busy)
-            self._console.print(self._headline(snapshot).append(f", stages busy {busy}"), soft_wrap=True)
+            line = self._headline(snapshot).append(f", stages busy {_shares(snapshot.stage_busy)}")
+            if snapshot.bubble_ratios:
+                line.append(f", bubble {_shares(snapshot.bubble_ratios)}")
+            self._console.print(line, soft_wrap=True)
 
     def _panel(self, snapshot: Snapshot) -> RenderableType:
         bars = Table.grid(padding=(0, 1))
@@ -67,8 +76,9 @@ class ProgressDisplay:
             ended = snapshot.requests_done + snapshot.requests_failed
             share = ended / self._total
             bars.add_row("requests", _bar(share), f"{share:4.0%} done")
-        for stage, share in enumerate(snapshot.stage_busy):
-            bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy")
+        bubbles = [f"{ratio:4.0%} bubble" for ratio in snapshot.bubble_ratios] or [""] * len(snapshot.stage_busy)
+        for stage, (share, bubble) in enumerate(zip(snapshot.stage_busy, bubbles, strict=True)):
+            bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy", bubble)
         return Group(self._headline(snapshot), bars)
 
     def _headline(self, snapshot: Snapshot) -> Text:
@@ -79,6 +89,10 @@ class ProgressDisplay:
             failed,
             f", {snapshot.running} running, {snapshot.waiting} waiting, {snapshot.tokens_per_s:,.1f} tokens/s",
         )
+
+
+def _shares(values: Iterable[float]) -> str:
+    return " ".join(f"{value:.0%}" for value in values)
 
 
 def _bar(share: float) -> ProgressBar:

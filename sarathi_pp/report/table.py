@@ -14,12 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 _SECONDS = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
+_BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a whole one
 _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 
 def render(report: Mapping[str, Any]) -> RenderableType:
     """A report as summary.summarise makes it. Figures that do not exist are shown as a dash."""
-    parts: list[RenderableType] = [_headline(report), "", _stages(report), "", _latencies(report)]
+    parts: list[RenderableType] = [_headline(report), "", _stages(report), "", *_strips(report), _latencies(report)]
+    if report["causes"] is not None:
+        parts += ["", _causes(report["causes"])]
+    parts += [Text(f"advice: {advice['text']}", style="cyan") for advice in report.get("advice", [])]
     parts += [Text(f"note: {note}", style="yellow") for note in report["notes"]]
     return Group(*parts)
 
@@ -63,6 +67,33 @@ def _stages(report: Mapping[str, Any]) -> Table:
             _share(stage["bubble_ratio_steady"]),
             _gib(stage["peak_rss_bytes"]),
         )
+    return table
+
+
+def _strips(report: Mapping[str, Any]) -> list[RenderableType]:
+    """The run from left to right, a line a stage: the higher the bar, the more of that moment it computed."""
+    strips: list[RenderableType] = [
+        Text.assemble((f"stage {stage['stage']:<3} ", "dim"), "".join(map(_bar, stage["busy_strip"])))
+        for stage in report["per_stage"]
+        if stage["busy_strip"]
+    ]
+    return [*strips, ""] if strips else []
+
+
+def _bar(share: float) -> str:
+    return _BARS[round(share * (len(_BARS) - 1))]
+
+
+def _causes(causes: Mapping[str, float]) -> Table:
+    """The largest first. Shares are of the whole bubble; a negative one made other waits shorter."""
+    bubble_s = sum(causes.values())
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("bubble by cause", style="dim")
+    table.add_column("s", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in sorted(causes.items(), key=lambda item: -abs(item[1])):
+        share = "-" if bubble_s <= 0 else f"{seconds / bubble_s:.0%}"
+        table.add_row(name.removesuffix("_s").replace("_", " "), _seconds(seconds), share)
     return table
 
 

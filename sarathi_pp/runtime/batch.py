@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.config import RunConfig
+from sarathi_pp.core.cost import Profile
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import USES_CHUNK_SIZE, make_policy
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_ROWS_FAILED, ConfigError, SarathiError
@@ -26,6 +27,7 @@ from sarathi_pp.runtime.source import FileSource, Limits, RequestMaker, check_in
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.trace.summary import CostFit
 
 if TYPE_CHECKING:
     from sarathi_pp.runtime.job import Job
@@ -41,9 +43,14 @@ class BatchJob:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What is known of a job before any of its processes starts."""
+    """What is known of a job before any of its processes starts.
 
-    model_dir: Path
+    config: the job's, with what the profile decides. model_dir: None where the stages are emulated by `profile`.
+    """
+
+    config: RunConfig
+    model_dir: Path | None
+    profile: Profile | None
     facts: ModelFacts
     defaults: GenerationDefaults
     run_dir: RunDirectory
@@ -54,7 +61,7 @@ class Display(Protocol):
     """Who shows a run to the user; only rank 0 talks."""
 
     def warn(self, text: str) -> None: ...
-    def progress(self) -> AbstractContextManager[Callable[[Snapshot], None]]: ...
+    def progress(self, num_stages: int) -> AbstractContextManager[Callable[[Snapshot], None]]: ...
     def report(self, report: dict[str, Any]) -> None: ...
     def error(self, text: str) -> None: ...
 
@@ -67,18 +74,21 @@ def preflight(job: BatchJob) -> Preflight:
     check_output(job.output_path, job.input_path, overwrite=job.overwrite)
     run_path = config.run_dir or RunDirectory.default_path(job.output_path)
     RunDirectory.check(run_path, overwrite=job.overwrite)
-    model_dir = find_model(config.model)
-    facts = check_model(model_dir)
+    config, model_dir, profile, facts = _open_model(config)
     partition(facts.num_layers, config.stages, config.layer_split)
-    defaults = read_generation_config(model_dir).with_command(config.sampling_overrides)
+    defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
+    defaults = defaults.with_command(config.sampling_overrides)
     warnings = list(defaults.warnings)
     if config.chunk_size is not None and config.policy.partition(":")[0] not in USES_CHUNK_SIZE:
         warnings.append(f"--policy {config.policy} runs whole prompts and does not use --chunk-size")
-    return Preflight(model_dir, facts, defaults, RunDirectory(run_path), tuple(warnings))
+    return Preflight(config, model_dir, profile, facts, defaults, RunDirectory(run_path), tuple(warnings))
 
 
-def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
-    """One rank of the run (the only one where place is None); returns the exit code of this process."""
+def run_batch(job: BatchJob, place: Place | None, display: Display, fit: CostFit) -> int:
+    """One rank of the run (the only one where place is None); returns the exit code of this process.
+
+    fit: makes the cost model that the report's causes are found with.
+    """
     rank = place or Place()
     checked = preflight(job) if rank.rank == 0 else _follow(job)
     if rank.rank == 0:
@@ -95,7 +105,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
 
     def work() -> int:
         located = mine.append
-        report = _run_rank(job.config, checked.model_dir, checked.facts, rank, checked.run_dir, leave, drive, located)
+        report = _run_rank(checked, rank, leave, drive, located, fit)
         if report is None:
             return EXIT_OK
         display.report(report)
@@ -120,14 +130,14 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
     if place is None:
         raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
     model_dir = find_model(config.model)
-    facts = check_model(model_dir)
     anywhere = RunDirectory(Path())  # rank 0 names the real one
+    checked = Preflight(config, model_dir, None, check_model(model_dir), GenerationDefaults(), anywhere, ())
 
     def leave(error: SarathiError) -> None:
         """The program has the error too, and says it to its user."""
 
     def work() -> int:
-        _run_rank(config, model_dir, facts, place, anywhere, leave, lambda this: this.serve())
+        _run_rank(checked, place, leave, lambda this: this.serve())
         return EXIT_OK
 
     return _end(work, place, say, lambda code: None)
@@ -135,20 +145,28 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
 
 def _follow(job: BatchJob) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
-    model_dir = find_model(job.config.model)
     run_path = job.config.run_dir or RunDirectory.default_path(job.output_path)
-    return Preflight(model_dir, check_model(model_dir), GenerationDefaults(), RunDirectory(run_path), ())
+    return Preflight(*_open_model(job.config), GenerationDefaults(), RunDirectory(run_path), ())
+
+
+def _open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:
+    """The model's directory, or the profile that stands in for it, and the facts of either."""
+    if config.emulate is None:
+        model_dir = find_model(config.model)
+        return config, model_dir, None, check_model(model_dir)
+    from sarathi_pp.runtime.emulated import emulated_facts, read_profile, with_profile
+
+    profile = read_profile(config.emulate)
+    return with_profile(config, profile), None, profile, emulated_facts(profile)
 
 
 def _run_rank(
-    config: RunConfig,
-    model_dir: Path,
-    facts: ModelFacts,
+    checked: Preflight,
     place: Place,
-    run_dir: RunDirectory,
     leave: Callable[[SarathiError], None],
     drive: Callable[[Job], None],
     located: Callable[[RunDirectory], None] = lambda run_dir: None,
+    fit: CostFit | None = None,
 ) -> dict[str, Any] | None:
     """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report."""
     watchdog = Watchdog(leave)
@@ -160,10 +178,21 @@ def _run_rank(
     from sarathi_pp.runtime.topology import Topology
 
     topology = Topology(place)
-    this = Job(config, model_dir, facts, topology, run_dir, SystemClock(), watchdog, located)
+    model_dir = checked.model_dir or Path()
+    this = Job(
+        checked.config,
+        model_dir,
+        checked.facts,
+        topology,
+        checked.run_dir,
+        SystemClock(),
+        watchdog,
+        located,
+        checked.profile,
+    )
     try:
         drive(this)
-        report = this.finish()
+        report = this.finish(fit)
     except BaseException:
         this.abandon()
         raise
@@ -204,9 +233,12 @@ def _end(work: Callable[[], int], place: Place, say: Callable[[str], None], note
 
 def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display) -> None:
     """Rank 0: every row of the input through the engine into the output."""
-    config, run, clock = job.config, rank.run, SystemClock()
-    eos_token_ids = checked.defaults.eos_token_ids
-    tokenizer = Tokenizer.load(checked.model_dir, vocab_size=checked.facts.vocab_size, eos_token_ids=eos_token_ids)
+    config, run, clock = checked.config, rank.run, SystemClock()
+    eos_token_ids, vocab_size = checked.defaults.eos_token_ids, checked.facts.vocab_size
+    if checked.model_dir is None:
+        tokenizer = Tokenizer(None, vocab_size=vocab_size)
+    else:
+        tokenizer = Tokenizer.load(checked.model_dir, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed)
     with ExitStack() as stack:
@@ -217,6 +249,8 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display) -> N
         )
         stack.callback(source.close)
         stack.push(lambda kind, error, trace: rank.take_over() if error is not None else None)
-        engine = rank.engine(eos_token_ids, tokenizer.stop_checker, stack.enter_context(display.progress()))
+        engine = rank.engine(
+            eos_token_ids, tokenizer.stop_checker, stack.enter_context(display.progress(run.num_stages))
+        )
         engine.run(source, sink)
         engine.close()

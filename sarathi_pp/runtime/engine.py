@@ -8,6 +8,8 @@ syncing, and the wire have threads of their own.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
@@ -99,7 +101,12 @@ class Engine:
         self._observed_s = self._started_s
         self._requests_done = self._requests_failed = 0
         self._prompt_tokens = self._output_tokens = 0
-        self._stage_compute_s: list[float] = []  # since the last snapshot
+        self._stage_compute_s = (0.0,) * limits.num_stages
+        self._observed_compute_s = self._stage_compute_s
+        self._first_issue_s = math.inf
+        self._last_result_s = 0.0
+        self._chunks_inflight: deque[int] = deque()  # prefill chunks of each microbatch in flight
+        self._chunks_done = 0
 
     def run(self, source: Source, sink: Sink) -> None:
         """Answer every row of the source. Raises what ended the run early: a lost peer, a full disk."""
@@ -161,6 +168,8 @@ class Engine:
         for chunk in microbatch.chunks:
             if chunk.start == 0 and chunk.epoch == 0:
                 self._live[chunk.sequence].first_issue_s = microbatch.issued_s
+        self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
+        self._chunks_inflight.append(sum(not chunk.decode for chunk in microbatch.chunks))
         self._runner.run(MicroBatchFrame(microbatch), None, microbatch.issued_s)
         return True
 
@@ -174,13 +183,11 @@ class Engine:
 
     def _take(self, result: StepResult, arrived_s: float, sink: Sink) -> None:
         self._recorder.record(Returned(result.index, arrived_s))
-        self._stage_compute_s = [
-            total + seconds
-            for total, seconds in zip(
-                self._stage_compute_s or [0.0] * len(result.stage_compute_s), result.stage_compute_s, strict=True
-            )
-        ]
-        self._token_s = arrived_s
+        self._stage_compute_s = tuple(
+            total + seconds for total, seconds in zip(self._stage_compute_s, result.stage_compute_s, strict=True)
+        )
+        self._chunks_done += self._chunks_inflight.popleft()
+        self._last_result_s = self._token_s = arrived_s
         for completion in self._coordinator.complete(result):
             self._finish(completion, arrived_s, sink)
         self._tell(force=False)
@@ -227,9 +234,10 @@ class Engine:
         since_s = now - self._observed_s
         if not force and since_s < _OBSERVE_EVERY_S:
             return
-        busy = tuple(min(1.0, seconds / since_s) if since_s > 0 else 0.0 for seconds in self._stage_compute_s)
-        self._observed_s = now
-        self._stage_compute_s = [0.0] * len(busy)
+        computed_s = [
+            total - before for total, before in zip(self._stage_compute_s, self._observed_compute_s, strict=True)
+        ]
+        self._observed_s, self._observed_compute_s = now, self._stage_compute_s
         self._observe(
             Snapshot(
                 elapsed_s=now - self._started_s,
@@ -239,6 +247,15 @@ class Engine:
                 waiting=self._coordinator.num_waiting,
                 prompt_tokens=self._prompt_tokens,
                 output_tokens=self._output_tokens,
-                stage_busy=busy,
+                chunks_done=self._chunks_done,
+                stage_busy=tuple(min(1.0, seconds / since_s) if since_s > 0 else 0.0 for seconds in computed_s),
+                stage_compute_s=self._stage_compute_s,
+                window_s=max(0.0, self._last_result_s - self._first_issue_s),
+                kv_fragmentation=self._kv_fragmentation(),
             )
         )
+
+    def _kv_fragmentation(self) -> float | None:
+        pool = self._coordinator.pool
+        room = (pool.num_pages - pool.num_free) * pool.page_size
+        return 1 - self._coordinator.held_tokens / room if room else None

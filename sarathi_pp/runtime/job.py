@@ -20,27 +20,26 @@ import transformers
 
 import sarathi_pp
 from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.cost import Profile
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.errors import ConfigError, OutputError, SarathiError
-from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.slice import load_stage
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
-from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, limits_of, resolve
+from sarathi_pp.runtime.capacity import limits_of, resolve
+from sarathi_pp.runtime.emulated import EmulatedStages
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
-from sarathi_pp.runtime.stage import Stage
+from sarathi_pp.runtime.stage import ModelStages, StageMaker
 from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import Recorder
-from sarathi_pp.trace.summary import summarise
+from sarathi_pp.trace.summary import CostFit, summarise
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
 
@@ -48,7 +47,8 @@ from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
 class Job:
     """This rank's stage and its place in the pipeline. Use: `Job(...)`, then `engine` or `serve`, then `finish`.
 
-    watchdog: told of lost peers. located: told where this rank writes, once rank 0 has said so.
+    watchdog: told of lost peers. located: told where this rank writes, once rank 0 has said so. profile: its
+    stages are emulated, and model_dir is not looked at.
     Raises whatever any rank found wrong during set-up, the same error on every rank.
     """
 
@@ -62,6 +62,7 @@ class Job:
         clock: Clock,
         watchdog: Watchdog,
         located: Callable[[RunDirectory], None] = lambda run_dir: None,
+        profile: Profile | None = None,
     ) -> None:
         self.place = place = topology.place
         self.facts = facts
@@ -77,33 +78,24 @@ class Job:
         layers = partition(facts.num_layers, place.world_size, config.layer_split)
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
-        backend = choose_backend(config.attention, self.device, config.page_size)
-        page_size = config.page_size or backend.default_page_size
-        loaded: list[Any] = []
-
-        def load() -> dict[str, Any]:
-            mine = layers[place.rank]
-            loaded.append(load_stage(model_dir, mine, facts.num_layers, self.dtype, self.device, backend))
-            budget = kv_budget_bytes(config, self.device, place.local_world_size)
-            return {"pages": count_pages(budget, facts, mine, page_size, self.dtype)}
-
-        stages = self._agree(load)
+        maker: StageMaker
+        if profile is not None:
+            maker = EmulatedStages(config, profile, clock)
+        else:
+            maker = ModelStages(config, model_dir, facts, self.dtype, self.device, place.local_world_size)
+        stages = self._agree(lambda: {"pages": maker.load(layers[place.rank])})
         self.run: ResolvedRun = resolve(
             config,
             facts,
             layers,
             [stage["pages"] for stage in stages],
-            page_size=page_size,
+            page_size=maker.page_size,
             dtype=dtype_name,
-            device=self.device.type,
-            attention=backend.name,
+            device=maker.device_name,
+            attention=maker.attention,
         )
         self.layers = layers[place.rank]
-        kv = KVShard(
-            self.layers, self.run.num_pages, page_size, facts.num_kv_heads, facts.head_dim, self.dtype, self.device
-        )
-        (self._model,) = loaded
-        self._stage = Stage(self._model, kv, facts.hidden_size, self.dtype, self.device)
+        self._stage = maker.make(self.run, self.layers, self.dtype)
         self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len))
         self._recorder = Recorder(self._run_dir.trace_path(place.rank, place.world_size))
         self._recorder.record(self._trace_start(align(self._topology, clock.now)))
@@ -134,8 +126,8 @@ class Job:
         """Every other rank: run what comes until rank 0 says goodbye."""
         self._runner.serve(self._upstream)
 
-    def finish(self) -> dict[str, Any] | None:
-        """Close this rank's trace, bring all traces to rank 0, which gets the report."""
+    def finish(self, fit: CostFit | None = None) -> dict[str, Any] | None:
+        """Close this rank's trace, bring all traces to rank 0, which gets the report; with `fit`, causes too."""
         self._watchdog.dismiss()
         offset = align(self._topology, self._clock.now)
         self._recorder.record(
@@ -144,14 +136,14 @@ class Job:
                 clock_offset_s=offset.offset_s,
                 clock_uncertainty_s=offset.uncertainty_s,
                 peak_rss_bytes=_peak_rss_bytes(),
-                bytes_read=self._model.bytes_read,
+                bytes_read=self._stage.bytes_read,
             )
         )
         self._recorder.close()
         traces = self._gather()
         if self.place.rank != 0:
             return None
-        report = summarise(traces, self._report_facts())
+        report = summarise(traces, self._report_facts(), fit)
         self._run_dir.write_report(report)
         return report
 

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
+from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.sampling import sample
-from sarathi_pp.model.slice import StageModel
+from sarathi_pp.model.slice import StageModel, load_stage
+from sarathi_pp.model.support import ModelFacts
+from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +32,92 @@ class StageOutput:
     tokens: tuple[SampledToken, ...] = ()
 
 
-class Stage:
-    """Runs microbatches in the order in which they were issued; holds nothing that a header did not tell it."""
+class Stage(Protocol):
+    """Runs microbatches in the order in which they were issued.
+
+    counts_cpu: whether the computing thread's CPU time says something about a compute span. bytes_read: of the
+    weights, at loading.
+    """
+
+    @property
+    def counts_cpu(self) -> bool: ...
+    @property
+    def bytes_read(self) -> int: ...
+
+    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
+        """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids."""
+        ...
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Bear the costs of first calls, before the run, for microbatches of up to num_tokens."""
+        ...
+
+
+class StageMaker(Protocol):
+    """Where a rank's stage comes from: first what can be loaded without knowing the run, then the rest.
+
+    page_size: of the KV pages. attention: the backend's name. device_name: for the reports.
+    """
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def attention(self) -> str: ...
+    @property
+    def device_name(self) -> str: ...
+
+    def load(self, layers: tuple[int, int]) -> int:
+        """Load what belongs to the layers [first, end); returns how many KV pages fit beside it."""
+        ...
+
+    def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> Stage:
+        """The stage, for the page count that all ranks agreed on."""
+        ...
+
+
+class ModelStages:
+    """Stages that hold a slice of a model. See StageMaker.
+
+    sharers: ranks that draw on the same memory.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        facts: ModelFacts,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharers: int,
+    ) -> None:
+        backend = choose_backend(config.attention, device, config.page_size)
+        self.page_size = config.page_size or backend.default_page_size
+        self.attention = backend.name
+        self.device_name = device.type
+        self._config = config
+        self._backend = backend
+        self._model_dir = model_dir
+        self._facts = facts
+        self._dtype = dtype
+        self._device = device
+        self._sharers = sharers
+        self._loaded: StageModel | None = None
+
+    def load(self, layers: tuple[int, int]) -> int:
+        facts, dtype = self._facts, self._dtype
+        self._loaded = load_stage(self._model_dir, layers, facts.num_layers, dtype, self._device, self._backend)
+        budget = kv_budget_bytes(self._config, self._device, self._sharers)
+        return count_pages(budget, facts, layers, self.page_size, dtype)
+
+    def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
+        facts = self._facts
+        assert self._loaded is not None, "load comes first"
+        kv = KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, self._device)
+        return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device)
+
+
+class ModelStage:
+    """A slice of a model and its KV shard; holds nothing that a header did not tell it."""
 
     def __init__(
         self, model: StageModel, kv: KVShard, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -39,8 +129,15 @@ class Stage:
         self._dtype = dtype
         self._tables: dict[int, array[int]] = {}
 
+    @property
+    def counts_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def bytes_read(self) -> int:
+        return self.model.bytes_read
+
     def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
-        """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids."""
         self._update_tables(microbatch)
         drawn = [chunk for chunk in microbatch.chunks if chunk.sampling is not None] if self.model.head else []
         inputs = build_inputs(

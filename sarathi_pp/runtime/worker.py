@@ -40,7 +40,7 @@ class StageRunner:
         start_cpu_s, start_s = clock.thread_cpu(), clock.now()
         output = self._stage.compute(microbatch, hidden)
         end_s = clock.now()
-        cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.device.type == "cpu" else None
+        cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
         self._recorder.record(Compute(microbatch.index, microbatch.issued_s, arrived_s, start_s, end_s, cpu_s))
         stage_compute_s = (*frame.stage_compute_s, end_s - start_s)
         self._reserve()

@@ -97,6 +97,22 @@ def measure_bubbles(timeline: Timeline) -> Bubbles:
     )
 
 
+def busy_strip(stage: StageTimeline, window: Interval, num_cells: int) -> list[float]:
+    """The window cut into equal cells: the share of each in which the stage computed. Empty for an empty window."""
+    begin, end = window
+    if end <= begin:
+        return []
+    cell_s = (end - begin) / num_cells
+    busy_s = [0.0] * num_cells
+    for span_begin, span_end in intersect(merge(zip(stage.starts, stage.ends, strict=True)), [window]):
+        first = min(int((span_begin - begin) / cell_s), num_cells - 1)
+        last = min(int((span_end - begin) / cell_s), num_cells - 1)
+        for cell in range(first, last + 1):
+            cell_begin = begin + cell * cell_s
+            busy_s[cell] += max(0.0, min(span_end, cell_begin + cell_s) - max(span_begin, cell_begin))
+    return [min(1.0, seconds / cell_s) for seconds in busy_s]
+
+
 def _bubble_ratio(compute_s: float, window_s: float) -> float | None:
     return 1 - compute_s / window_s if window_s > 0 else None
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+from sarathi_pp.core.cost import Load
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import InputError
@@ -90,6 +91,10 @@ class Issued:
     @property
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.decodes
+
+    @property
+    def load(self) -> Load:
+        return Load(self.prefill_tokens, self.prefill_attention, self.decodes, self.decode_context)
 
     @property
     def num_chunks(self) -> int:

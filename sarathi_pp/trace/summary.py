@@ -6,14 +6,16 @@ tokens of requests that completed, over the run window; loading and reporting li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, Protocol
 
+from sarathi_pp.core.cost import CostModel
 from sarathi_pp.errors import InputError
-from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, measure_bubbles
+from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, busy_strip, measure_bubbles
+from sarathi_pp.trace.causes import explain
 from sarathi_pp.trace.events import Event
 from sarathi_pp.trace.latency import Spread, latency_spreads
 from sarathi_pp.trace.recorder import read_trace
@@ -22,25 +24,48 @@ from sarathi_pp.trace.timeline import StageTimeline, Timeline
 SCHEMA = "sarathi-pp/report/1"
 
 _CLOSING_TOLERANCE = 0.01
+_STRIP_CELLS = 64
 
 Report = dict[str, Any]
 
 
-def summarise(traces: Sequence[Path | Iterable[Event]], facts: Mapping[str, object] | None = None) -> Report:
+class FittedCost(Protocol):
+    """A cost model and how far it is off: mean of |modelled - measured| / measured over compute spans."""
+
+    @property
+    def model(self) -> CostModel: ...
+    @property
+    def error(self) -> float: ...
+
+
+# None where a run is too short to fit anything.
+CostFit = Callable[[Timeline], FittedCost | None]
+
+
+def summarise(
+    traces: Sequence[Path | Iterable[Event]], facts: Mapping[str, object] | None = None, fit: CostFit | None = None
+) -> Report:
     """The report of one run from its traces, one a stage, as files or as events.
 
     facts: further keys that no trace holds (model, versions, rows taken over from an earlier attempt); they
-    win over computed ones. Raises InputError or MissingError for traces that cannot be used.
+    win over computed ones. fit: the cost model that causes are found with; without it they are null.
+    Raises InputError or MissingError for traces that cannot be used.
     """
+    timeline = read_timeline(traces)
+    return summarise_timeline(timeline, measure_bubbles(timeline), fit) | dict(facts or {})
+
+
+def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
+    """Raises InputError or MissingError for traces that cannot be used."""
     if not traces:
         raise InputError("there are no traces; a report needs one of each stage")
-    timeline = Timeline.read(read_trace(trace) if isinstance(trace, Path) else trace for trace in traces)
-    return summarise_timeline(timeline, measure_bubbles(timeline)) | dict(facts or {})
+    return Timeline.read(read_trace(trace) if isinstance(trace, Path) else trace for trace in traces)
 
 
-def summarise_timeline(timeline: Timeline, bubbles: Bubbles) -> Report:
+def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None = None) -> Report:
     """The same from what was already read and measured."""
     settings = timeline.stages[0].start
+    fitted = fit(timeline) if fit is not None else None
     return {
         "schema": SCHEMA,
         "policy": settings.policy,
@@ -56,8 +81,11 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles) -> Report:
         "bubble_ratio_steady": bubbles.bubble_ratio_steady,
         "overlap": bubbles.overlap,
         "per_stage": [
-            _stage_report(stage, measured) for stage, measured in zip(timeline.stages, bubbles.stages, strict=True)
+            _stage_report(stage, measured) | {"busy_strip": busy_strip(stage, timeline.window, _STRIP_CELLS)}
+            for stage, measured in zip(timeline.stages, bubbles.stages, strict=True)
         ],
+        "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
+        "cost_error": fitted.error if fitted is not None else None,
         "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
         **{name: asdict(spread) for name, spread in latency_spreads(timeline.finished).items()},
         **_variation(timeline, bubbles),

@@ -16,6 +16,7 @@ from sarathi_pp.trace.events import (
     Returned,
     RowRefused,
     SendWait,
+    Starved,
     TraceEnd,
     TraceStart,
 )
@@ -96,6 +97,7 @@ class Timeline:
     returned: list[Returned] = field(default_factory=list)
     arrived: list[RequestArrived] = field(default_factory=list)
     finished: list[RequestFinished] = field(default_factory=list)
+    starved: list[Starved] = field(default_factory=list)
     rows_refused: int = 0
 
     @classmethod
@@ -159,5 +161,7 @@ class Timeline:
                 self.arrived.append(event)
             case RequestFinished():
                 self.finished.append(event)
+            case Starved():
+                self.starved.append(event)
             case RowRefused():
                 self.rows_refused += 1

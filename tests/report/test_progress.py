@@ -10,7 +10,7 @@ from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.runtime.snapshot import Snapshot
 
 
-def snapshot(elapsed_s: float, done: int = 3, failed: int = 0) -> Snapshot:
+def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float = 10.0) -> Snapshot:
     return Snapshot(
         elapsed_s=elapsed_s,
         requests_done=done,
@@ -19,7 +19,11 @@ def snapshot(elapsed_s: float, done: int = 3, failed: int = 0) -> Snapshot:
         waiting=5,
         prompt_tokens=900,
         output_tokens=100,
+        chunks_done=40,
         stage_busy=(0.91, 0.5),
+        stage_compute_s=(8.8, 4.0),
+        window_s=window_s,
+        kv_fragmentation=0.25,
     )
 
 
@@ -33,7 +37,7 @@ def log_lines(*snapshots: Snapshot, total: int | None = 20) -> list[str]:
 
 def test_log_line_is_whole_on_any_width() -> None:
     assert log_lines(snapshot(10.0, failed=1)) == [
-        "10 s: 3/20 done, 1 failed, 8 running, 5 waiting, 100.0 tokens/s, stages busy 91% 50%"
+        "10 s: 3/20 done, 1 failed, 8 running, 5 waiting, 100.0 tokens/s, stages busy 91% 50%, bubble 12% 60%"
     ]
     assert log_lines(snapshot(10.0), total=None)[0].startswith("10 s: 3 done, 0 failed")
 
@@ -47,6 +51,21 @@ def test_log_has_a_line_every_few_seconds_and_the_last_snapshot() -> None:
 
 def test_no_time_passed_is_no_rate() -> None:
     assert snapshot(0.0).tokens_per_s == 0.0
+    assert snapshot(1.0, window_s=0.0).chunk_throughput == 0.0
+
+
+def test_before_the_first_result_there_is_no_bubble() -> None:
+    (line,) = log_lines(snapshot(10.0, window_s=0.0))
+    assert line.endswith("stages busy 91% 50%")
+    file = StringIO()
+    with ProgressDisplay(terminal(file), 20) as display:
+        display.update(snapshot(1.0, window_s=0.0))
+        assert [bar.split()[-2:] for bar in file.getvalue().splitlines()[2:]] == [["91%", "busy"], ["50%", "busy"]]
+
+
+def test_compute_beyond_the_window_is_no_negative_bubble() -> None:
+    """Each rank times itself, so that a busy stage can come out a little above the window."""
+    assert snapshot(10.0, window_s=8.0).bubble_ratios == (0.0, 0.5)
 
 
 def terminal(file: StringIO) -> Console:
@@ -62,7 +81,11 @@ def test_terminal_shows_counts_and_a_bar_for_each_stage() -> None:
         first, *bars = text.splitlines()
         assert "1 s: 3/20 done, 0 failed, 8 running, 5 waiting, 1,000.0 tokens/s" in first
         assert [bar.split()[0] for bar in bars] == ["requests", "stage", "stage"]
-        assert [bar[-9:] for bar in bars] == [" 15% done", " 91% busy", " 50% busy"]
+        assert bars[0].split()[-2:] == ["15%", "done"]
+        assert [bar.split()[-4:] for bar in bars[1:]] == [
+            ["91%", "busy", "12%", "bubble"],
+            ["50%", "busy", "60%", "bubble"],
+        ]
         display.update(snapshot(1.01))
         assert file.getvalue() == text
         display.update(snapshot(1.2, done=7))

@@ -63,3 +63,24 @@ def test_failures_stand_out() -> None:
     report = summarise(Schedule(4, 1, constant(1.0)).events()) | {"failed": 3}
     assert "\x1b[1;31m3 failed" in printed(report, color=True)
     assert "\x1b" not in printed(report)
+
+
+def test_a_strip_shows_when_a_stage_computed() -> None:
+    report = summarise(Schedule(2, 2, constant(1.0)).events())
+    report["per_stage"][0]["busy_strip"] = [1.0, 0.5, 0.0, 0.06, 0.07]
+    lines = printed(report).splitlines()
+    assert next(line for line in lines if line.startswith("stage 0")) == "stage 0   \u2588\u2584  \u2581"
+
+
+def test_causes_come_with_the_largest_first() -> None:
+    report = summarise(Schedule(2, 2, constant(1.0)).events())
+    assert "bubble by cause" not in printed(report)
+    report["causes"] = {"ramp_s": 1.0, "prefill_variance_s": 6.5, "host_s": -2.5, "unexplained_s": 0.0}
+    lines = [line.split() for line in printed(report).splitlines()]
+    first = next(place for place, line in enumerate(lines) if line[:2] == ["bubble", "by"])
+    assert lines[first + 1 : first + 5] == [
+        ["prefill", "variance", "6.50", "130%"],
+        ["host", "-2.50", "-50%"],
+        ["ramp", "1.00", "20%"],
+        ["unexplained", "0.00", "0%"],
+    ]

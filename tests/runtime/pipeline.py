@@ -23,7 +23,7 @@ from sarathi_pp.model.slice import load_stage
 from sarathi_pp.model.support import check_model
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.rows import Row
-from sarathi_pp.runtime.stage import Stage
+from sarathi_pp.runtime.stage import ModelStage
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import QueueChannel
@@ -133,7 +133,7 @@ def run_pipeline(
     runners = []
     for index, model in enumerate(models):
         kv = KVShard(model.layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
-        stage = Stage(model, kv, facts.hidden_size, dtype, CPU)
+        stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU)
         runners.append(StageRunner(stage, edges[index], recorders[index], clock))
     errors: list[BaseException] = []
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
+from sarathi_pp.trace.bubbles import Bubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait, TraceEnd, TraceStart
 from sarathi_pp.trace.timeline import Timeline
 from tests.trace.schedules import Schedule, added, constant, once, start, table
@@ -250,3 +250,18 @@ def test_states_partition_the_window(schedule: Schedule) -> None:
         assert bubbles.overlap is not None
         least = min(1 - (stage.bubble_ratio_steady or 0.0) for stage in bubbles.stages)
         assert bubbles.overlap <= least + 1e-9
+
+
+def test_the_strip_holds_all_of_the_compute_and_nothing_else() -> None:
+    timeline = Timeline.read(Schedule(7, 2, constant(1.0), host=constant(0.3)).events())
+    begin, end = timeline.window
+    for stage, measured in zip(timeline.stages, measure_bubbles(timeline).stages, strict=True):
+        for cells in (1, 5, 64, 1000):
+            strip = busy_strip(stage, timeline.window, cells)
+            assert len(strip) == cells and all(0 <= share <= 1 for share in strip)
+            assert sum(strip) * (end - begin) / cells == pytest.approx(measured.compute_s)
+
+
+def test_an_empty_window_has_no_strip() -> None:
+    timeline = Timeline.read(Schedule(2, 1, constant(1.0)).events())
+    assert busy_strip(timeline.stages[0], (3.0, 3.0), 8) == []

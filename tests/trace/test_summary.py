@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.errors import InputError, MissingError
 from sarathi_pp.trace.events import (
     Compute,
@@ -49,6 +50,8 @@ def golden_stage(stage: int, **seconds: float) -> Report:
         "cores_shared": False,
         "peak_rss_bytes": 1 << 30,
         "bytes_read": 1 << 20,
+        # Busy for eight of nine seconds: 56 whole cells of 64, and 8/9 of the 57th, from the left or from the right.
+        "busy_strip": [1.0] * 56 + [8 / 9] + [0.0] * 7 if stage == 0 else [0.0] * 7 + [8 / 9] + [1.0] * 56,
     }
 
 
@@ -79,6 +82,8 @@ GOLDEN = {
         golden_stage(0, compute_s=8.0, no_work_s=1.0),
         golden_stage(1, compute_s=8.0, recv_wait_s=1.0),
     ],
+    "causes": None,
+    "cost_error": None,
     "request_bubble_s": {"p50": 0.0, "p90": 0.0, "p99": 0.0},
     "ttft_s": {"mean": 5.5, "p50": 5.5, "p90": 8.3, "p99": 8.93},
     "tpot_s": NULLS,
@@ -98,6 +103,25 @@ def test_golden_report() -> None:
     report = summarise(Schedule(8, 2, constant(1.0)).events())
     assert list(report) == list(GOLDEN)
     assert report == approximately(GOLDEN)
+
+
+@dataclass
+class Fitted:
+    model: CostModel
+    error: float
+
+
+def test_with_a_cost_model_the_bubble_has_causes() -> None:
+    model = CostModel(1, tuple(StageCost((stage, stage + 1), 1.0, 0.0, 0.0, 0.0, 0.0) for stage in range(2)))
+    report = summarise(Schedule(8, 2, constant(1.0)).events(), fit=lambda timeline: Fitted(model, 0.125))
+    assert report["cost_error"] == 0.125
+    assert report["causes"].pop("ramp_s") == pytest.approx(2.0)
+    assert list(report["causes"].values()) == pytest.approx([0.0] * 8)
+
+
+def test_a_run_too_short_to_fit_has_no_causes() -> None:
+    report = summarise(Schedule(8, 2, constant(1.0)).events(), fit=lambda timeline: None)
+    assert report["causes"] is None and report["cost_error"] is None
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 

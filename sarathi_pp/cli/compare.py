@@ -1,0 +1,38 @@
+"""`sarathi-pp compare`: runs side by side, their figures folded anew from their traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from sarathi_pp.cli.report import writing
+from sarathi_pp.cli.runs import read_run
+from sarathi_pp.report.comparison import compare as compare_reports
+from sarathi_pp.report.comparison import render_comparison
+
+
+@click.command()
+@click.argument("runs", metavar="RUN RUN...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
+@click.option("--html", type=click.Path(path_type=Path), help="Also write one page with the timelines of all runs.")
+def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
+    """Show two or more runs, given as run directories, side by side; ratios are to the first."""
+    if len(runs) < 2:
+        raise click.UsageError("give two or more run directories")
+    found = [read_run(path) for path in runs]
+    comparison = compare_reports([(run.path.resolve().name, run.report) for run in found])
+    if html is not None:
+        from sarathi_pp.report.page import PageRun, render_page  # its plotting library is slow to import
+
+        labels = [run["label"] for run in comparison["runs"]]
+        shown = zip(labels, found, strict=True)
+        page = render_page([PageRun(label, run.timeline, run.bubbles, run.report) for label, run in shown])
+        with writing(html) as file:
+            file.write(page)
+    if as_json:
+        click.echo(json.dumps(comparison))
+    else:
+        Console().print(render_comparison(comparison))

@@ -1,0 +1,237 @@
+"""What a microbatch costs on each stage: a formula with few coefficients, and the profile that holds them.
+
+    t = a0  +  a1 * tiles(n)  +  a2 * sum(x*L + x*x/2)  +  a3 * sum(KV)  +  (a4 + head) * decodes
+        fixed  linear layers     attention of chunks       attention of      per row
+                                                           decodes
+
+n: tokens in the microbatch, tiles(n) = ceil(n / tile); a chunk of x tokens behind L earlier ones; KV: tokens that
+a decode reads. Seconds throughout. The form is SARATHI's own reading of where time goes (arXiv 2308.16369,
+sections 3 and 4.4: linear layers move in whole tiles, attention grows with the context).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sarathi_pp.core.plan import MicroBatch
+from sarathi_pp.errors import InputError
+
+SCHEMA = "sarathi-pp/profile/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a microbatch's time depends on; the counts are those of MicroBatch."""
+
+    prefill_tokens: int
+    prefill_attention: float
+    decodes: int
+    decode_context: int
+
+    @classmethod
+    def of(cls, microbatch: MicroBatch) -> Load:
+        return cls(
+            microbatch.num_prefill_tokens,
+            microbatch.prefill_attention,
+            microbatch.num_decodes,
+            microbatch.decode_context,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefill_tokens + self.decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """One microbatch's seconds on one stage, by what they come from; they add up to its time.
+
+    fixed: every microbatch pays it. prefill: linear layers over all tokens, and attention of chunks. context:
+    attention of decodes. decode: what each decode costs whatever its context.
+    """
+
+    fixed: float
+    prefill: float
+    context: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        return self.fixed + self.prefill + self.context + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage's coefficients. layers: [first, end). head_s: seconds a sampled row costs, on the last stage.
+
+    page_bytes: of one KV page over the stage's layers, 0 where unknown.
+    """
+
+    layers: tuple[int, int]
+    a0: float
+    a1: float
+    a2: float
+    a3: float
+    a4: float
+    head_s: float = 0.0
+    page_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The stages of one pipeline, first to last. tile: tokens that linear layers take at once."""
+
+    tile: int
+    stages: tuple[StageCost, ...]
+
+    def terms(self, stage: int, load: Load) -> Terms:
+        cost = self.stages[stage]
+        return Terms(
+            fixed=cost.a0,
+            prefill=cost.a1 * math.ceil(load.num_tokens / self.tile) + cost.a2 * load.prefill_attention,
+            context=cost.a3 * load.decode_context,
+            decode=(cost.a4 + cost.head_s) * load.decodes,
+        )
+
+    def seconds(self, stage: int, load: Load) -> float:
+        return self.terms(stage, load).total
+
+    def split(self, layers: Sequence[tuple[int, int]]) -> CostModel:
+        """The same model cut into other stages: each layer takes its share of what its stage costs, head excepted.
+
+        layers: [first, end) of each stage, contiguous over the same layers.
+        """
+        if tuple(layers) == tuple(stage.layers for stage in self.stages):
+            return self
+        head_s = sum(stage.head_s for stage in self.stages)
+        cuts = [_recut(self.stages, first, end) for first, end in layers]
+        return CostModel(self.tile, (*cuts[:-1], replace(cuts[-1], head_s=head_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A cost model with what it was measured on: profile.json.
+
+    link_latency_s, link_bytes_per_s: one way between neighbouring stages. jitter_cv: coefficient of variation of
+    equal microbatches. pages: KV pages of the stage that holds fewest. error: mean absolute relative error of the
+    fit, None where it was not fitted.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    hidden_size: int
+    num_layers: int
+    cost: CostModel
+    link_latency_s: float
+    link_bytes_per_s: float
+    jitter_cv: float
+    pages: int
+    max_num_seqs: int
+    error: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "device": self.device,
+            "dtype": self.dtype,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "tile": self.cost.tile,
+            "stages": [{**asdict(stage), "layers": list(stage.layers)} for stage in self.cost.stages],
+            "link": {"latency_s": self.link_latency_s, "bytes_per_s": self.link_bytes_per_s},
+            "jitter_cv": self.jitter_cv,
+            "pages": self.pages,
+            "max_num_seqs": self.max_num_seqs,
+            "error": self.error,
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Profile:
+        """The inverse of `to_json`. Raises InputError naming the key, its value and what it must be."""
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"the profile's schema is {found!r}; this version reads {SCHEMA!r}")
+        stages = data.get("stages")
+        if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or not stages:
+            raise InputError("the profile's 'stages' must be a list with one object for each stage")
+        link = data.get("link")
+        if not isinstance(link, dict):
+            raise InputError("the profile's 'link' must be an object with latency_s and bytes_per_s")
+        profile = cls(
+            model=_text(data, "model"),
+            device=_text(data, "device"),
+            dtype=_text(data, "dtype"),
+            hidden_size=_whole(data, "hidden_size"),
+            num_layers=_whole(data, "num_layers"),
+            cost=CostModel(_whole(data, "tile"), tuple(_stage(stage) for stage in stages)),
+            link_latency_s=_real(link, "latency_s"),
+            link_bytes_per_s=_real(link, "bytes_per_s", above=0.0),
+            jitter_cv=_real(data, "jitter_cv"),
+            pages=_whole(data, "pages"),
+            max_num_seqs=_whole(data, "max_num_seqs"),
+            error=None if data.get("error") is None else _real(data, "error"),
+        )
+        _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
+        return profile
+
+
+def _recut(stages: Sequence[StageCost], first: int, end: int) -> StageCost:
+    """The cost of layers [first, end), without the head."""
+    cost = StageCost((first, end), 0.0, 0.0, 0.0, 0.0, 0.0)
+    for stage in stages:
+        shared = max(0, min(end, stage.layers[1]) - max(first, stage.layers[0]))
+        share = shared / (stage.layers[1] - stage.layers[0])
+        cost = replace(
+            cost,
+            a0=cost.a0 + share * stage.a0,
+            a1=cost.a1 + share * stage.a1,
+            a2=cost.a2 + share * stage.a2,
+            a3=cost.a3 + share * stage.a3,
+            a4=cost.a4 + share * stage.a4,
+            page_bytes=cost.page_bytes + round(share * stage.page_bytes),
+        )
+    return cost
+
+
+def _stage(data: Mapping[str, Any]) -> StageCost:
+    layers = data.get("layers")
+    if not isinstance(layers, list) or len(layers) != 2 or not all(type(bound) is int for bound in layers):
+        raise InputError(f"a stage's 'layers' is {layers!r}; it must be [first, end)")
+    a0, a1, a2, a3, a4 = (_real(data, name) for name in ("a0", "a1", "a2", "a3", "a4"))
+    head_s = _real(data, "head_s") if "head_s" in data else 0.0
+    page_bytes = _whole(data, "page_bytes", least=0) if "page_bytes" in data else 0
+    return StageCost((layers[0], layers[1]), a0, a1, a2, a3, a4, head_s, page_bytes)
+
+
+def _require_contiguous(layers: Sequence[tuple[int, int]], num_layers: int) -> None:
+    bounds = [0, *(end for _, end in layers)]
+    if [first for first, _ in layers] != bounds[:-1] or bounds[-1] != num_layers or sorted(set(bounds)) != bounds:
+        raise InputError(f"the profile's stages have the layers {list(layers)}; they must cover [0, {num_layers})")
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str):
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be a string")
+    return value
+
+
+def _whole(data: Mapping[str, Any], key: str, *, least: int = 1) -> int:
+    value = data.get(key)
+    if type(value) is not int or value < least:
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be an integer of at least {least}")
+    return value
+
+
+def _real(data: Mapping[str, Any], key: str, *, above: float | None = None) -> float:
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be a number of at least 0")
+    if above is not None and value <= above:
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be above {above:g}")
+    return float(value)

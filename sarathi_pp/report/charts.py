@@ -1,0 +1,170 @@
+"""What the charts of the page draw: every span of the timelines, and distributions cut into bins.
+
+It becomes one JSON document that page.js reads. Long series are blocks: little-endian arrays, deflated, in
+base64. A stage's spans are integers, each counted from the end of the span before it, in ticks:
+
+    gaps       |--3--|        |0|       |-1-|           start minus the end before it (the first: minus first issue)
+    lengths          |===5====| |===5===|   |==4==|
+    issue                 0         1          2        position in the run's issued microbatches, -1: not known
+
+The charts are drawn from these; figures that are printed come from the report instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from array import array
+from base64 import b64encode
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, log
+from typing import Any
+
+from sarathi_pp.trace.bubbles import Bubbles
+from sarathi_pp.trace.events import RequestFinished
+from sarathi_pp.trace.latency import RequestLatency
+from sarathi_pp.trace.timeline import StageTimeline, Timeline
+
+_TICK_S = 1e-6
+_INT32_MAX = 2**31 - 1
+_NUM_BINS = 40
+_MAX_CDF_POINTS = 400
+
+
+def spans(timeline: Timeline, bubbles: Bubbles) -> dict[str, Any]:
+    """All of one run that the timeline shows; times count from its first issue.
+
+    A tick is a microsecond, or as much more as it takes for every gap and length to fit 32 bits.
+    """
+    origin_s = _origin(timeline)
+    tick_s = max(_TICK_S, _longest(timeline.stages, origin_s) / _INT32_MAX)
+    position = {event.microbatch: i for i, event in enumerate(timeline.issued)}
+    return {
+        "tick_s": tick_s,
+        "wall_s": bubbles.wall_s,
+        "steady": [[begin - origin_s, end - origin_s] for begin, end in bubbles.steady],
+        "stages": [_stage_spans(stage, origin_s, tick_s, position) for stage in timeline.stages],
+        "prefill_tokens": _block(event.prefill_tokens for event in timeline.issued),
+        "decodes": _block(event.decodes for event in timeline.issued),
+        "texts": _deflated("\n".join(" ".join(event.text.splitlines()) for event in timeline.issued).encode()),
+    }
+
+
+def _origin(timeline: Timeline) -> float:
+    if timeline.issued:
+        return timeline.issued[0].at_s
+    return min((stage.starts[0] for stage in timeline.stages if stage.starts), default=0.0)
+
+
+def _longest(stages: Iterable[StageTimeline], origin_s: float) -> float:
+    """No gap and no length is longer than a stage's last end is away from the origin, or its first start."""
+    edges = [edge for stage in stages if stage.starts for edge in (stage.starts[0], max(stage.ends))]
+    return 2 * max((abs(edge - origin_s) for edge in edges), default=0.0)
+
+
+def _stage_spans(stage: StageTimeline, origin_s: float, tick_s: float, position: dict[int, int]) -> dict[str, Any]:
+    # Rounded before they are subtracted, so that no error adds up along the run.
+    starts = [round((start - origin_s) / tick_s) for start in stage.starts]
+    ends = [round((end - origin_s) / tick_s) for end in stage.ends]
+    return {
+        "gaps": _block(start - end for start, end in zip(starts, [0, *ends], strict=False)),
+        "lengths": _block(end - start for start, end in zip(starts, ends, strict=True)),
+        "issue": _block(position.get(microbatch, -1) for microbatch in stage.microbatches),
+    }
+
+
+def _block(values: Iterable[int]) -> str:
+    numbers = array("i", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return _deflated(numbers.tobytes())
+
+
+def _deflated(data: bytes) -> str:
+    return b64encode(zlib.compress(data, level=6)).decode("ascii")
+
+
+Series = Callable[[Timeline, Bubbles], list[float]]
+
+
+def _latency(pick: Callable[[RequestLatency], float | None]) -> Series:
+    def values(timeline: Timeline, bubbles: Bubbles) -> list[float]:
+        found = (pick(RequestLatency.of(request)) for request in _succeeded(timeline))
+        return [value for value in found if value is not None]
+
+    return values
+
+
+def _succeeded(timeline: Timeline) -> list[RequestFinished]:
+    return [request for request in timeline.finished if request.finish_reason != "error"]
+
+
+def _token_gaps(timeline: Timeline, bubbles: Bubbles) -> list[float]:
+    return [gap_us * 1e-6 for request in _succeeded(timeline) for gap_us in request.gaps_us]
+
+
+def _microbatch_tokens(timeline: Timeline, bubbles: Bubbles) -> list[float]:
+    return [float(event.num_tokens) for event in timeline.issued[: timeline.num_returned]]
+
+
+def _microbatch_times(timeline: Timeline, bubbles: Bubbles) -> list[float]:
+    """On the slowest stage, the one that sets the pace."""
+    slowest = max(range(len(bubbles.stages)), key=lambda index: bubbles.stages[index].compute_s)
+    stage = timeline.stages[slowest]
+    return [end - start for start, end in zip(stage.starts, stage.ends, strict=True)]
+
+
+# Key, which is the report's where it has the figure, to its series and whether its bins grow (seconds do).
+_DISTRIBUTIONS: dict[str, tuple[Series, bool]] = {
+    "ttft_s": (_latency(lambda latency: latency.ttft_s), True),
+    "tpot_s": (_latency(lambda latency: latency.tpot_s), True),
+    "itl_s": (_token_gaps, True),
+    "e2el_s": (_latency(lambda latency: latency.e2el_s), True),
+    "microbatch_tokens": (_microbatch_tokens, False),
+    "microbatch_s": (_microbatch_times, True),
+}
+
+
+def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
+    """By key: {log, edges, shares}; bins are the same for all runs, shares are per run and sum to 1.
+
+    A run without a single value has an empty list; without any value there are no edges.
+    """
+    found = {}
+    for key, (series, grows) in _DISTRIBUTIONS.items():
+        values = [series(timeline, bubbles) for timeline, bubbles in runs]
+        edges = _edges([value for one in values for value in one], grows)
+        found[key] = {"log": grows, "edges": edges, "shares": [_shares(one, edges) for one in values]}
+    return found
+
+
+def _edges(values: list[float], grows: bool) -> list[float]:
+    """Edges of equal bins, or of bins in equal ratios; values that are all the same get bins around them."""
+    if not values:
+        return []
+    high = max(values)
+    if not grows:
+        width = max(high, 1.0) / _NUM_BINS
+        return [i * width for i in range(_NUM_BINS + 1)]
+    low = min((value for value in values if value > 0), default=1.0)
+    low, high = (low, high) if high > 1.5 * low else (low / 2, low * 2)
+    ratio = log(high / low) / _NUM_BINS
+    return [low * exp(i * ratio) for i in range(_NUM_BINS + 1)]
+
+
+def _shares(values: list[float], edges: list[float]) -> list[float]:
+    if not values:
+        return []
+    counts = [0] * (len(edges) - 1)
+    for value in values:
+        counts[min(max(bisect_right(edges, value) - 1, 0), len(counts) - 1)] += 1
+    return [count / len(values) for count in counts]
+
+
+def request_bubble_cdf(bubbles: Bubbles) -> dict[str, list[float]]:
+    """{seconds, shares}: the share of requests whose bubble is at most so many seconds, thinned to what shows."""
+    ordered = sorted(bubbles.request_bubble_s.values())
+    step = max(1, len(ordered) // _MAX_CDF_POINTS)
+    kept = sorted({*range(0, len(ordered), step), len(ordered) - 1} - {-1})
+    return {"seconds": [ordered[i] for i in kept], "shares": [(i + 1) / len(ordered) for i in kept]}

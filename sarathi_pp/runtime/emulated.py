@@ -1,0 +1,127 @@
+"""A stage that sleeps its modelled time: real coordinator, processes and wire, without a model.
+
+So a pipeline can be run with more stages than there are cores, or as another machine would run it. What it
+passes on has the true size; its tokens are drawn from request and position, as if sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.cost import Load, Profile
+from sarathi_pp.core.plan import MicroBatch, SampledToken
+from sarathi_pp.errors import InputError, MissingError
+from sarathi_pp.model.sampling import uniform
+from sarathi_pp.model.support import ModelFacts
+from sarathi_pp.runtime.stage import StageOutput
+from sarathi_pp.trace.clock import Clock
+
+_PAGE_SIZE = 16
+# Any id may be in a prompt, since nothing is looked up; drawn ones are below this.
+_LEGAL_IDS = 2**31 - 1
+_DRAWN_IDS = 32_000
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises MissingError where there is no such file, InputError naming what is wrong in it."""
+    try:
+        return Profile.from_json(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise MissingError(f"cannot read the profile {path}: {error.strerror}") from None
+    except (ValueError, InputError) as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def emulated_facts(profile: Profile) -> ModelFacts:
+    """The profile's model as far as planning and the wire ask about it; no end of sequence."""
+    return ModelFacts(
+        model_type="emulated",
+        architecture=profile.model,
+        num_layers=profile.num_layers,
+        hidden_size=profile.hidden_size,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        vocab_size=_LEGAL_IDS,
+        max_position_embeddings=profile.pages * _PAGE_SIZE,
+        dtype=profile.dtype,
+        tie_word_embeddings=False,
+        eos_token_ids=(),
+        fingerprint=hashlib.sha256(json.dumps(profile.to_json(), sort_keys=True).encode()).hexdigest(),
+    )
+
+
+class EmulatedStage:
+    """See Stage. Sleeping is not computing, so its CPU time says nothing."""
+
+    counts_cpu = False
+    bytes_read = 0
+
+    def __init__(
+        self, profile: Profile, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype, clock: Clock
+    ) -> None:
+        self._cost = profile.cost.split(run.layers)
+        self._stage = run.layers.index(layers)
+        self._head = layers[1] == profile.num_layers
+        self._hidden_size = profile.hidden_size
+        self._dtype = dtype
+        self._clock = clock
+
+    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
+        until_s = self._clock.now() + self._cost.seconds(self._stage, Load.of(microbatch))
+        output = self._output(microbatch)
+        self._clock.sleep(max(0.0, until_s - self._clock.now()))
+        return output
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Nothing is compiled or allocated on first use."""
+
+    def _output(self, microbatch: MicroBatch) -> StageOutput:
+        if not self._head:
+            return StageOutput(hidden=torch.zeros(microbatch.num_tokens, self._hidden_size, dtype=self._dtype))
+        return StageOutput(
+            tokens=tuple(
+                SampledToken(
+                    chunk.sequence, chunk.epoch, int(_DRAWN_IDS * uniform(chunk.sampling.seed, chunk.sampling.position))
+                )
+                for chunk in microbatch.chunks
+                if chunk.sampling is not None
+            )
+        )
+
+
+class EmulatedStages:
+    """See StageMaker: the stages that a profile describes."""
+
+    page_size = _PAGE_SIZE
+    attention = "emulated"
+    device_name = "emulated"
+
+    def __init__(self, config: RunConfig, profile: Profile, clock: Clock) -> None:
+        self.page_size = config.page_size or _PAGE_SIZE
+        self._profile = profile
+        self._clock = clock
+
+    def load(self, layers: tuple[int, int]) -> int:
+        return self._profile.pages
+
+    def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> EmulatedStage:
+        return EmulatedStage(self._profile, run, layers, dtype, self._clock)
+
+
+def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
+    """What the profile decides where the user did not: the sequences that run at once and the layers of each stage."""
+    own = tuple(end - first for first, end in (stage.layers for stage in profile.cost.stages))
+    return replace(
+        config,
+        model=profile.model,
+        max_num_seqs=config.max_num_seqs or profile.max_num_seqs,
+        layer_split=config.layer_split or (own if len(own) == config.stages else None),
+    )

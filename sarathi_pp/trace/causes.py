@@ -1,0 +1,243 @@
+"""Why stages stood idle: the run is replayed with modelled times, then made ideal one step at a time.
+
+    measured bubble                      what the trace says
+      unexplained      - replay with modelled times and every recorded delay           B0
+      communication    - inputs and results arrive at once, no send ever waits         B1
+      host             - a stage starts as soon as it could, the coordinator issues
+                         as soon as it could                                            B2
+      starvation       - there is always something to issue: no arrival, page or
+                         token is waited for                                           B3
+      stage imbalance  - a microbatch takes its mean over the stages on each           B4
+      decode context   - decodes read the same number of keys in every microbatch
+                         that has some                                     (PB3)       B5
+      prefill variance - all chunks cost the same                          (PB1)       B6
+      prefill/decode   - all microbatches cost the same                    (PB2)       B7
+      ramp             = B7: filling and draining the pipeline
+
+A cause is the bubble's fall at its step, in seconds summed over stages. Falls are not clipped: a step may
+lengthen a wait elsewhere. The nine add up to the measured bubble, so the figure to doubt is `unexplained`.
+PB1 to PB3 are the bubbles of SARATHI (arXiv 2308.16369, section 3.3).
+
+The replay keeps what the coordinator did: the order of microbatches, at most K of them in flight, and the
+first stage on the coordinator's own rank, so that a microbatch is issued when that stage is free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+from sarathi_pp.core.cost import CostModel, Load, Terms
+from sarathi_pp.errors import InputError
+from sarathi_pp.trace.timeline import StageTimeline, Timeline
+
+Seconds = list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """Seconds of bubble, summed over stages; they add up to the measured bubble. May be negative."""
+
+    ramp_s: float
+    prefill_variance_s: float
+    prefill_decode_s: float
+    decode_context_s: float
+    stage_imbalance_s: float
+    communication_s: float
+    host_s: float
+    starvation_s: float
+    unexplained_s: float
+
+    @property
+    def bubble_s(self) -> float:
+        return float(sum(asdict(self).values()))
+
+
+def explain(timeline: Timeline, model: CostModel) -> Causes:
+    """Attributes the bubble of a run; linear in its spans. All zeros for a run without a result.
+
+    Raises InputError where the model has another number of stages than the run.
+    """
+    if len(model.stages) != len(timeline.stages):
+        raise InputError(f"the cost model has {len(model.stages)} stages, the run {len(timeline.stages)}")
+    count = timeline.num_returned
+    if count == 0:
+        return Causes(*(0.0 for _ in fields(Causes)))
+    for stage in timeline.stages:
+        if list(stage.microbatches[:count]) != list(range(count)):
+            raise InputError(f"stage {stage.start.stage} did not run microbatches 0 to {count - 1} in that order")
+    loads = [event.load for event in timeline.issued[:count]]
+    inflight = timeline.stages[0].start.inflight
+    steps = [_bubble_s(times, run, inflight) for times, run in _steps(model, loads, _Delays.of(timeline, count))]
+    falls = [before - after for before, after in zip(steps, steps[1:], strict=False)]
+    communication, host, starvation, imbalance, context, variance, decode = falls
+    return Causes(
+        ramp_s=steps[-1],
+        prefill_variance_s=variance,
+        prefill_decode_s=decode,
+        decode_context_s=context,
+        stage_imbalance_s=imbalance,
+        communication_s=communication,
+        host_s=host,
+        starvation_s=starvation,
+        unexplained_s=_measured_s(timeline, count) - steps[0],
+    )
+
+
+def _measured_s(timeline: Timeline, count: int) -> float:
+    begin, end = timeline.window
+    compute_s = sum(sum(stage.ends[:count]) - sum(stage.starts[:count]) for stage in timeline.stages)
+    return len(timeline.stages) * (end - begin) - compute_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Delays:
+    """What held microbatches up apart from compute: seconds by stage and microbatch.
+
+    transfer: from the end on the stage before to the complete input here (0 on the first). back: from the end on
+    the last stage to the result on rank 0. blocked: no free send buffer after the compute. host: from when it
+    could have started. issue: from when it could have been issued, on rank 0.
+    awaited: per microbatch, the earlier one whose result the coordinator needed; None where it needed none.
+    arrived: per microbatch, the arrival that it needed, in seconds after the first issue; 0 where none.
+    """
+
+    transfer: list[Seconds]
+    back: Seconds
+    blocked: list[Seconds]
+    host: list[Seconds]
+    issue: Seconds
+    awaited: list[int | None]
+    arrived: Seconds
+
+    @classmethod
+    def of(cls, timeline: Timeline, count: int) -> _Delays:
+        stages = timeline.stages
+        blocked = [_blocked(stage, count) for stage in stages]
+        transfer = [[0.0] * count]
+        for before, stage in zip(stages, stages[1:], strict=False):
+            pairs = zip(stage.arrived[:count], before.ends[:count], strict=True)
+            transfer.append([max(0.0, arrived - end) for arrived, end in pairs])
+        back = [
+            max(0.0, result.at_s - end)
+            for result, end in zip(timeline.returned[:count], stages[-1].ends[:count], strict=True)
+        ]
+        host = [_host(stage, waits, count) for stage, waits in zip(stages, blocked, strict=True)]
+        return cls(transfer, back, blocked, host, *_issue(timeline, blocked[0], count))
+
+    def without_communication(self) -> _Delays:
+        nothing = [[0.0] * len(self.back) for _ in self.host]
+        return replace(self, transfer=nothing, blocked=nothing, back=[0.0] * len(self.back))
+
+    def without_host(self) -> _Delays:
+        return replace(self, host=[[0.0] * len(self.back) for _ in self.host], issue=[0.0] * len(self.back))
+
+    def without_starvation(self) -> _Delays:
+        return replace(self, awaited=[None] * len(self.back), arrived=[0.0] * len(self.back))
+
+
+def _blocked(stage: StageTimeline, count: int) -> Seconds:
+    """How long the stage waited for a send buffer after each compute."""
+    waits = [0.0] * count
+    for begin, end in stage.send_waits:
+        position = bisect_right(stage.ends, begin) - 1
+        if 0 <= position < count:
+            waits[position] += end - begin
+    return waits
+
+
+def _host(stage: StageTimeline, blocked: Seconds, count: int) -> Seconds:
+    delays = []
+    free = float("-inf")
+    for position in range(count):
+        could = max(stage.arrived[position], free)
+        delays.append(max(0.0, stage.starts[position] - could))
+        free = stage.ends[position] + blocked[position]
+    return delays
+
+
+def _issue(timeline: Timeline, blocked: Seconds, count: int) -> tuple[Seconds, list[int | None], Seconds]:
+    """Why each microbatch was issued no sooner: the coordinator's own time, a result, an arrival."""
+    first, inflight = timeline.stages[0], timeline.stages[0].start.inflight
+    begin = timeline.issued[0].at_s
+    results = [result.at_s for result in timeline.returned[:count]]
+    arrivals = sorted(request.at_s for request in timeline.arrived)
+    starved = [event.at_s for event in timeline.starved if event.reason != "full"]
+    lags: Seconds = []
+    awaited: list[int | None] = []
+    arrived: Seconds = []
+    for index in range(count):
+        issued = timeline.issued[index].at_s
+        could = begin if index == 0 else first.ends[index - 1] + blocked[index - 1]
+        if index >= inflight:
+            could = max(could, results[index - inflight])
+        result: int | None = None
+        arrival = begin
+        if bisect_left(starved, could) < bisect_right(starved, issued):
+            # The coordinator had looked and found nothing; what came last before the issue let it go on.
+            latest = bisect_right(results, issued) - 1
+            if latest >= 0 and results[latest] > could:
+                result, could = latest, results[latest]
+            here = bisect_right(arrivals, issued) - 1
+            if here >= 0 and arrivals[here] > could:
+                result, arrival, could = None, arrivals[here], arrivals[here]
+        lags.append(max(0.0, issued - could))
+        awaited.append(result)
+        arrived.append(arrival - begin)
+    return lags, awaited, arrived
+
+
+def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float:
+    """Idle seconds of all stages in a replay: first issue to last result, minus compute."""
+    num_stages, count = len(times), len(delays.back)
+    free = [0.0] * num_stages
+    results: Seconds = []
+    for index in range(count):
+        ready = max(free[0], delays.arrived[index])
+        if index >= inflight:
+            ready = max(ready, results[index - inflight])
+        awaited = delays.awaited[index]
+        if awaited is not None and awaited < index:
+            ready = max(ready, results[awaited])
+        ready += delays.issue[index]
+        for stage in range(num_stages):
+            start = max(free[stage], ready + delays.transfer[stage][index]) + delays.host[stage][index]
+            ready = start + times[stage][index]
+            free[stage] = ready + delays.blocked[stage][index]
+        results.append(ready + delays.back[index])
+    first_issue = delays.issue[0]
+    return num_stages * (max(results) - first_issue) - sum(map(sum, times))
+
+
+def _steps(model: CostModel, loads: Sequence[Load], delays: _Delays) -> list[tuple[list[Seconds], _Delays]]:
+    """Times and delays of the eight replays, from the run as it was to the ideal one."""
+    stages = range(len(model.stages))
+    terms = [[model.terms(stage, load) for load in loads] for stage in stages]
+    times = [[one.total for one in stage] for stage in terms]
+    quiet = delays.without_communication()
+    prompt = quiet.without_host()
+    fed = prompt.without_starvation()
+    balanced = [_mean(column) for column in zip(*terms, strict=True)]
+    same_context = _levelled(balanced, "context", [load.decodes > 0 for load in loads])
+    same_prefill = _levelled(same_context, "prefill", [load.prefill_tokens > 0 for load in loads])
+    equal = sum(one.total for one in same_prefill) / len(same_prefill)
+    shared = ([one.total for one in level] for level in (balanced, same_context, same_prefill))
+    return [
+        (times, delays),
+        (times, quiet),
+        (times, prompt),
+        (times, fed),
+        *(([seconds for _ in stages], fed) for seconds in shared),
+        ([[equal] * len(loads) for _ in stages], fed),
+    ]
+
+
+def _mean(column: Sequence[Terms]) -> Terms:
+    return Terms(*(sum(getattr(one, field.name) for one in column) / len(column) for field in fields(Terms)))
+
+
+def _levelled(terms: Sequence[Terms], name: str, chosen: Sequence[bool]) -> list[Terms]:
+    """One term of the chosen microbatches replaced by its mean over them."""
+    values = [getattr(one, name) for one, yes in zip(terms, chosen, strict=True) if yes]
+    mean = sum(values) / len(values) if values else 0.0
+    return [replace(one, **{name: mean}) if yes else one for one, yes in zip(terms, chosen, strict=True)]

@@ -1,0 +1,77 @@
+"""Each stretch in which a stage computed nothing, and what it waited for: the states that `bubbles` adds up.
+
+    end of the compute before m                                        start of m
+    |-- send_wait --|---- no_work ----|---- recv_wait ----|---- host ----|
+      no free send    until m is        until m's input     until m
+      buffer          issued (rank 0)   is complete here    starts
+
+A recorded send wait wins wherever in a gap it lies. After a stage's last compute all is no_work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
+from operator import itemgetter
+from typing import Literal, NamedTuple
+
+from sarathi_pp.trace.intervals import Interval
+from sarathi_pp.trace.timeline import StageTimeline
+
+IdleState = Literal["send_wait", "no_work", "recv_wait", "host"]
+
+_NEVER = float("inf")
+_wait_end = itemgetter(1)
+
+
+class Idle(NamedTuple):
+    """Seconds on rank 0's clock. position: of the compute that ends the gap; None after the last one."""
+
+    state: IdleState
+    begin_s: float
+    end_s: float
+    position: int | None
+
+
+def idle_spans(stage: StageTimeline, window: Interval) -> Iterator[Idle]:
+    """The stretches of the window outside the stage's compute spans: disjoint, not empty, in order of time."""
+    cursor, end = window
+    spans = zip(stage.starts, stage.ends, stage.issued, stage.arrived, strict=True)
+    for position, (started, ended, issued, arrived) in enumerate(spans):
+        if cursor >= end:
+            return
+        yield from _gap((cursor, min(started, end)), issued, arrived, stage.send_waits, position)
+        cursor = max(cursor, ended)
+    yield from _gap((cursor, end), _NEVER, _NEVER, stage.send_waits, None)
+
+
+def gap_before(stage: StageTimeline, position: int) -> float | None:
+    """Seconds from the end of the compute before to the start of this one; None for the first, which has none."""
+    return stage.starts[position] - stage.ends[position - 1] if position else None
+
+
+def _gap(
+    gap: Interval, issued: float, arrived: float, send_waits: list[Interval], position: int | None
+) -> Iterator[Idle]:
+    begin, end = gap
+    for index in range(bisect_right(send_waits, begin, key=_wait_end), len(send_waits)):
+        wait_begin, wait_end = send_waits[index]
+        if begin >= end or wait_begin >= end:
+            break
+        yield from _split(begin, wait_begin, issued, arrived, position)
+        yield Idle("send_wait", max(begin, wait_begin), min(wait_end, end), position)
+        begin = min(wait_end, end)
+    yield from _split(begin, end, issued, arrived, position)
+
+
+def _split(begin: float, end: float, issued: float, arrived: float, position: int | None) -> Iterator[Idle]:
+    if begin >= end:
+        return
+    # Clocks are aligned only so well: an input cannot be here before it was issued, so then it was.
+    issued = min(max(min(issued, arrived), begin), end)
+    arrived = min(max(arrived, begin), end)
+    states: tuple[IdleState, ...] = ("no_work", "recv_wait", "host")
+    for state, (since, until) in zip(states, pairwise((begin, issued, arrived, end)), strict=True):
+        if since < until:
+            yield Idle(state, since, until, position)

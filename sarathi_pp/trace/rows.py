@@ -1,0 +1,73 @@
+"""A run as lines for a spreadsheet: one a microbatch and stage, stage by stage, each in order of start.
+
+Times are seconds from the begin of the run window on rank 0's clock, to the nanosecond. A cell is empty where
+there is nothing to say: the gap before a stage's first microbatch, and what the issue of a microbatch told
+where rank 0's trace was cut off before it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from typing import TextIO
+
+from sarathi_pp.trace.idle import gap_before
+from sarathi_pp.trace.timeline import StageTimeline, Timeline
+
+COLUMNS = (
+    "microbatch",
+    "stage",
+    "issued_s",
+    "arrived_s",
+    "start_s",
+    "end_s",
+    "compute_s",
+    "gap_s",
+    "prefill_tokens",
+    "decodes",
+    "decode_context",
+    "text",
+)
+
+Cell = str | int
+
+
+def run_begin(timeline: Timeline) -> float:
+    """Begin of the run window on rank 0's clock; known before the first result is back, unlike the window itself."""
+    return timeline.issued[0].at_s if timeline.issued else timeline.stages[0].start.at_s
+
+
+def stage_rows(timeline: Timeline) -> Iterator[tuple[Cell, ...]]:
+    """The lines without their heading, in the order of COLUMNS.
+
+    compute_s: end_s - start_s. gap_s: from the end of the stage's compute before to start_s.
+    """
+    issued: dict[int, tuple[Cell, ...]] = {
+        event.microbatch: (event.prefill_tokens, event.decodes, event.decode_context, event.text)
+        for event in timeline.issued
+    }
+    unknown: tuple[Cell, ...] = ("", "", "", "")
+    begin = run_begin(timeline)
+    for stage in timeline.stages:
+        for position, microbatch in enumerate(stage.microbatches):
+            times = _times(stage, position, begin)
+            yield (microbatch, stage.start.stage, *times, *issued.get(microbatch, unknown))
+
+
+def write_csv(timeline: Timeline, file: TextIO) -> None:
+    """The heading and all lines. The file is open for text with newline="", as the csv module asks."""
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    writer.writerows(stage_rows(timeline))
+
+
+def _times(stage: StageTimeline, position: int, begin: float) -> tuple[str, ...]:
+    start, end = stage.starts[position], stage.ends[position]
+    instants = (stage.issued[position], stage.arrived[position], start, end)
+    gap = gap_before(stage, position)
+    relative = tuple(_seconds(instant - begin) for instant in instants)
+    return (*relative, _seconds(end - start), "" if gap is None else _seconds(gap))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.9f}"

@@ -1,0 +1,118 @@
+"""Emulated stages in real processes: what is measured is what the pipeline's recurrence says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.processes import COMMAND, Files, environment, run
+
+pytestmark = pytest.mark.timeout(180)
+
+# Long beside what a busy machine takes to pass a message on, which is a bubble too.
+MICROBATCH_S = 0.25
+SIZES = [2, 4, pytest.param(8, marks=pytest.mark.full)]
+
+
+def write_profile(path: Path, stages: int, **coefficients: float) -> Path:
+    costs = {"a0": 0.0, "a1": 0.0, "a2": 0.0, "a3": 0.0, "a4": 0.0} | coefficients
+    profile = {
+        "schema": "sarathi-pp/profile/1",
+        "model": "made-up",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "hidden_size": 64,
+        "num_layers": stages,
+        "tile": 1,
+        "stages": [{"layers": [stage, stage + 1], **costs} for stage in range(stages)],
+        "link": {"latency_s": 0.0, "bytes_per_s": 1e10},
+        "jitter_cv": 0.0,
+        "pages": 2000,
+        "max_num_seqs": 64,
+    }
+    path.write_text(json.dumps(profile))
+    return path
+
+
+def emulate(folder: Path, stages: int, lengths: list[int], *options: str, **coefficients: float) -> dict[str, Any]:
+    """The report of a run whose prompts each get one token."""
+    files = Files(folder)
+    profile = write_profile(folder / "profile.json", stages, **coefficients)
+    files.write_prompts([tuple(range(3, 3 + length)) for length in lengths], max_new_tokens=1)
+    where = ("--input", str(files.input), "--output", str(files.output))
+    command = ("generate", "--emulate", str(profile), "--stages", str(stages), *where, "--quiet", *options)
+    run((*COMMAND, *command), folder, timeout_s=120)
+    assert len(files.rows()) == len(lengths)
+    return files.report()
+
+
+def exact_bubble(times: list[float], stages: int) -> float:
+    """First in, first out, P microbatches in flight, nothing but compute."""
+    free = [0.0] * stages
+    results: list[float] = []
+    for index, seconds in enumerate(times):
+        ready = results[index - stages] if index >= stages else 0.0
+        for stage in range(stages):
+            free[stage] = ready = max(ready, free[stage]) + seconds
+        results.append(ready)
+    return 1 - sum(times) / results[-1]
+
+
+@pytest.mark.parametrize("stages", SIZES)
+def test_equal_microbatches_have_the_bubble_of_fill_and_drain(stages, tmp_path):
+    count = 20
+    report = emulate(tmp_path, stages, [64] * count, "--chunk-size", "64", a0=MICROBATCH_S)
+    assert report["microbatches"] == count
+    exact = (stages - 1) / (count + stages - 1)
+    assert exact == pytest.approx(exact_bubble([MICROBATCH_S] * count, stages))
+    assert report["bubble_ratio"] == pytest.approx(exact, abs=0.02)
+    assert all(stage["bubble_ratio"] == pytest.approx(exact, abs=0.02) for stage in report["per_stage"])
+
+
+@pytest.mark.parametrize("stages", SIZES)
+def test_whole_prompts_have_the_bubble_of_their_schedule_and_it_is_explained(stages, tmp_path):
+    lengths = [40, 400, 90, 700, 60, 300, 500, 30] * 3
+    report = emulate(tmp_path, stages, lengths, "--policy", "orca", a0=0.015, a1=6e-4)
+    exact = exact_bubble([0.015 + 6e-4 * length for length in lengths], stages)
+    assert report["bubble_ratio"] == pytest.approx(exact, abs=0.02)
+    causes = report["causes"]
+    assert abs(causes["unexplained_s"]) <= 0.1 * sum(causes.values())
+    outside_ramp = sum(causes.values()) - causes["ramp_s"]
+    assert causes["prefill_variance_s"] >= 0.7 * outside_ramp  # the rest is the machine's
+
+
+def test_the_answer_depends_on_request_and_position_alone(tmp_path):
+    answers = []
+    for stages in (1, 3):
+        folder = tmp_path / str(stages)
+        folder.mkdir()
+        files = Files(folder)
+        profile = write_profile(folder / "profile.json", 3, a0=1e-3)
+        files.write_prompts([tuple(range(3, 40)), tuple(range(9, 20))], max_new_tokens=5)
+        where = ("--input", str(files.input), "--output", str(files.output), "--quiet")
+        run((*COMMAND, "generate", "--emulate", str(profile), "--stages", str(stages), *where), folder)
+        answers.append(files.tokens())
+        assert all(row["text"] is None for row in files.rows())
+    assert answers[0] == answers[1] and len({*answers[0][0], *answers[0][1]}) > 5
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--emulate", "nowhere.json"), 66, "cannot read the profile nowhere.json: No such file or directory"),
+        (("--emulate", "broken.json"), 65, "broken.json: the profile's schema is None"),
+        ((), 2, "give either --model or, to run without one, --emulate PROFILE"),
+        (("--emulate", "broken.json", "--model", "m"), 2, "give either --model or"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(options, code, message, tmp_path):
+    (tmp_path / "broken.json").write_text("{}")
+    Files(tmp_path).write_prompts([(3, 4)])
+    command = (*COMMAND, "generate", "--input", "in.jsonl", "--output", "out.jsonl", *options)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert message in " ".join(done.stderr.split())

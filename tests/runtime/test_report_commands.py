@@ -1,0 +1,121 @@
+"""`report`, `compare` and the live figures, on runs of real processes with emulated stages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.processes import COMMAND, Files, environment, free_port, run
+from tests.runtime.test_emulated import write_profile
+
+pytestmark = pytest.mark.timeout(180)
+
+CAUSES = {
+    *("ramp_s", "prefill_variance_s", "prefill_decode_s", "decode_context_s", "stage_imbalance_s"),
+    *("communication_s", "host_s", "starvation_s", "unexplained_s"),
+}
+
+
+def command(folder: Path, stages: int, *options: str, num_requests: int = 12) -> tuple[str, ...]:
+    files = Files(folder)
+    profile = write_profile(folder / "profile.json", 2, a0=0.01, a1=5e-5, a4=1e-4)
+    files.write_prompts([tuple(range(3, 100 + 20 * index)) for index in range(num_requests)], max_new_tokens=5)
+    where = ("--input", str(files.input), "--output", str(files.output))
+    return (*COMMAND, "generate", "--emulate", str(profile), "--stages", str(stages), *where, *options)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The run directories of two stages and of one."""
+    directories = []
+    for stages in (2, 1):
+        folder = tmp_path_factory.mktemp(f"stages-{stages}")
+        run(command(folder, stages, "--quiet"), folder)
+        directories.append(Files(folder).run)
+    return directories
+
+
+def test_the_report_in_every_form(runs, tmp_path):
+    files = {form: tmp_path / f"run.{form}" for form in ("html", "perfetto", "csv")}
+    options = [word for form, path in files.items() for word in (f"--{form}", str(path))]
+    done = run((*COMMAND, "report", str(runs[0]), "--json", *options), tmp_path)
+    report = json.loads(done.stdout)
+    assert report["causes"].keys() == CAUSES
+    stored = json.loads((runs[0] / "report.json").read_text())
+    assert stored["causes"] == pytest.approx(report["causes"])
+    measured = sum(stage["wall_s"] - stage["compute_s"] for stage in report["per_stage"])
+    assert sum(report["causes"].values()) == pytest.approx(measured)
+    assert len(report["advice"]) <= 3
+    page = files["html"].read_text()
+    assert page.startswith("<!doctype html>") and f"{report['bubble_ratio']:.1%}" in page
+    assert json.loads(files["perfetto"].read_text())["traceEvents"]
+    with files["csv"].open(newline="") as lines:
+        assert len(list(csv.DictReader(lines))) == 2 * report["microbatches"]
+
+
+def test_the_table_has_causes_and_strips(runs, tmp_path):
+    text = run((*COMMAND, "report", str(runs[0])), tmp_path).stdout
+    assert "bubble by cause" in text and text.count("\nstage ") >= 2
+
+
+def test_runs_side_by_side(runs, tmp_path):
+    page = tmp_path / "both.html"
+    compared = json.loads(run((*COMMAND, "compare", *map(str, runs), "--json", "--html", str(page)), tmp_path).stdout)
+    assert [len(figure["values"]) for figure in compared["figures"].values()] == [2] * len(compared["figures"])
+    assert page.read_text().startswith("<!doctype html>")
+    assert "2 stages" in run((*COMMAND, "compare", *map(str, runs)), tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("report", "nowhere"), 66, "nowhere holds no trace; give the directory of a run"),
+        (("report", "RUN", "--html", "no/such/folder.html"), 74, "cannot write no/such/folder.html"),
+        (("compare", "RUN"), 2, "give two or more run directories"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(arguments, code, message, runs, tmp_path):
+    words = [str(runs[0]) if word == "RUN" else word for word in arguments]
+    done = subprocess.run(
+        (*COMMAND, *words), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_run_in_progress_is_scraped_and_reported(tmp_path):
+    port = free_port()
+    options = ("--metrics-port", str(port), "--quiet", "--request-rate", "1000")
+    process = subprocess.Popen(command(tmp_path, 2, *options, num_requests=400), cwd=tmp_path, env=environment())
+    try:
+        scraped = scrape(port)
+        while "pipeline_bubble_ratio{" not in scraped:
+            assert process.poll() is None, "the run ended before it could be looked at"
+            scraped = scrape(port)
+        for name in ("chunk_throughput", "kv_cache_fragmentation"):
+            assert name in scraped
+        report = {"microbatches": 0}
+        while report["microbatches"] == 0:
+            assert process.poll() is None, "the run ended before it could be reported on"
+            report = json.loads(run((*COMMAND, "report", str(Files(tmp_path).run), "--json"), tmp_path).stdout)
+        assert any("the run goes on or was killed" in note for note in report["notes"])
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def scrape(port: int) -> str:
+    """The metrics, or nothing while no one serves them yet."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
+    except OSError:
+        time.sleep(0.05)
+        return ""

@@ -1,0 +1,238 @@
+"""Synthetic runs whose bubble has one cause, known by construction."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.errors import InputError
+from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.causes import Causes, explain
+from sarathi_pp.trace.events import Compute, Event, Issued, RequestArrived, Returned, SendWait, Starved
+from sarathi_pp.trace.timeline import Timeline
+from tests.trace.schedules import start
+
+Delay = Callable[[int, int], float]
+
+CHUNK = Load(256, 256 * 256 / 2, 0, 0)
+DECODES = Load(0, 0.0, 8, 8000)
+
+
+def nothing(microbatch: int, stage: int) -> float:
+    return 0.0
+
+
+def cost(stages: int, scale: Callable[[int], float] = lambda stage: 1.0) -> CostModel:
+    """A microbatch of 256 prompt tokens takes 66 ms, one of 8 decodes with 8,000 tokens behind them 16 ms."""
+    return CostModel(
+        1,
+        tuple(
+            StageCost((stage, stage + 1), *(x * scale(stage) for x in (2e-3, 2e-4, 4e-7, 1e-6, 6e-4)))
+            for stage in range(stages)
+        ),
+    )
+
+
+@dataclass
+class Run:
+    """A pipeline played by the coordinator's rules: K in flight, the first stage on its own rank.
+
+    transfer: into a stage (stage P: back to the coordinator). awaits: for a microbatch, the earlier one whose
+    result it needs, or None. arrives: when the request of a microbatch is there.
+    """
+
+    loads: list[Load]
+    model: CostModel
+    inflight: int
+    transfer: Delay = nothing
+    host: Delay = nothing
+    issue: Delay = nothing
+    blocked: Delay = nothing
+    awaits: Callable[[int], int | None] = lambda microbatch: None
+    arrives: Callable[[int], float] = lambda microbatch: 0.0
+    jitter: Delay = nothing
+
+    def timeline(self) -> Timeline:
+        num_stages = len(self.model.stages)
+        traces: list[list[Event]] = [[replace(start(s, num_stages), inflight=self.inflight)] for s in range(num_stages)]
+        free = [0.0] * num_stages
+        results: list[float] = []
+        for m, load in enumerate(self.loads):
+            traces[0].append(RequestArrived(m, self.arrives(m), 10))
+            could = max(free[0], results[m - self.inflight] if m >= self.inflight else 0.0)
+            needed = self.awaits(m)
+            ready = max(could, self.arrives(m), 0.0 if needed is None else results[needed])
+            if ready > could:
+                traces[0].append(Starved(could, "tokens_in_flight"))
+            ready += self.issue(m, 0)
+            fields = (load.prefill_tokens, load.decodes, load.decode_context, load.prefill_attention)
+            traces[0].append(Issued(m, ready, f"m{m}[]", *fields, 1, 1))
+            issued = ready
+            for s in range(num_stages):
+                arrived = ready + (self.transfer(m, s) if s else 0.0)
+                begin = max(free[s], arrived) + self.host(m, s)
+                end = begin + self.model.seconds(s, load) + self.jitter(m, s)
+                traces[s].append(Compute(m, issued, arrived, begin, end))
+                free[s] = ready = end + self.blocked(m, s)
+                if self.blocked(m, s):
+                    traces[s].append(SendWait(end, ready))
+            results.append(ready + self.transfer(m, num_stages))
+            traces[0].append(Returned(m, results[-1]))
+        return Timeline.read(traces)
+
+    def causes(self) -> Causes:
+        timeline = self.timeline()
+        causes = explain(timeline, self.model)
+        bubbles = measure_bubbles(timeline)
+        measured = sum(bubbles.wall_s - stage.compute_s for stage in bubbles.stages)
+        assert causes.bubble_s == pytest.approx(measured, abs=1e-9)
+        return causes
+
+
+def share(causes: Causes, name: str) -> float:
+    """Of the bubble outside ramp, the part that one cause has."""
+    value: float = asdict(causes)[name]
+    return value / (causes.bubble_s - causes.ramp_s)
+
+
+every_size = pytest.mark.parametrize("stages", [2, 3, 4, 8])
+
+
+@every_size
+def test_equal_microbatches_leave_nothing_but_the_ramp(stages: int) -> None:
+    count = 20
+    causes = Run([CHUNK] * count, cost(stages), stages).causes()
+    seconds = cost(stages).seconds(0, CHUNK)
+    assert causes.ramp_s == pytest.approx(stages * (stages - 1) * seconds)
+    assert causes.bubble_s == pytest.approx(causes.ramp_s)
+    others = [value for name, value in asdict(causes).items() if name != "ramp_s"]
+    assert others == pytest.approx([0.0] * len(others), abs=1e-9)
+
+
+@every_size
+def test_chunks_of_different_length_are_prefill_variance(stages: int) -> None:
+    draw = random.Random(1)
+    loads = [Load(n, n * n / 2, 0, 0) for n in (draw.randint(32, 1024) for _ in range(60))]
+    assert share(Run(loads, cost(stages), stages).causes(), "prefill_variance_s") >= 0.95
+
+
+@every_size
+def test_chunks_between_decodes_are_prefill_and_decode(stages: int) -> None:
+    loads = [CHUNK if index % 3 == 0 else DECODES for index in range(60)]
+    assert share(Run(loads, cost(stages), stages).causes(), "prefill_decode_s") >= 0.95
+
+
+@every_size
+def test_decodes_with_different_context_are_decode_context(stages: int) -> None:
+    draw = random.Random(2)
+    loads = [replace(DECODES, decode_context=draw.randint(100, 60_000)) for _ in range(60)]
+    assert share(Run(loads, cost(stages), stages).causes(), "decode_context_s") >= 0.95
+
+
+@every_size
+@pytest.mark.parametrize("slow", [0, 1, -1])
+def test_a_slow_stage_is_stage_imbalance(stages: int, slow: int) -> None:
+    model = cost(stages, lambda stage: 1.5 if stage == slow % stages else 1.0)
+    loads = [CHUNK] * 60
+    causes = Run(loads, model, stages).causes()
+    assert share(causes, "stage_imbalance_s") >= 0.95
+
+
+@every_size
+def test_slow_edges_are_communication(stages: int) -> None:
+    causes = Run([CHUNK] * 60, cost(stages), stages, transfer=lambda m, s: 5e-3).causes()
+    assert share(causes, "communication_s") >= 0.95
+
+
+@every_size
+def test_waiting_for_a_send_buffer_is_communication(stages: int) -> None:
+    causes = Run([CHUNK] * 60, cost(stages), stages, blocked=lambda m, s: 4e-3 if s == 0 else 0.0).causes()
+    assert share(causes, "communication_s") >= 0.95
+
+
+@every_size
+@pytest.mark.parametrize("place", ["stage 0", "last stage", "coordinator"])
+def test_slow_python_is_host(stages: int, place: str) -> None:
+    run = Run([CHUNK] * 60, cost(stages), stages)
+    late = {"stage 0": 0, "last stage": stages - 1}.get(place)
+    if late is None:
+        run.issue = lambda m, s: 3e-3 if m else 0.0
+    else:
+        run.host = lambda m, s: 3e-3 if s == late else 0.0
+    assert share(run.causes(), "host_s") >= 0.95
+
+
+@every_size
+def test_one_sequence_that_decodes_is_starvation(stages: int) -> None:
+    """Its next token needs the last one: every stage waits for all others."""
+    loads = [Load(0, 0.0, 1, 1000)] * 60
+    run = Run(loads, cost(stages), stages, awaits=lambda m: m - 1 if m else None)
+    assert share(run.causes(), "starvation_s") >= 0.95
+
+
+@every_size
+def test_late_requests_are_starvation(stages: int) -> None:
+    run = Run([CHUNK] * 60, cost(stages), stages, arrives=lambda m: 0.2 * m)
+    assert share(run.causes(), "starvation_s") >= 0.95
+
+
+def test_what_the_model_does_not_know_stays_unexplained() -> None:
+    draw = random.Random(3)
+    noise = {(m, s): draw.uniform(0, 0.03) for m in range(60) for s in range(4)}
+    causes = Run([CHUNK] * 60, cost(4), 4, jitter=lambda m, s: noise[m, s]).causes()
+    assert share(causes, "unexplained_s") >= 0.95
+
+
+loads = st.lists(
+    st.builds(
+        lambda prefill, decodes: Load(prefill, prefill**2 / 2.0, decodes, 700 * decodes),
+        st.integers(0, 300),
+        st.integers(1, 20),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(loads=loads, stages=st.integers(1, 5), extra=st.integers(0, 2), seed=st.integers(0, 10**6))
+def test_a_run_with_everything_in_it_is_explained_to_the_last_second(
+    loads: list[Load], stages: int, extra: int, seed: int
+) -> None:
+    """With the true model nothing is unexplained: the replay is the run."""
+
+    def some(most: float) -> Delay:
+        return lambda m, s: random.Random(f"{seed} {m} {s} {most}").uniform(0, most)
+
+    def awaits(m: int) -> int | None:
+        back = random.Random(seed * 1000 + m).randint(0, 3)
+        return m - back if 0 < back <= m else None
+
+    model = cost(stages, lambda stage: 1 + stage / 3)
+    run = Run(loads, model, stages + extra, some(3e-3), some(2e-3), some(1e-3), some(4e-3), awaits)
+    causes = run.causes()
+    assert causes.unexplained_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_run_without_a_result_has_no_bubble_to_explain() -> None:
+    timeline = Run([CHUNK], cost(2), 2).timeline()
+    timeline.returned.clear()
+    assert explain(timeline, cost(2)) == Causes(*[0.0] * 9)
+
+
+def test_a_model_of_another_pipeline_is_refused() -> None:
+    with pytest.raises(InputError, match="the cost model has 3 stages, the run 2"):
+        explain(Run([CHUNK], cost(2), 2).timeline(), cost(3))
+
+
+def test_stages_that_ran_out_of_order_are_refused() -> None:
+    timeline = Run([CHUNK] * 3, cost(2), 2).timeline()
+    timeline.stages[1].microbatches[0], timeline.stages[1].microbatches[1] = 1, 0
+    with pytest.raises(InputError, match="stage 1 did not run microbatches 0 to 2 in that order"):
+        explain(timeline, cost(2))

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait
+from sarathi_pp.trace.idle import Idle, gap_before, idle_spans
+from sarathi_pp.trace.timeline import Timeline
+from tests.trace.schedules import Schedule, constant, start
+from tests.trace.strategies import schedules
+
+STATES = ("send_wait", "no_work", "recv_wait", "host")
+
+
+def by_hand(*events: Event) -> Timeline:
+    """One stage, one microbatch issued at 0 that comes back at 10."""
+    issued = Issued(0, 0.0, "m0[s0:0+1]", 1, 0, 0, 0.5, 1, 1)
+    return Timeline.read([[start(0, 1), issued, *events, Returned(0, 10.0)]])
+
+
+def spans(timeline: Timeline) -> list[Idle]:
+    return list(idle_spans(timeline.stages[0], timeline.window))
+
+
+def test_states_of_one_gap_in_order() -> None:
+    assert spans(by_hand(SendWait(1.5, 2.0), Compute(0, 1.0, 3.0, 5.0, 9.0))) == [
+        ("no_work", 0.0, 1.0, 0),
+        ("recv_wait", 1.0, 1.5, 0),
+        ("send_wait", 1.5, 2.0, 0),
+        ("recv_wait", 2.0, 3.0, 0),
+        ("host", 3.0, 5.0, 0),
+        ("no_work", 9.0, 10.0, None),
+    ]
+
+
+def test_a_send_wait_that_a_compute_cuts_in_two() -> None:
+    waits = [SendWait(-5.0, -1.0), SendWait(1.0, 3.0), SendWait(8.5, 9.5)]
+    assert spans(by_hand(*waits, Compute(0, 0.0, 0.0, 2.0, 9.0))) == [
+        ("host", 0.0, 1.0, 0),
+        ("send_wait", 1.0, 2.0, 0),
+        ("send_wait", 9.0, 9.5, None),
+        ("no_work", 9.5, 10.0, None),
+    ]
+
+
+def test_nothing_came_back() -> None:
+    timeline = Timeline.read([[start(0, 1), SendWait(0.0, 1.0)]])
+    assert spans(timeline) == []
+
+
+@given(schedules())
+def test_spans_are_the_states_that_bubbles_measure(schedule: Schedule) -> None:
+    timeline = Timeline.read(schedule.events())
+    for stage, measured in zip(timeline.stages, measure_bubbles(timeline).stages, strict=True):
+        idles = list(idle_spans(stage, timeline.window))
+        for state in STATES:
+            seconds = sum(idle.end_s - idle.begin_s for idle in idles if idle.state == state)
+            assert seconds == pytest.approx(getattr(measured, f"{state}_s"), abs=1e-9)
+        assert all(idle.begin_s < idle.end_s for idle in idles)
+        assert all(left.end_s <= right.begin_s for left, right in zip(idles, idles[1:], strict=False))
+        positions = [len(stage.starts) if idle.position is None else idle.position for idle in idles]
+        assert positions == sorted(positions)
+
+
+def test_the_first_compute_has_no_gap_before_it() -> None:
+    stage = Timeline.read(Schedule(2, 2, constant(1.0), host=constant(0.25)).events()).stages[1]
+    assert (gap_before(stage, 0), gap_before(stage, 1)) == (None, 0.25)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from sarathi_pp.cli.report import writing
+from sarathi_pp.cli.report import writing
 from sarathi_pp.cli.runs import read_run
+from sarathi_pp.report.advice import advise_comparison
 from sarathi_pp.report.comparison import compare as compare_reports
 from sarathi_pp.report.comparison import render_comparison
 
@@ -17,13 +20,18 @@ from sarathi_pp.report.comparison import render_comparison
 @click.command()
 @click.argument("runs", metavar="RUN RUN...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
-@click.option("--html", type=click.Path(path_type=Path), help="Also write one page with the timelines of all runs.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write one page with the timelines of all runs.",
+)
 def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
     """Show two or more runs, given as run directories, side by side; ratios are to the first."""
     if len(runs) < 2:
         raise click.UsageError("give two or more run directories")
     found = [read_run(path) for path in runs]
     comparison = compare_reports([(run.path.resolve().name, run.report) for run in found])
+    comparison["advice"] = [asdict(advice) for advice in advise_comparison([run.report for run in found])]
     if html is not None:
         from sarathi_pp.report.page import PageRun, render_page  # its plotting library is slow to import
 

@@ -28,7 +28,6 @@ Better = Literal["lower", "higher"]
 
 # Runs beside each other in 80 columns; further ones come in a table below, each beside the first run again.
 _RUNS_ABREAST = 4
-_LABEL_WIDTH = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +146,7 @@ def render_comparison(comparison: Mapping[str, Any]) -> RenderableType:
         shown = [0, *range(first, min(first + _RUNS_ABREAST - 1, count))]
         parts += [_table(comparison, shown), ""]
     parts.append(Text("* the best, or within 1 % of it; x: times the first run", style="dim"))
+    parts += [Text(f"advice: {advice['text']}", style="cyan") for advice in comparison.get("advice", [])]
     parts += [Text(f"note: {note}", style="yellow") for note in comparison["notes"]]
     return Group(*parts)
 
@@ -225,23 +225,17 @@ def _shown(value: object) -> str:
 
 
 def _table(comparison: Mapping[str, Any], shown: Sequence[int]) -> Table:
-    figures = comparison["figures"]
-    sections = [[figure for figure in section if figure.name in figures] for section in _SECTIONS]
-    columns = [
-        [[_cell(figure, figures[figure.name], run) for figure in section] for section in sections] for run in shown
-    ]
     gap = 1 if len(shown) < _RUNS_ABREAST else 0
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
     table.add_column("figure", style="dim", no_wrap=True)
-    for run, column in zip(shown, columns, strict=True):
-        # A long label wraps; a figure never does.
-        width = max([_LABEL_WIDTH, *(len(cell) for cells in column for cell in cells)])
-        table.add_column(Text(comparison["runs"][run]["label"]), justify="right", overflow="fold", width=width)
-    for number, section in enumerate(sections):
-        for row, figure in enumerate(section):
-            table.add_row(
-                figure.heading, *(column[number][row] for column in columns), end_section=figure is section[-1]
-            )
+    for run in shown:
+        table.add_column(Text(comparison["runs"][run]["label"]), justify="right", overflow="fold")
+    figures = comparison["figures"]
+    for section in _SECTIONS:
+        for figure in section:
+            if figure.name in figures:
+                table.add_row(figure.heading, *(_cell(figure, figures[figure.name], run) for run in shown))
+        table.add_section()
     return table
 
 

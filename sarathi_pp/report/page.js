@@ -6,7 +6,7 @@
 "use strict";
 (async () => {
   const MIN_SPAN_PX = 3;
-  const EDGE_PX = 14, LABEL_PX = 44;
+  const EDGE_PX = 8, LABEL_PX = 44;
   const MARGIN = { l: 62, r: 14, t: 4, b: 42 };
   const TITLE_PX = 26, ROW_PX = 26, ROW_GAP_PX = 4;
   const SHADES = 32, FADES = 16;
@@ -117,9 +117,13 @@
     const shade = Math.round(shareOf(row.run, issue) * SHADES);
     context.fillStyle = palette[FADES][shade];
     context.fillRect(x0, row.y, x1 - x0, ROW_PX);
-    if (x0 > 0 && x1 - x0 >= EDGE_PX) {
+    // Lines that came and went at one width would look like a pattern of the run.
+    const strength = Math.min(1, (x1 - x0 - EDGE_PX) / (3 * EDGE_PX));
+    if (x0 > 0 && strength > 0) {
+      context.globalAlpha = strength;
       context.fillStyle = edges[shade];
       context.fillRect(x0, row.y, 1 / devicePixelRatio, ROW_PX);
+      context.globalAlpha = 1;
     }
     if (x1 - x0 < LABEL_PX || issue < 0) return;
     const text = row.run.texts[issue];

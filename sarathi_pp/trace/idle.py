@@ -39,8 +39,6 @@ def idle_spans(stage: StageTimeline, window: Interval) -> Iterator[Idle]:
     cursor, end = window
     spans = zip(stage.starts, stage.ends, stage.issued, stage.arrived, strict=True)
     for position, (started, ended, issued, arrived) in enumerate(spans):
-        if cursor >= end:
-            return
         yield from _gap((cursor, min(started, end)), issued, arrived, stage.send_waits, position)
         cursor = max(cursor, ended)
     yield from _gap((cursor, end), _NEVER, _NEVER, stage.send_waits, None)

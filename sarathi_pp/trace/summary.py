@@ -164,6 +164,7 @@ def _kv(timeline: Timeline) -> Report:
             wasted_s += seconds * (1 - event.tokens_held / (event.pages_used * settings.page_size))
     return {
         "pages": settings.num_pages,
+        "page_size": settings.page_size,
         "peak_used": max((event.pages_used for event in timeline.issued), default=0),
         "fragmentation": wasted_s / held_s if held_s > 0 else None,
     }

@@ -106,6 +106,21 @@ def test_the_best_are_within_a_percent_and_never_all(values: list[float | None])
         assert {values[number] for number in compared["best"]} <= {0.0}
 
 
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [
+        ((0.2, 0.1), [1]),
+        ((0.1, 0.1005, 0.2), [0, 1]),
+        ((0.1, 0.1005), []),
+        ((0.0, 0.001), [0]),
+        ((None, 0.1), []),
+    ],
+)
+def test_within_a_percent_is_as_good(values: tuple[float | None, ...], best: list[int]) -> None:
+    runs = [("", BASE | {"bubble_ratio": value}) for value in values]
+    assert compare(runs)["figures"]["bubble_ratio"]["best"] == best
+
+
 BASE = report()
 
 
@@ -191,7 +206,7 @@ def test_any_number_of_long_runs_fits_80_columns(count: int) -> None:
         ("a-directory-with-a-long-name", report(**big, e2el_s=spread, policy=f"balanced:parameter={n}", chunk_size=n))
         for n in range(count)
     ]
-    runs[0][1]["total_tokens_per_s"] = 876_543.2
+    runs[0][1].update(total_tokens_per_s=876_543.2, policy="short")
     runs[1][1]["causes"] = CAUSES | {"ramp_s": -12_345.6, "host_s": 0.5e6}
     text = printed(compare(runs))
     assert max(map(len, text.splitlines())) <= 80
@@ -213,3 +228,8 @@ def test_runs_without_any_result() -> None:
     comparison = compare([("a", empty), ("b", empty)])
     assert "bubble_ratio" not in comparison["figures"]
     assert "note: a: no end in the trace of stage 0" in printed(comparison)
+
+
+def test_advice_stands_below_the_table() -> None:
+    comparison = compare([("a", report()), ("b", report())]) | {"advice": [{"text": "raise the chunk"}]}
+    assert "advice: raise the chunk" in printed(comparison)

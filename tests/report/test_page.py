@@ -7,6 +7,7 @@ from array import array
 from base64 import b64decode
 from collections.abc import Iterator
 from html import unescape
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -229,7 +230,10 @@ def test_distributions_have_the_same_bins_for_all_runs_and_lose_no_value() -> No
     times = found["microbatch_s"]
     assert times["edges"][0] == pytest.approx(1.0) and times["edges"][-1] == pytest.approx(6.0)
     assert times["shares"][0][0] == 1.0
-    assert sum(map(bool, times["shares"][1])) == 6
+    for second in range(2, 6):
+        within = [low <= second < high for low, high in pairwise(times["edges"])].index(True)
+        assert times["shares"][1][within] == pytest.approx(1 / 6)
+    assert times["shares"][1][-1] == pytest.approx(1 / 6), "the largest value belongs to the last bin"
     for key, distribution in found.items():
         if key in ("tpot_s", "itl_s"):  # one output token has neither
             assert distribution["shares"] == [[], []]

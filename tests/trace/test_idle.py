@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait
@@ -49,9 +50,25 @@ def test_nothing_came_back() -> None:
     assert spans(timeline) == []
 
 
+instants = st.integers(-4, 44).map(lambda quarters: quarters / 4)
+pairs = st.lists(st.tuples(instants, instants).map(sorted), max_size=5)
+
+
+@given(pairs, pairs, st.lists(instants, min_size=10, max_size=10))
+def test_records_that_contradict_each_other(
+    spans: list[list[float]], waits: list[list[float]], at: list[float]
+) -> None:
+    """Clocks apart, spans that overlap or lie outside the window: the states are still those of `bubbles`."""
+    computes = [Compute(m, at[2 * m], at[2 * m + 1], begin, end) for m, (begin, end) in enumerate(spans)]
+    check_states(by_hand(*(SendWait(begin, end) for begin, end in waits), *computes))
+
+
 @given(schedules())
 def test_spans_are_the_states_that_bubbles_measure(schedule: Schedule) -> None:
-    timeline = Timeline.read(schedule.events())
+    check_states(Timeline.read(schedule.events()))
+
+
+def check_states(timeline: Timeline) -> None:
     for stage, measured in zip(timeline.stages, measure_bubbles(timeline).stages, strict=True):
         idles = list(idle_spans(stage, timeline.window))
         for state in STATES:

@@ -226,13 +226,18 @@ def test_requests_and_their_phases() -> None:
 
 
 def test_counters() -> None:
+    traces = by_hand()
+    traces[0].append(RequestFinished(2, 0.75, None, None, 5.0, 8, 0, "error"))
     counted = defaultdict(list)
-    for event in phase(events_of(by_hand()), "C"):
+    for event in phase(events_of(traces), "C"):
         counted[event["name"]].append((event["ts"] / 1e6, *event["args"].values()))
     assert counted["KV pages"] == [(0.0, 1), (0.5, 2)]
     assert counted["in flight"] == [(0.0, 1), (0.5, 2), (2.0, 1), (3.0, 0)]
-    # waiting and running: three arrive, s0 begins, s1 begins, s0 ends.
-    assert counted["requests"] == [(0.0, 1, 0), (0.0, 2, 0), (0.0, 3, 0), (0.0, 2, 1), (0.5, 1, 2), (3.0, 1, 1)]
+    assert counted["requests"] == [
+        *((0.0, 1, 0), (0.0, 2, 0), (0.0, 3, 0)),  # three wait
+        *((0.0, 2, 1), (0.5, 1, 2)),  # s0 and s1 run
+        *((3.0, 1, 1), (4.0, 0, 1)),  # s0 is done; s2 fails without having run
+    ]
 
 
 @given(schedules(), st.data())

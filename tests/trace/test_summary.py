@@ -91,7 +91,7 @@ GOLDEN = {
     "e2el_s": {"mean": 5.5, "p50": 5.5, "p90": 8.3, "p99": 8.93},
     "microbatch_time_cv": 0.0,
     "microbatch_tokens_cv": 0.0,
-    "kv": {"pages": 100, "peak_used": 2, "fragmentation": 0.25},
+    "kv": {"pages": 100, "page_size": 16, "peak_used": 2, "fragmentation": 0.25},
     "preemptions": 0,
     "clock_uncertainty_s": 0.0,
     "closing_error": 0.0,
@@ -145,7 +145,7 @@ def test_run_without_a_result_is_null_not_an_error() -> None:
     assert (report["wall_s"], report["microbatches"], report["requests"]) == (0, 0, 0)
     for key in ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "microbatch_time_cv"):
         assert report[key] is None
-    assert report["kv"] == {"pages": 100, "peak_used": 0, "fragmentation": None}
+    assert report["kv"] == {"pages": 100, "page_size": 16, "peak_used": 0, "fragmentation": None}
     assert report["request_bubble_s"] == {"p50": None, "p90": None, "p99": None}
     assert report["per_stage"][0]["peak_rss_bytes"] is None
 

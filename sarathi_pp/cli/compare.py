@@ -10,7 +10,6 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli.report import writing
-from sarathi_pp.cli.report import writing
 from sarathi_pp.cli.runs import read_run
 from sarathi_pp.report.advice import advise_comparison
 from sarathi_pp.report.comparison import compare as compare_reports

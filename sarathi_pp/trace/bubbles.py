@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import get_args
 
+from sarathi_pp.trace.idle import IdleState, idle_spans
 from sarathi_pp.trace.intervals import Interval, intersect, length, merge, positions_within
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
@@ -122,61 +124,22 @@ def _mean(ratios: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-class _Gaps:
-    """Seconds of the gaps of one stage, split by state. Gaps are added in order of time."""
-
-    def __init__(self, send_waits: list[Interval]) -> None:
-        self.send_wait_s = self.no_work_s = self.recv_wait_s = self.host_s = 0.0
-        self._send_waits = send_waits
-        self._next = 0
-
-    def add(self, begin: float, end: float, issued: float, arrived: float) -> None:
-        """The gap [begin, end) before a microbatch; both its instants infinite: nothing comes after it."""
-        waits = self._send_waits
-        while self._next < len(waits) and waits[self._next][0] < end:
-            wait_begin, wait_end = waits[self._next]
-            if wait_end > begin:
-                self._split(begin, max(begin, wait_begin), issued, arrived)
-                self.send_wait_s += min(wait_end, end) - max(wait_begin, begin)
-                begin = min(wait_end, end)
-            if wait_end > end:
-                break  # the rest of this wait belongs to a later gap
-            self._next += 1
-        self._split(begin, end, issued, arrived)
-
-    def _split(self, begin: float, end: float, issued: float, arrived: float) -> None:
-        # Clocks are aligned only so well: an input cannot be here before it was issued, so then it was.
-        issued = min(max(min(issued, arrived), begin), end)
-        arrived = min(max(arrived, begin), end)
-        self.no_work_s += issued - begin
-        self.recv_wait_s += arrived - issued
-        self.host_s += end - arrived
-
-
 def _fold_stage(stage: StageTimeline, window: Interval, steady_ratio: float | None) -> StageBubbles:
     begin, end = window
     wall_s = end - begin
-    gaps = _Gaps(stage.send_waits)
-    compute_s = 0.0
-    cursor = begin
-    for started, ended, issued, arrived in zip(stage.starts, stage.ends, stage.issued, stage.arrived, strict=True):
-        if cursor >= end:
-            break
-        if started > cursor:
-            gaps.add(cursor, min(started, end), issued, arrived)
-        if ended > begin:
-            # Overlapping spans count twice here, and show as a closing error.
-            compute_s += max(0.0, min(ended, end) - max(started, begin))
-            cursor = max(cursor, ended)
-    if cursor < end:
-        gaps.add(cursor, end, float("inf"), float("inf"))
-    total_s = compute_s + gaps.recv_wait_s + gaps.send_wait_s + gaps.host_s + gaps.no_work_s
+    idle_s = dict.fromkeys(get_args(IdleState), 0.0)
+    for idle in idle_spans(stage, window):
+        idle_s[idle.state] += idle.end_s - idle.begin_s
+    # Overlapping spans count twice here, and show as a closing error.
+    spans = zip(stage.starts, stage.ends, strict=True)
+    compute_s = sum(max(0.0, min(ended, end) - max(started, begin)) for started, ended in spans)
+    total_s = compute_s + sum(idle_s.values())
     return StageBubbles(
         compute_s=compute_s,
-        recv_wait_s=gaps.recv_wait_s,
-        send_wait_s=gaps.send_wait_s,
-        host_s=gaps.host_s,
-        no_work_s=gaps.no_work_s,
+        recv_wait_s=idle_s["recv_wait"],
+        send_wait_s=idle_s["send_wait"],
+        host_s=idle_s["host"],
+        no_work_s=idle_s["no_work"],
         wall_s=wall_s,
         bubble_ratio=_bubble_ratio(compute_s, wall_s),
         bubble_ratio_steady=steady_ratio,

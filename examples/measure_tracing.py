@@ -4,7 +4,8 @@
 
 Two stages under torchrun, one compute thread each, on the 298M model of measure_300m.py: 8 prompts of 256 tokens
 with 24 new ones each, so that most microbatches are short and events many. Seconds are the engine's own, from the
-first row to the last answer; loading lies outside. Order alternates from round to round.
+first row to the last answer; loading lies outside. Order alternates from round to round. What "off" leaves running are
+the clock reads around a span and the making of events. Last, what recording and writing an event costs by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,6 +83,29 @@ def run_once(work_dir: Path, traced: bool, port: int) -> float:
     return float(seconds.read_text())
 
 
+def cost_of_events(trace: Path, run_s: float) -> dict[str, float]:
+    """Record a run's events of rank 0, which has most, once more, 40 times over: what each costs and all together."""
+    from sarathi_pp.trace.clock import SystemClock
+    from sarathi_pp.trace.recorder import Recorder, read_trace
+
+    events = list(read_trace(trace)) * 40
+    clock = SystemClock()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder) / "trace.jsonl")
+        before_s, begin_s = time.process_time(), clock.now()
+        for event in events:
+            recorder.record(event)
+        loop_s = clock.now() - begin_s
+        recorder.close()
+        cpu_s = time.process_time() - before_s
+    return {
+        "events": len(events) / 40,
+        "stage loop, us an event": loop_s / len(events) * 1e6,
+        "all threads, CPU us an event": cpu_s / len(events) * 1e6,
+        "CPU share of the run": cpu_s / 40 / run_s,
+    }
+
+
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True)
@@ -94,6 +120,8 @@ def main(work_dir: Path, rounds: int, output: Path | None) -> None:
         for traced in (True, False) if index % 2 else (False, True):
             seconds["on" if traced else "off"].append(run_once(work_dir, traced, 29700 + index))
         print(f"round {index + 1}  on {seconds['on'][-1]:.3f} s  off {seconds['off'][-1]:.3f} s", flush=True)
+    run_once(work_dir, True, 29699)
+    trace = work_dir / "short-answers.jsonl.run" / "attempt-0000" / "trace-00000-of-00002.jsonl"
     ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=True)
     document = {
@@ -107,8 +135,9 @@ def main(work_dir: Path, rounds: int, output: Path | None) -> None:
             "min": min(ratios),
             "max": max(ratios),
         },
+        "of one run": cost_of_events(trace, statistics.median(seconds["on"])),
     }
-    print(json.dumps(document["seconds with tracing / without"], indent=2))
+    print(json.dumps({key: document[key] for key in ("seconds with tracing / without", "of one run")}, indent=2))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(document, indent=1) + "\n")

@@ -124,6 +124,7 @@ def generate(**options: Any) -> int:
         input_path=options["input_path"],
         output_path=options["output_path"],
         overwrite=options["overwrite"],
+        metrics_port=options["metrics_port"],
     )
     console = Console(stderr=True, quiet=place is not None and place.rank != 0)
     if place is None and job.config.stages > 1:

@@ -68,4 +68,4 @@ def _facts(run: Path) -> dict[str, Any]:
         known = json.loads((run / "run.json").read_text())
     except (OSError, ValueError):
         return {}  # a run that was killed early, or traces that were moved: the figures do not need it
-    return {name: known[name] for name in _FACTS if name in known}
+    return {name: known[name] for name in _FACTS if name in known} if isinstance(known, dict) else {}

@@ -12,6 +12,7 @@ sections 3 and 4.4: linear layers move in whole tiles, attention grows with the 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.errors import InputError
 
 SCHEMA = "sarathi-pp/profile/1"
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ class Profile:
         profile = cls(
             model=_text(data, "model"),
             device=_text(data, "device"),
-            dtype=_text(data, "dtype"),
+            dtype=_dtype(data),
             hidden_size=_whole(data, "hidden_size"),
             num_layers=_whole(data, "num_layers"),
             cost=CostModel(_whole(data, "tile"), tuple(_stage(stage) for stage in stages)),
@@ -221,6 +223,13 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     return value
 
 
+def _dtype(data: Mapping[str, Any]) -> str:
+    value = _text(data, "dtype")
+    if value not in _DTYPES:
+        raise InputError(f"the profile's 'dtype' is {value!r}; it must be one of {', '.join(_DTYPES)}")
+    return value
+
+
 def _whole(data: Mapping[str, Any], key: str, *, least: int = 1) -> int:
     value = data.get(key)
     if type(value) is not int or value < least:
@@ -230,7 +239,7 @@ def _whole(data: Mapping[str, Any], key: str, *, least: int = 1) -> int:
 
 def _real(data: Mapping[str, Any], key: str, *, above: float | None = None) -> float:
     value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise InputError(f"the profile's {key!r} is {value!r}; it must be a number of at least 0")
     if above is not None and value <= above:
         raise InputError(f"the profile's {key!r} is {value!r}; it must be above {above:g}")

@@ -39,6 +39,7 @@ class BatchJob:
     input_path: str
     output_path: str
     overwrite: bool
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,10 @@ def preflight(job: BatchJob) -> Preflight:
     make_policy(config.policy)
     check_input(job.input_path)
     check_output(job.output_path, job.input_path, overwrite=job.overwrite)
+    if job.metrics_port is not None:
+        from sarathi_pp.runtime.metrics import check_port
+
+        check_port(job.metrics_port)
     run_path = config.run_dir or RunDirectory.default_path(job.output_path)
     RunDirectory.check(run_path, overwrite=job.overwrite)
     config, model_dir, profile, facts = _open_model(config)
@@ -157,7 +162,7 @@ def _open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | No
     from sarathi_pp.runtime.emulated import emulated_facts, read_profile, with_profile
 
     profile = read_profile(config.emulate)
-    return with_profile(config, profile), None, profile, emulated_facts(profile)
+    return with_profile(config, profile), None, profile, emulated_facts(profile, config.page_size)
 
 
 def _run_rank(

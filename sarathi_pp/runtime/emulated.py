@@ -17,7 +17,7 @@ from torch import Tensor
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import Load, Profile
 from sarathi_pp.core.plan import MicroBatch, SampledToken
-from sarathi_pp.errors import InputError, MissingError
+from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.model.sampling import uniform
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.stage import StageOutput
@@ -39,7 +39,7 @@ def read_profile(path: Path) -> Profile:
         raise InputError(f"{path}: {error}") from None
 
 
-def emulated_facts(profile: Profile) -> ModelFacts:
+def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
     """The profile's model as far as planning and the wire ask about it; no end of sequence."""
     return ModelFacts(
         model_type="emulated",
@@ -50,7 +50,7 @@ def emulated_facts(profile: Profile) -> ModelFacts:
         num_kv_heads=1,
         head_dim=1,
         vocab_size=_LEGAL_IDS,
-        max_position_embeddings=profile.pages * _PAGE_SIZE,
+        max_position_embeddings=profile.pages * (page_size or _PAGE_SIZE),
         dtype=profile.dtype,
         tie_word_embeddings=False,
         eos_token_ids=(),
@@ -100,7 +100,6 @@ class EmulatedStage:
 class EmulatedStages:
     """See StageMaker: the stages that a profile describes."""
 
-    page_size = _PAGE_SIZE
     attention = "emulated"
     device_name = "emulated"
 
@@ -117,7 +116,20 @@ class EmulatedStages:
 
 
 def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
-    """What the profile decides where the user did not: the sequences that run at once and the layers of each stage."""
+    """What the profile decides where the user did not: the sequences that run at once and the layers of each stage.
+
+    Raises ConfigError for options that ask something of a model or its device.
+    """
+    asked = {
+        "--attention": config.attention != "auto",
+        "--kv-cache-memory": config.kv_cache_memory_bytes is not None,
+        "--device": config.device == "cuda",
+    }
+    if any(asked.values()):
+        named = " and ".join(option for option, given in asked.items() if given)
+        raise ConfigError(
+            f"--emulate runs no model, so {named} cannot be honoured; the profile says how many pages fit"
+        )
     own = tuple(end - first for first, end in (stage.layers for stage in profile.cost.stages))
     return replace(
         config,

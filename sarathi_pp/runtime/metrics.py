@@ -6,6 +6,7 @@ show them elsewhere, run the Prometheus agent here or forward the port.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -32,10 +33,7 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(port, _ADDRESS, registry)
         except OSError as error:
-            raise ConfigError(
-                f"--metrics-port {port}: cannot listen on {_ADDRESS}:{port}: {error.strerror}."
-                f"\n  try  another port, or --metrics-port 0 for a free one"
-            ) from error
+            raise _refused(port, error) from error
         self.port: int = self._server.server_port
 
     def update(self, snapshot: Snapshot) -> None:
@@ -46,6 +44,23 @@ class MetricsServer:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+def check_port(port: int) -> None:
+    """Raises ConfigError if the port cannot be had; asked before anything starts, so that nothing has to be undone."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_ADDRESS, port))
+        except OSError as error:
+            raise _refused(port, error) from error
+
+
+def _refused(port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--metrics-port {port}: cannot listen on {_ADDRESS}:{port}: {error.strerror}."
+        f"\n  try  another port, or --metrics-port 0 for a free one"
+    )
 
 
 class _Figures(Collector):
@@ -65,7 +80,7 @@ class _Figures(Collector):
 
 
 def _stage_metrics(snapshot: Snapshot) -> Iterator[Metric]:
-    bubble = "Share of the time from first issue to last result in which the stage computed nothing."
+    bubble = "Share of first issue to last result in which the stage computed nothing; high by what is in flight."
     yield _by_stage(GaugeMetricFamily("pipeline_bubble_ratio", bubble, labels=["stage"]), snapshot.bubble_ratios)
     busy = "Share of the last moments in which the stage computed."
     yield _by_stage(GaugeMetricFamily("pipeline_stage_busy_ratio", busy, labels=["stage"]), snapshot.stage_busy)

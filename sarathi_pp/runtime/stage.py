@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
+from sarathi_pp.errors import ProtocolError
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -170,7 +171,10 @@ class ModelStage:
     def _update_tables(self, microbatch: MicroBatch) -> None:
         for sequence in microbatch.freed:
             self._tables.pop(sequence, None)
+        num_pages = self.kv.num_pages
         for chunk in microbatch.chunks:
+            if chunk.new_pages and not (min(chunk.new_pages) >= 0 and max(chunk.new_pages) < num_pages):
+                raise ProtocolError(f"{microbatch} brings pages {chunk.new_pages} to a KV shard of {num_pages}")
             self._tables.setdefault(chunk.sequence, array("q")).extend(chunk.new_pages)
 
     def _embedding_input(self, microbatch: MicroBatch) -> Tensor:

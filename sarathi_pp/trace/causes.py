@@ -69,7 +69,10 @@ def explain(timeline: Timeline, model: CostModel) -> Causes:
             raise InputError(f"stage {stage.start.stage} did not run microbatches 0 to {count - 1} in that order")
     loads = [event.load for event in timeline.issued[:count]]
     inflight = timeline.stages[0].start.inflight
-    steps = [_bubble_s(times, run, inflight) for times, run in _steps(model, loads, _Delays.of(timeline, count))]
+    later_s = _later_compute_s(timeline, count)
+    steps = [
+        _bubble_s(times, run, inflight) - later_s for times, run in _steps(model, loads, _Delays.of(timeline, count))
+    ]
     falls = [before - after for before, after in zip(steps, steps[1:], strict=False)]
     communication, host, starvation, imbalance, context, variance, decode = falls
     return Causes(
@@ -88,7 +91,14 @@ def explain(timeline: Timeline, model: CostModel) -> Causes:
 def _measured_s(timeline: Timeline, count: int) -> float:
     begin, end = timeline.window
     compute_s = sum(sum(stage.ends[:count]) - sum(stage.starts[:count]) for stage in timeline.stages)
-    return len(timeline.stages) * (end - begin) - compute_s
+    return len(timeline.stages) * (end - begin) - compute_s - _later_compute_s(timeline, count)
+
+
+def _later_compute_s(timeline: Timeline, count: int) -> float:
+    """Compute inside the window of microbatches whose result is not back: a run that goes on, or was killed."""
+    _, end = timeline.window
+    later = (zip(stage.starts[count:], stage.ends[count:], strict=True) for stage in timeline.stages)
+    return sum(max(0.0, min(ended, end) - started) for stage in later for started, ended in stage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ SCHEMA = "sarathi-pp/report/1"
 
 _CLOSING_TOLERANCE = 0.01
 _STRIP_CELLS = 64
+_UNFITTED = ("the run has too few microbatches to fit a cost model: no causes",)
 
 Report = dict[str, Any]
 
@@ -93,7 +94,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "preemptions": sum(request.preemptions for request in timeline.finished),
         "clock_uncertainty_s": max(_clock_uncertainty(stage) for stage in timeline.stages),
         "closing_error": max(stage.closing_error for stage in bubbles.stages),
-        "notes": _notes(timeline, bubbles),
+        "notes": [*_notes(timeline, bubbles), *(_UNFITTED if fit is not None and fitted is None else ())],
     }
 
 

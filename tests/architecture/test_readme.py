@@ -69,7 +69,7 @@ def test_the_two_commands_stand_alone_in_a_block() -> None:
 
 def test_ci_runs_the_test_command_and_nothing_else() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert lines[-1] == "exec bash launch/test.sh" and len(lines) <= 6
+    assert lines[-1] == "CI=1 exec bash launch/test.sh" and len(lines) <= 6
 
 
 def test_python_blocks_parse_and_import_public_names() -> None:

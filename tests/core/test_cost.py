@@ -90,6 +90,8 @@ def test_a_profile_comes_back_from_json() -> None:
         (["link"], 3, "'link' must be an object"),
         (["link", "bytes_per_s"], 0, "'bytes_per_s' is 0; it must be above 0"),
         (["pages"], 1.5, "'pages' is 1.5"),
+        (["dtype"], "int4", "'dtype' is 'int4'; it must be one of float32, bfloat16, float16"),
+        (["stages", 0, "a0"], 10**400, "'a0' is 1000"),
     ],
 )
 def test_a_bad_profile_names_what_is_wrong(path: list[Any], value: object, message: str) -> None:

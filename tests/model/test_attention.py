@@ -19,7 +19,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model import attention
 from sarathi_pp.model.attention import AttentionBackend, choose_backend, decode_kernel, sdpa
-from sarathi_pp.model.attention.numba import _Rows
+from sarathi_pp.model.attention.numba import NumbaAttention, _Rows
 from sarathi_pp.model.inputs import Span, SpanRows, build_inputs
 from sarathi_pp.model.kv import KVShard
 
@@ -273,6 +273,18 @@ def test_threads_share_the_decodes_and_change_no_bit(num_threads: int) -> None:
             assert torch.equal(case.run(backend, **how), alone)
     finally:
         torch.set_num_threads(1)
+
+
+def test_the_first_microbatch_does_not_fix_the_number_of_threads() -> None:
+    backend = NumbaAttention()
+    few, many = (Case([(40, 1)] * count, 16, 4, 2, 8) for count in (2, 8))
+    torch.set_num_threads(4)
+    try:
+        for case in (few, many):
+            case.run(backend, **rule(case))
+    finally:
+        torch.set_num_threads(1)
+    assert backend._threads is not None and backend._threads._max_workers == 4
 
 
 def test_decodes_are_shared_out_by_keys_and_none_is_lost() -> None:

@@ -107,9 +107,12 @@ def test_the_answer_depends_on_request_and_position_alone(tmp_path):
         (("--emulate", "broken.json"), 65, "broken.json: the profile's schema is None"),
         ((), 2, "give either --model or, to run without one, --emulate PROFILE"),
         (("--emulate", "broken.json", "--model", "m"), 2, "give either --model or"),
+        (("--emulate", "good.json", "--attention", "sdpa"), 2, "so --attention cannot be honoured"),
+        (("--emulate", "good.json", "--kv-cache-memory", "1GiB"), 2, "so --kv-cache-memory cannot be honoured"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused(options, code, message, tmp_path):
+    write_profile(tmp_path / "good.json", 2, a0=1e-3)
     (tmp_path / "broken.json").write_text("{}")
     Files(tmp_path).write_prompts([(3, 4)])
     command = (*COMMAND, "generate", "--input", "in.jsonl", "--output", "out.jsonl", *options)

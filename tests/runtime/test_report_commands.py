@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 import subprocess
 import time
 import urllib.request
@@ -87,6 +88,17 @@ def test_what_cannot_be_shown_is_refused(arguments, code, message, runs, tmp_pat
     )
     assert done.returncode == code
     assert message in " ".join(done.stderr.split())
+
+
+def test_a_metrics_port_that_is_taken_is_refused_before_anything_starts(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        options = command(tmp_path, 2, "--metrics-port", port)
+        done = subprocess.run(options, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"--metrics-port {port}: cannot listen" in done.stderr
+    assert not Files(tmp_path).output.exists() and not Files(tmp_path).run.joinpath("run.json").exists()
 
 
 def test_a_run_in_progress_is_scraped_and_reported(tmp_path):

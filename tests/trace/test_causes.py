@@ -220,6 +220,26 @@ def test_a_run_with_everything_in_it_is_explained_to_the_last_second(
     assert causes.unexplained_s == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("returned", [1, 7, 20])
+def test_the_causes_of_a_run_that_was_cut_off_add_up_too(returned: int) -> None:
+    """Traces end at the same instant; later microbatches have computed in the window and have no result."""
+    run = Run([CHUNK] * 30, cost(4), 4, transfer=lambda m, s: 1e-3)
+    whole = run.timeline()
+    until_s = whole.returned[returned - 1].at_s
+    traces: list[list[Event]] = []
+    for stage in whole.stages:
+        spans = zip(stage.microbatches, stage.issued, stage.arrived, stage.starts, stage.ends, strict=True)
+        traces.append([stage.start, *(Compute(*span) for span in spans if span[-1] <= until_s)])
+    traces[0] += [event for event in (*whole.issued, *whole.returned) if event.at_s <= until_s]
+    cut = Timeline.read(traces)
+    assert cut.num_returned == returned
+    bubbles = measure_bubbles(cut)
+    measured = sum(bubbles.wall_s - stage.compute_s for stage in bubbles.stages)
+    causes = explain(cut, run.model)
+    assert causes.bubble_s == pytest.approx(measured, abs=1e-9)
+    assert causes.unexplained_s == pytest.approx(0.0, abs=1e-9)
+
+
 def test_a_run_without_a_result_has_no_bubble_to_explain() -> None:
     timeline = Run([CHUNK], cost(2), 2).timeline()
     timeline.returned.clear()

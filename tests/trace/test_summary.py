@@ -122,6 +122,7 @@ def test_with_a_cost_model_the_bubble_has_causes() -> None:
 def test_a_run_too_short_to_fit_has_no_causes() -> None:
     report = summarise(Schedule(8, 2, constant(1.0)).events(), fit=lambda timeline: None)
     assert report["causes"] is None and report["cost_error"] is None
+    assert report["notes"] == ["the run has too few microbatches to fit a cost model: no causes"]
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 

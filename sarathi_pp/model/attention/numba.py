@@ -56,7 +56,7 @@ class NumbaAttention:
             query, kv, layer, chunks, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
         )
         if rows is not None:
-            limits = np.full(query.shape[1], -np.inf, np.float32) if sinks is None else sinks.float().numpy()
+            limits = np.full(query.shape[1], -np.inf, np.float32) if sinks is None else sinks.detach().float().numpy()
             firsts = np.maximum(rows.ends - (sliding_window or rows.longest), 0)
             call = _Call(kv, layer, rows, firsts, scaling, softcap or 0.0, limits)
             out[rows.places] = self._decode(query[rows.places].float(), call).to(out.dtype)
@@ -78,7 +78,7 @@ class NumbaAttention:
             call.run(query, out, pieces[0], self._scores(0, query.shape[1], call))
             return out
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(len(pieces), thread_name_prefix="decode attention")
+            self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="decode attention")
         tasks = [
             self._threads.submit(call.run, query, out, piece, self._scores(index, query.shape[1], call))
             for index, piece in enumerate(pieces)

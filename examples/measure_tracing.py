@@ -50,7 +50,7 @@ def work(traced: bool, seconds_path: Path) -> None:
         else:
             with (
                 mock.patch.object(Recorder, "record", lambda self, event: None),
-                mock.patch.object(Job, "finish", lambda self, fit=None: self._watchdog.dismiss()),
+                mock.patch.object(Job, "finish", lambda self, analyse=None: self._watchdog.dismiss()),
             ):
                 command()
 

@@ -129,13 +129,13 @@ def generate(**options: Any) -> int:
     console = Console(stderr=True, quiet=place is not None and place.rank != 0)
     if place is None and job.config.stages > 1:
         return _launch(job, console)
-    from sarathi_pp.cli.runs import fit_run
+    from sarathi_pp.cli.runs import analyse
     from sarathi_pp.cli.show import BatchDisplay
 
     display = BatchDisplay(
         console, quiet=options["quiet"], as_json=options["as_json"], metrics_port=options["metrics_port"]
     )
-    return run_batch(job, place, display, fit_run)
+    return run_batch(job, place, display, analyse)
 
 
 def _launch(job: Any, console: Console) -> int:

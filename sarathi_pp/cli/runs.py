@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sarathi_pp.errors import MissingError
 from sarathi_pp.report.advice import advise
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
-from sarathi_pp.trace.summary import read_timeline, summarise_timeline
+from sarathi_pp.trace.summary import read_timeline, summarise, summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -36,15 +37,20 @@ def read_run(path: Path, attempt: int | None = None) -> Run:
     """
     timeline = read_timeline(find_traces(path, attempt))
     bubbles = measure_bubbles(timeline)
-    return Run(path, timeline, bubbles, with_advice(summarise_timeline(timeline, bubbles, fit_run) | _facts(path)))
+    return Run(path, timeline, bubbles, _with_advice(summarise_timeline(timeline, bubbles, _fit) | _facts(path)))
 
 
-def with_advice(report: dict[str, Any]) -> dict[str, Any]:
+def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
+    """The report of a run that has just ended, with causes and advice."""
+    return _with_advice(summarise(traces, facts, _fit))
+
+
+def _with_advice(report: dict[str, Any]) -> dict[str, Any]:
     """The report and what to change, the most worthwhile first."""
     return report | {"advice": [asdict(advice) for advice in advise(report)]}
 
 
-def fit_run(timeline: Timeline) -> Fit | None:
+def _fit(timeline: Timeline) -> Fit | None:
     """The cost model that a run's causes are found with."""
     from sarathi_pp.bench.profile import fit_cost  # scipy is slow to import, and only a report needs it
 

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.runs import with_advice
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.table import render
 from sarathi_pp.runtime.snapshot import Snapshot
@@ -53,7 +52,6 @@ class BatchDisplay:
             yield show
 
     def report(self, report: dict[str, Any]) -> None:
-        report = with_advice(report)
         if not self._quiet:
             self._console.print(render(report))
         if self._as_json:

@@ -27,7 +27,7 @@ from sarathi_pp.runtime.source import FileSource, Limits, RequestMaker, check_in
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.trace.summary import CostFit
+from sarathi_pp.trace.summary import Analyse, summarise
 
 if TYPE_CHECKING:
     from sarathi_pp.runtime.job import Job
@@ -89,10 +89,10 @@ def preflight(job: BatchJob) -> Preflight:
     return Preflight(config, model_dir, profile, facts, defaults, RunDirectory(run_path), tuple(warnings))
 
 
-def run_batch(job: BatchJob, place: Place | None, display: Display, fit: CostFit) -> int:
+def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Analyse = summarise) -> int:
     """One rank of the run (the only one where place is None); returns the exit code of this process.
 
-    fit: makes the cost model that the report's causes are found with.
+    analyse: makes the report of the run's traces.
     """
     rank = place or Place()
     checked = preflight(job) if rank.rank == 0 else _follow(job)
@@ -110,7 +110,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, fit: CostFit
 
     def work() -> int:
         located = mine.append
-        report = _run_rank(checked, rank, leave, drive, located, fit)
+        report = _run_rank(checked, rank, leave, drive, located, analyse)
         if report is None:
             return EXIT_OK
         display.report(report)
@@ -171,7 +171,7 @@ def _run_rank(
     leave: Callable[[SarathiError], None],
     drive: Callable[[Job], None],
     located: Callable[[RunDirectory], None] = lambda run_dir: None,
-    fit: CostFit | None = None,
+    analyse: Analyse = summarise,
 ) -> dict[str, Any] | None:
     """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report."""
     watchdog = Watchdog(leave)
@@ -197,7 +197,7 @@ def _run_rank(
     )
     try:
         drive(this)
-        report = this.finish(fit)
+        report = this.finish(analyse)
     except BaseException:
         this.abandon()
         raise

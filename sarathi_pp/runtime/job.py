@@ -39,7 +39,7 @@ from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import Recorder
-from sarathi_pp.trace.summary import CostFit, summarise
+from sarathi_pp.trace.summary import Analyse, summarise
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
 
@@ -126,8 +126,8 @@ class Job:
         """Every other rank: run what comes until rank 0 says goodbye."""
         self._runner.serve(self._upstream)
 
-    def finish(self, fit: CostFit | None = None) -> dict[str, Any] | None:
-        """Close this rank's trace, bring all traces to rank 0, which gets the report; with `fit`, causes too."""
+    def finish(self, analyse: Analyse = summarise) -> dict[str, Any] | None:
+        """Close this rank's trace, bring all traces to rank 0, which gets the report that `analyse` makes of them."""
         self._watchdog.dismiss()
         offset = align(self._topology, self._clock.now)
         self._recorder.record(
@@ -143,7 +143,7 @@ class Job:
         traces = self._gather()
         if self.place.rank != 0:
             return None
-        report = summarise(traces, self._report_facts(), fit)
+        report = analyse(traces, self._report_facts())
         self._run_dir.write_report(report)
         return report
 

@@ -41,6 +41,8 @@ class FittedCost(Protocol):
 
 # None where a run is too short to fit anything.
 CostFit = Callable[[Timeline], FittedCost | None]
+# Traces, one a stage, and facts that no trace holds, to a report: `summarise`, or more.
+Analyse = Callable[[Sequence[Path], Mapping[str, object]], Report]
 
 
 def summarise(

@@ -147,7 +147,9 @@ class Timeline:
             else:
                 self._add(event)
         if stage is None:
-            raise InputError("a trace is empty: its process ended before it wrote anything")
+            raise InputError(
+                "a trace is empty: its process ended before it wrote anything, or has just started: then try again"
+            )
         stage.align()
         self.stages.append(stage)
 

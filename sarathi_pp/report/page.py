@@ -22,6 +22,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from sarathi_pp.report import formats
 from sarathi_pp.report.charts import distributions, request_bubble_cdf, spans
 from sarathi_pp.trace.bubbles import Bubbles
 from sarathi_pp.trace.timeline import Timeline
@@ -124,7 +125,8 @@ def _data(runs: Sequence[PageRun]) -> dict[str, Any]:
 
 def _caption(run: PageRun) -> str:
     rate, ratio = run.report["total_tokens_per_s"], run.report["bubble_ratio"]
-    return f"{run.title}: bubble {_share(ratio)}, {_count(rate)} tokens/s, {_seconds(run.report['wall_s'])} s"
+    wall = formats.seconds(run.report["wall_s"])
+    return f"{run.title}: bubble {formats.share(ratio)}, {formats.count(rate)} tokens/s, {wall} s"
 
 
 def _sections(runs: Sequence[PageRun]) -> Iterable[str]:
@@ -149,11 +151,11 @@ def _per_run(runs: Sequence[PageRun], part: Callable[[Mapping[str, Any]], str]) 
 def _headline(report: Mapping[str, Any]) -> str:
     chunk_size = report["chunk_size"]
     figures = (
-        ("bubble", _share(report["bubble_ratio"])),
-        ("bubble, steady", _share(report["bubble_ratio_steady"])),
-        ("tokens/s", _count(report["total_tokens_per_s"])),
-        ("output tokens/s", _count(report["output_tokens_per_s"])),
-        ("wall s", _seconds(report["wall_s"])),
+        ("bubble", formats.share(report["bubble_ratio"])),
+        ("bubble, steady", formats.share(report["bubble_ratio_steady"])),
+        ("tokens/s", formats.count(report["total_tokens_per_s"])),
+        ("output tokens/s", formats.count(report["output_tokens_per_s"])),
+        ("wall s", formats.seconds(report["wall_s"])),
         ("requests ok", f"{report['completed']:,} of {report['requests']:,}"),
         ("policy", str(report["policy"])),
         ("stages", str(report["stages"])),
@@ -190,10 +192,10 @@ def _stage_table(report: Mapping[str, Any]) -> str:
             (
                 str(stage["stage"]),
                 f"{first}-{end - 1}" if end > first else "none",
-                _share(stage["bubble_ratio"]),
-                _share(stage["bubble_ratio_steady"]),
-                *(_seconds(stage[state]) for state in _STATES),
-                _gib(stage.get("peak_rss_bytes")),
+                formats.share(stage["bubble_ratio"]),
+                formats.share(stage["bubble_ratio_steady"]),
+                *(formats.seconds(stage[state]) for state in _STATES),
+                formats.gib(stage.get("peak_rss_bytes")),
             )
         )
     return _table(("stage", "layers", "bubble", "steady", *_STATES.values(), "peak GiB"), rows)
@@ -207,7 +209,7 @@ def _causes(runs: Sequence[PageRun]) -> str:
     rows = []
     for key, (name, meaning) in _CAUSES.items():
         label = f'<i class="swatch" style="background:var(--{key})"></i>{name}<small>{meaning}</small>'
-        rows.append((label, *(_milliseconds_kept(run.report["causes"].get(key)) for run in explained)))
+        rows.append((label, *(formats.milliseconds_kept(run.report["causes"].get(key)) for run in explained)))
     heads = [escape(run.title) for run in explained] if len(runs) > 1 else ["seconds"]
     parts = ['<div id="causes-plot" class="plot"></div>', _table(("cause", *heads), rows, "causes")]
     parts += [f'<p class="hint">Not computed for {escape(title)}.</p>' for title in missing]
@@ -254,7 +256,7 @@ def _figure(key: str, name: str, table: str) -> str:
 
 def _spreads(runs: Sequence[PageRun], key: str, columns: Sequence[str]) -> str:
     heads = [f"{column} s" for column in columns]
-    rows = [[_milliseconds_kept(run.report[key][column]) for column in columns] for run in runs]
+    rows = [[formats.milliseconds_kept(run.report[key][column]) for column in columns] for run in runs]
     if len(runs) == 1:
         return _table(heads, rows)
     named = [(escape(run.title), *row) for run, row in zip(runs, rows, strict=True)]
@@ -268,23 +270,3 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], kind: str = "fig
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _milliseconds_kept(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _count(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _gib(value_bytes: int | None) -> str:
-    return "-" if value_bytes is None else f"{value_bytes / 2**30:.2f}"

@@ -13,6 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sarathi_pp.report import formats
+
 _SECONDS = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a whole one
 _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
@@ -30,10 +32,10 @@ def render(report: Mapping[str, Any]) -> RenderableType:
 
 def _headline(report: Mapping[str, Any]) -> Text:
     throughput = Text.assemble(
-        (f"{_count(report['total_tokens_per_s'])} tokens/s", "bold"),
-        f" ({_count(report['output_tokens_per_s'])} output), bubble ",
-        (_share(report["bubble_ratio"]), "bold"),
-        f" (steady {_share(report['bubble_ratio_steady'])}), {_seconds(report['wall_s'])} s",
+        (f"{formats.count(report['total_tokens_per_s'])} tokens/s", "bold"),
+        f" ({formats.count(report['output_tokens_per_s'])} output), bubble ",
+        (formats.share(report["bubble_ratio"]), "bold"),
+        f" (steady {formats.share(report['bubble_ratio_steady'])}), {formats.seconds(report['wall_s'])} s",
     )
     requests = Text.assemble(
         f"requests: {report['completed']:,} of {report['requests']:,} ok, ",
@@ -62,10 +64,10 @@ def _stages(report: Mapping[str, Any]) -> Table:
         table.add_row(
             str(stage["stage"]),
             f"{first}-{end - 1}" if end > first else "none",
-            *(_seconds(stage[name]) for name in _SECONDS),
-            _share(stage["bubble_ratio"]),
-            _share(stage["bubble_ratio_steady"]),
-            _gib(stage["peak_rss_bytes"]),
+            *(formats.seconds(stage[name]) for name in _SECONDS),
+            formats.share(stage["bubble_ratio"]),
+            formats.share(stage["bubble_ratio_steady"]),
+            formats.gib(stage["peak_rss_bytes"]),
         )
     return table
 
@@ -93,7 +95,7 @@ def _causes(causes: Mapping[str, float]) -> Table:
     table.add_column("share", justify="right")
     for name, seconds in sorted(causes.items(), key=lambda item: -abs(item[1])):
         share = "-" if bubble_s <= 0 else f"{seconds / bubble_s:.0%}"
-        table.add_row(name.removesuffix("_s").replace("_", " "), _seconds(seconds), share)
+        table.add_row(name.removesuffix("_s").replace("_", " "), formats.seconds(seconds), share)
     return table
 
 
@@ -104,32 +106,6 @@ def _latencies(report: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for name in _LATENCIES:
         spread = report[name]
-        cells = (_milliseconds_kept(spread[key]) for key in ("mean", "p50", "p90", "p99"))
+        cells = (formats.milliseconds_kept(spread[key]) for key in ("mean", "p50", "p90", "p99"))
         table.add_row(name.removesuffix("_s"), *cells)
     return table
-
-
-def _seconds(value: float | None) -> str:
-    """At most seven characters up to eleven days, so that ten columns fit."""
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if value < 1000 else f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
-
-
-def _milliseconds_kept(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _count(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _gib(value_bytes: int | None) -> str:
-    if value_bytes is None:
-        return "-"
-    gib = value_bytes / 2**30
-    return f"{gib:.2f}" if gib < 10 else f"{gib:.1f}"

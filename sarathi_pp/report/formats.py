@@ -1,0 +1,29 @@
+"""Figures as people read them; one that does not exist is a dash."""
+
+from __future__ import annotations
+
+
+def seconds(value: float | None) -> str:
+    """At most seven characters up to eleven days, so that ten columns fit."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 1000 else f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
+
+
+def milliseconds_kept(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def gib(value_bytes: int | None) -> str:
+    if value_bytes is None:
+        return "-"
+    value = value_bytes / 2**30
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"

@@ -124,6 +124,7 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
         "--attention": config.attention != "auto",
         "--kv-cache-memory": config.kv_cache_memory_bytes is not None,
         "--device": config.device == "cuda",
+        "--gpu-memory-utilization": config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization,
     }
     if any(asked.values()):
         named = " and ".join(option for option, given in asked.items() if given)

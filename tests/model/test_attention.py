@@ -191,6 +191,18 @@ def test_large_scores_do_not_overflow(backend: str) -> None:
 
 
 @every_backend
+def test_a_key_outside_the_window_does_not_shift_the_softmax(backend: str) -> None:
+    """It lies in a page that is read, and its score is so large that beside it all others would be nothing."""
+    case = Case([(20, 1)], 16, 4, 2, 8, backend=backend)
+    case.keys[0][17] = 1000 * case.query[0, ::2]
+    (span,) = case.inputs.spans
+    everything = build_inputs([Span(0, 21, span.pages.tolist())], [], 16, CPU)
+    case.kv.write(case.layer, case.keys[0], case.values[0], everything)
+    how = rule(case, window=2)
+    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2e-6, rtol=0)
+
+
+@every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_only_the_output(backend: str, dtype: torch.dtype) -> None:
     case = Case([(200, 90), (300, 1)], 16, 4, 2, 32, dtype, backend=backend)

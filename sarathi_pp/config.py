@@ -10,6 +10,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from sarathi_pp.errors import ConfigError, RowError
 
@@ -97,20 +98,21 @@ class RunConfig:
     """One run as the user asked for it. `None` means "decide for me".
 
     Sizes ending in _bytes are bytes. emulate: a profile whose stages sleep their modelled time, in place of a
-    model. `sampling_overrides` holds only what the user named on the command line;
+    model. profile: what was measured of the model, which then decides layer split, chunk size and inflight where they
+    are None. `sampling_overrides` holds only what the user named on the command line;
     the model's generation_config.json fills what is left.
     """
 
     model: str
     stages: int = 1
-    policy: str = "sarathi"
+    policy: str = "balanced"
     chunk_size: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     page_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
-    layer_split: tuple[int, ...] | None = None
+    layer_split: tuple[int, ...] | Literal["even"] | None = None
     inflight: int | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -120,6 +122,7 @@ class RunConfig:
     peer_timeout_s: float = 60.0
     run_dir: Path | None = None
     emulate: Path | None = None
+    profile: Path | None = None
     sampling_overrides: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

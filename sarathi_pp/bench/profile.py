@@ -1,9 +1,16 @@
-"""The cost model of a run, fitted to the compute spans that its stages recorded."""
+"""The cost model of a run, fitted to the compute spans that its stages recorded.
+
+    t = a0 + a1 * tiles(n) + a2 * sum(x*L + x*x/2) + a3 * sum(KV) + (a4 + head_s) * decodes
+
+One stage at a time: least squares on relative errors, coefficients of at least 0, spans that do not fit the others
+given less weight in a few rounds (Huber's loss), so that what else the machine did for a moment does not count.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,56 +21,183 @@ from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 # Tokens that linear layers may take at once; 1 is plain proportionality.
 _TILES = (1, 16, 32, 64, 128, 256)
+# A larger tile must be better by this factor: with noise, some tile always is, a little.
+_TILE_GAIN = 0.97
 # Fewer microbatches than this say nothing about five coefficients.
 _LEAST_SPANS = 8
+# More than this say nothing new.
+_MOST_SPANS = 4096
+_ROUNDS = 12
+# Huber's: errors beyond this many standard deviations count linearly.
+_OUTLYING = 1.345
+# The median of |x| over a normal x is this share of its standard deviation.
+MEDIAN_TO_SIGMA = 1.4826
 
-Matrix = NDArray[np.float64]
+_PREFILL_CHUNK = re.compile(r"s(\d+)(?:\.\d+)?:(\d+)\+(\d+)")
+
+Vector = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """error: mean over spans of |modelled - measured| / measured."""
+    """stage_errors: mean over spans of |modelled - measured| / measured. error: their mean over stages."""
 
     model: CostModel
-    error: float
+    stage_errors: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        return sum(self.stage_errors) / len(self.stage_errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """What microbatches asked and what they took.
+
+    sampled: rows drawn from by each. seconds: by stage, each a vector over the microbatches. layers: of the stages.
+    """
+
+    loads: Sequence[Load]
+    sampled: Vector
+    seconds: Sequence[Vector]
+    layers: Sequence[tuple[int, int]]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Spans:
+        count = timeline.num_returned
+        issued = timeline.issued[:count]
+        prompts = {request.index: request.prompt_tokens for request in timeline.arrived}
+        ends = [_prompts_ended(event.text, prompts) for event in issued]
+        loads = [event.load for event in issued]
+        return cls(
+            loads,
+            np.array([load.decodes + ended for load, ended in zip(loads, ends, strict=True)], dtype=float),
+            [_seconds(stage, count) for stage in timeline.stages],
+            [stage.start.layers for stage in timeline.stages],
+        )
+
+    def chosen(self, mask: Mask) -> Spans:
+        loads = [load for load, yes in zip(self.loads, mask, strict=True) if yes]
+        return Spans(loads, self.sampled[mask], [seconds[mask] for seconds in self.seconds], self.layers)
+
+    def ratios(self, model: CostModel) -> list[Vector]:
+        """Modelled over measured seconds, by stage."""
+        return [
+            np.array([model.seconds(stage, load) for load in self.loads]) / seconds
+            for stage, seconds in enumerate(self.seconds)
+        ]
 
 
 def fit_cost(timeline: Timeline) -> Fit | None:
-    """Non-negative least squares on relative errors, a stage at a time, with the tile that fits best.
+    """The model of one run, for its own report. None for a run with fewer than 8 microbatches.
 
-    None for a run with fewer than 8 microbatches. Coefficients of what never varied are as good as arbitrary:
-    the model interpolates within what the run has seen.
+    Coefficients of what never varied are as good as arbitrary: the model interpolates within what the run has seen.
     """
-    count = timeline.num_returned
-    if count < _LEAST_SPANS:
+    if timeline.num_returned < _LEAST_SPANS:
         return None
-    loads = [event.load for event in timeline.issued[:count]]
-    measured = [_seconds(stage, count) for stage in timeline.stages]
-    fits = [_fit_with_tile(tile, loads, measured, timeline) for tile in _TILES]
-    return min(fits, key=lambda fit: fit.error)
+    spans = Spans.of(timeline)
+    return assess(fit_spans(spans), spans)
 
 
-def _seconds(stage: StageTimeline, count: int) -> Matrix:
+def assess(model: CostModel, spans: Spans) -> Fit:
+    """How far a model is off on these spans."""
+    return Fit(model, tuple(float(np.abs(ratios - 1).mean()) for ratios in spans.ratios(model)))
+
+
+def fit_spans(spans: Spans) -> CostModel:
+    """The model with the tile that fits best."""
+    stride = -(-len(spans.loads) // _MOST_SPANS)
+    spans = spans.chosen(np.arange(len(spans.loads)) % stride == 0)
+    fits = [(tile, *_fit_with_tile(tile, spans)) for tile in _TILES]
+    tile, error, stages = fits[0]
+    for larger in fits[1:]:
+        if larger[1] < _TILE_GAIN * error:
+            tile, error, stages = larger
+    return CostModel(tile, _with_head(stages, spans))
+
+
+def robust_line(x: Vector, y: Vector) -> tuple[float, float]:
+    """Intercept and slope, both at least 0, of the line through the points; outlying ones count less."""
+    intercept, slope = _robust(np.stack([np.ones(len(x)), x], axis=1), y).tolist()
+    return intercept, slope
+
+
+def _prompts_ended(text: str, prompts: dict[int, int]) -> int:
+    """Prefill chunks of a printed microbatch that reach the end of their prompt, and so draw a token."""
+    return sum(int(b) + int(n) == prompts.get(int(s)) for s, b, n in _PREFILL_CHUNK.findall(text))
+
+
+def _seconds(stage: StageTimeline, count: int) -> Vector:
     """Span lengths; a span too short for the clock counts as one of its ticks."""
     lengths = np.array(stage.ends[:count]) - np.array(stage.starts[:count])
-    positive: Matrix = np.maximum(lengths, 1e-9)
+    positive: Vector = np.maximum(lengths, 1e-9)
     return positive
 
 
-def _fit_with_tile(tile: int, loads: list[Load], measured: list[Matrix], timeline: Timeline) -> Fit:
-    design = np.array([_row(load, tile) for load in loads])
-    # Columns differ by many orders of magnitude: on one scale the solver stops where it should.
-    scale = np.maximum(design.max(axis=0), 1e-30)
-    stages: list[StageCost] = []
-    errors: list[float] = []
-    for stage, seconds in zip(timeline.stages, measured, strict=True):
-        weighted = design / scale / seconds[:, None]
-        coefficients = nnls(weighted, np.ones(len(seconds)))[0] / scale
+def _fit_with_tile(tile: int, spans: Spans) -> tuple[float, list[StageCost]]:
+    """Mean error, and the stages with all that a decode costs in a4."""
+    design = np.array([_row(load, tile) for load in spans.loads])
+    stages, errors = [], []
+    for layers, seconds in zip(spans.layers, spans.seconds, strict=True):
+        coefficients = _robust_relative(design, seconds)
         errors.append(float(np.abs(design @ coefficients / seconds - 1).mean()))
-        values: list[Any] = coefficients.tolist()
-        stages.append(StageCost(stage.start.layers, *values))
-    return Fit(CostModel(tile, tuple(stages)), sum(errors) / len(errors))
+        a0, a1, a2, a3, a4 = coefficients.tolist()
+        stages.append(StageCost(layers, a0, a1, a2, a3, a4))
+    return sum(errors) / len(errors), stages
 
 
 def _row(load: Load, tile: int) -> list[float]:
     return [1.0, -(-load.num_tokens // tile), load.prefill_attention, load.decode_context, load.decodes]
+
+
+def _robust_relative(design: Vector, seconds: Vector) -> Vector:
+    """The same on relative errors."""
+    return _robust(design / seconds[:, None], np.ones(len(seconds)))
+
+
+def _robust(design: Vector, target: Vector) -> Vector:
+    """Coefficients c of at least 0 for which design @ c is nearly the target, by Huber's loss."""
+    # Columns differ by many orders of magnitude: on one scale the solver stops where it should.
+    scale = np.maximum(design.max(axis=0), 1e-30)
+    scaled = design / scale
+    least = 1e-9 * float(np.abs(target).max())
+    weights = np.ones(len(scaled))
+    for _ in range(_ROUNDS):
+        coefficients = nnls(scaled * weights[:, None], target * weights)[0]
+        off = np.abs(scaled @ coefficients - target)
+        bound = max(_OUTLYING * MEDIAN_TO_SIGMA * float(np.median(off)), least)
+        weights = np.sqrt(bound / np.maximum(off, bound))
+    solution: Vector = coefficients / scale
+    return solution
+
+
+def _with_head(stages: list[StageCost], spans: Spans) -> tuple[StageCost, ...]:
+    """The last stage's cost of a decode, parted into its layers' and the head's.
+
+    Layers cost there what they cost on the other stages. A single stage is asked for prompts that end without a decode,
+    which draw a token too; where none did, nothing can be told.
+    """
+    *others, last = stages
+    if others:
+        rate = sum(stage.a4 for stage in others) / sum(_num_layers(stage) for stage in others)
+        head_s = last.a4 - min(last.a4, rate * _num_layers(last))
+    else:
+        head_s = min(last.a4, _sampled_row_s(last, spans))
+    return (*others, replace(last, a4=last.a4 - head_s, head_s=head_s))
+
+
+def _sampled_row_s(stage: StageCost, spans: Spans) -> float:
+    """What a drawn token costs beside everything else, from the microbatches without decodes."""
+    alone = np.array([load.decodes == 0 for load in spans.loads])
+    prefills = spans.chosen(alone)
+    if not prefills.sampled.any():
+        return 0.0
+    tokens = np.array([float(load.num_tokens) for load in prefills.loads])
+    attention = np.array([load.prefill_attention for load in prefills.loads])
+    design = np.stack([np.ones(len(tokens)), tokens, attention, prefills.sampled], axis=1)
+    return float(_robust_relative(design, prefills.seconds[0])[3])
+
+
+def _num_layers(stage: StageCost) -> int:
+    return stage.layers[1] - stage.layers[0]

@@ -44,10 +44,22 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     type=Count(),
     help="Pipeline stages; under torchrun its processes.  [default: 1]",
 )
-@click.option("--layer-split", type=LayerSplit(), default="auto", help="Layers a stage.")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="profile.json of this model and machine: decides what is auto.",
+)
+@click.option(
+    "--layer-split",
+    type=LayerSplit(),
+    default="auto",
+    show_default=True,
+    help="Layers a stage; auto: of equal time by the profile, else even.",
+)
 @click.option(
     "--policy",
-    default="sarathi",
+    default="balanced",
     show_default=True,
     metavar="NAME[:key=value,...]",
     help=f"One of {', '.join(sorted(POLICIES))}.",
@@ -57,10 +69,15 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     "--max-num-batched-tokens",
     type=Count(auto=True),
     default="auto",
-    help="Most tokens in a microbatch.  [default: 256]",
+    help="Most tokens in a microbatch; auto: where the profile's throughput saturates, else the policy's own.",
 )
 @click.option("--max-num-seqs", type=Count(), help="Running sequences over the whole pipeline.  [default: 64 x stages]")
-@click.option("--inflight", type=Count(auto=True), default="auto", help="Most microbatches at once.  [default: stages]")
+@click.option(
+    "--inflight",
+    type=Count(auto=True),
+    default="auto",
+    help="Most microbatches at once; auto: stages, and one more where stage times jitter.",
+)
 @click.option(
     "--max-new-tokens", "--max-tokens", type=click.IntRange(min=0), help="Most tokens to generate.  [default: 256]"
 )
@@ -162,6 +179,7 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
     return RunConfig(
         model=options["model"] or "",
         emulate=options["emulate"],
+        profile=options["profile"],
         stages=world_size or stages or 1,
         policy=options["policy"],
         chunk_size=options["chunk_size"],

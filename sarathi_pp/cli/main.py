@@ -16,6 +16,9 @@ _COMMANDS = {
     "generate": "Answer a file of prompts with a pipeline of stages.",
     "report": "Show the bubble report of a run.",
     "compare": "Show two or more runs side by side.",
+    "simulate": "Run policies on a modelled pipeline.",
+    "profile": "Measure what a model's stages cost on this machine.",
+    "plan": "Say how to cut a model and its prompts, without running it.",
     "worker": None,
 }
 

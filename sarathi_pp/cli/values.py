@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import click
 
@@ -45,16 +46,18 @@ class Count(click.ParamType[int]):
 
 
 class LayerSplit(click.ParamType[tuple[int, ...]]):
-    """auto, even (both None: shared out evenly), or one number of layers a stage: 8,8,9,7."""
+    """auto (None), even, or one number of layers a stage: 8,8,9,7."""
 
     name = "auto|even|N,N,..."
 
     def convert(  # type: ignore[override]
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[int, ...] | Literal["even"] | None:
         text = str(value).strip()
-        if text in ("auto", "even"):
+        if text == "auto":
             return None
+        if text == "even":
+            return "even"
         if not re.fullmatch(r"\d+(,\d+)*", text):
             self.fail(f"{value!r} is not auto, even, or one number of layers a stage like 8,8,9,7", param, ctx)
         return tuple(map(int, text.split(",")))

@@ -17,6 +17,8 @@ def worker(config: str) -> int:
     from sarathi_pp.runtime.batch import serve_llm
 
     fields = json.loads(config)
-    fields["layer_split"] = tuple(fields["layer_split"]) if fields["layer_split"] else None
-    fields["run_dir"] = Path(fields["run_dir"]) if fields["run_dir"] else None
+    if isinstance(fields["layer_split"], list):
+        fields["layer_split"] = tuple(fields["layer_split"])
+    for name in ("run_dir", "profile"):
+        fields[name] = Path(fields[name]) if fields[name] else None
     return serve_llm(RunConfig(**fields), lambda text: click.echo(text, err=True))

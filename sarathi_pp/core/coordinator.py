@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Literal
 
+from sarathi_pp.core.cost import CostModel, CostRefiner, Load
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
@@ -22,6 +23,10 @@ from sarathi_pp.core.sequence import Sequence
 
 IdleReason = Literal["full", "no_arrivals", "no_kv", "tokens_in_flight"]
 StopRule = Callable[[Request, int], bool]
+
+
+# Finished requests whose lengths policies may learn from.
+_REMEMBERED = 256
 
 
 def _never_stop(request: Request, token_id: int) -> bool:
@@ -33,7 +38,8 @@ class Coordinator:
 
     eos_token_ids: ids that end an output unless its request ignores them.
     stop_rule: told each new token of each request, in order; True ends the output there ("stop" strings).
-    clock: read once per microbatch for `issued_s`.
+    clock: read once per microbatch for `issued_s`. cost: what microbatches cost, as far as is known
+    beforehand; refined with each result, for policies that ask.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Coordinator:
         eos_token_ids: Collection[int] = (),
         stop_rule: StopRule = _never_stop,
         clock: Callable[[], float] = lambda: 0.0,
+        cost: CostModel | None = None,
     ) -> None:
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size)
@@ -53,6 +60,9 @@ class Coordinator:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_rule = stop_rule
         self._clock = clock
+        self._cost = CostRefiner(cost) if cost is not None else None
+        self._waiting_tokens = 0
+        self._finished: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._waiting: deque[Sequence] = deque()  # by arrival
         self._running: dict[int, Sequence] = {}
         self._prefills: dict[int, Sequence] = {}  # running, with prompt tokens (or recomputed ones) to issue
@@ -92,6 +102,7 @@ class Coordinator:
         if request.sampling.max_new_tokens == 0 or num_prompt == self._most_tokens:
             return Completion(request, (), "length")
         self._waiting.append(Sequence(request))
+        self._waiting_tokens += num_prompt
         return None
 
     @property
@@ -125,10 +136,14 @@ class Coordinator:
                 prefills=tuple(self._prefills.values()),
                 waiting=admissible,
                 decodes=tuple(self._decodes.values()),
+                running=self._running,
                 limits=self.limits,
                 num_inflight=len(self._inflight),
                 slot=self._next_index % self.limits.num_stages,
                 free_tokens=self.pool.num_free * self.pool.page_size,
+                waiting_tokens=self._waiting_tokens,
+                finished=self._finished,
+                cost=self._cost.model if self._cost is not None else None,
             )
             preempted_before = self.num_preemptions
             chunks = self._apply(self._policy.pick(view), admissible)
@@ -147,6 +162,8 @@ class Coordinator:
             sequence = self._current(chunk.sequence, chunk.epoch)
             if sequence is not None:
                 sequence.done = chunk.end
+        if self._cost is not None and result.stage_compute_s:
+            self._cost.observe(Load.of(microbatch), result.stage_compute_s)
         completions = []
         for token in result.tokens:
             sequence = self._current(token.sequence, token.epoch)
@@ -179,6 +196,7 @@ class Coordinator:
         del self._running[sequence.index]
         self._release(sequence)
         output = tuple(sequence.tokens[sequence.num_prompt :])
+        self._finished.append((sequence.num_prompt, len(output)))
         return Completion(sequence.request, output, reason, num_preemptions=sequence.epoch)
 
     def _release(self, sequence: Sequence) -> None:
@@ -212,9 +230,10 @@ class Coordinator:
             assert isinstance(sequence, Sequence)
             if sequence.index not in self._running and sequence.index not in startable:
                 continue  # preempted a moment ago, for an older request of this very microbatch
-            assert 1 <= grant.num_tokens <= sequence.remaining, grant
+            assert 1 <= grant.num_tokens <= sequence.remaining and 0 <= grant.overlap <= sequence.issued, grant
+            assert not (grant.overlap and sequence.decoding), f"a decode is one token: {grant}"
             if self._make_room(sequence, sequence.issued + grant.num_tokens):
-                chunk = self._issue(sequence, grant.num_tokens)
+                chunk = self._issue(sequence, grant.num_tokens, grant.overlap)
                 (decodes if chunk.decode else prefills).append(chunk)
         return (*prefills, *decodes)
 
@@ -242,12 +261,14 @@ class Coordinator:
         self._release(victim)
         victim.restart()
         self.num_preemptions += 1
+        self._waiting_tokens += victim.known
         place = sum(1 for waiting in self._waiting if waiting.index < victim.index)
         self._waiting.insert(place, victim)
 
-    def _issue(self, sequence: Sequence, num_tokens: int) -> Chunk:
+    def _issue(self, sequence: Sequence, num_tokens: int, overlap: int) -> Chunk:
         if sequence.index not in self._running:
             self._waiting.remove(sequence)
+            self._waiting_tokens -= sequence.known
             self._running[sequence.index] = sequence
         start, end = sequence.issued, sequence.issued + num_tokens
         new_pages = self.pool.take(self.pool.pages_for(end) - len(sequence.pages))
@@ -262,10 +283,10 @@ class Coordinator:
         return Chunk(
             sequence=sequence.index,
             epoch=sequence.epoch,
-            start=start,
-            num_tokens=num_tokens,
+            start=start - overlap,
+            num_tokens=num_tokens + overlap,
             decode=decode,
-            token_ids=tuple(sequence.tokens[start:end]),
+            token_ids=tuple(sequence.tokens[start - overlap : end]),
             new_pages=new_pages,
             sampling=_sampling_row(sequence) if end == sequence.known else None,
         )

@@ -113,6 +113,94 @@ class CostModel:
         return CostModel(self.tile, (*cuts[:-1], replace(cuts[-1], head_s=head_s)))
 
 
+class CostRefiner:
+    """A cost model that learns from each microbatch of a run.
+
+    Least squares on relative errors with coefficients of at least 0, each stage by itself. What it starts from
+    counts as a few observations of it; old observations fade, so that a machine that slows down is noticed.
+    """
+
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
+        self._stages = [_Regression(_coefficients(stage)) for stage in model.stages]
+        self._since = 0
+        for load in _TYPICAL_LOADS:
+            self._add(load, [model.seconds(stage, load) for stage in range(len(model.stages))])
+
+    @property
+    def model(self) -> CostModel:
+        """Solved anew every few microbatches."""
+        if self._since >= _SOLVE_EVERY:
+            self._since = 0
+            solved = zip(self._model.stages, (regression.solve() for regression in self._stages), strict=True)
+            stages = tuple(_with_coefficients(stage, values) for stage, values in solved)
+            self._model = CostModel(self._model.tile, stages)
+        return self._model
+
+    def observe(self, load: Load, stage_s: Sequence[float]) -> None:
+        """One microbatch and the seconds that each stage computed."""
+        self._add(load, stage_s)
+        self._since += 1
+
+    def _add(self, load: Load, stage_s: Sequence[float]) -> None:
+        tiles = math.ceil(load.num_tokens / self._model.tile)
+        row = (1.0, float(tiles), load.prefill_attention, float(load.decode_context), float(load.decodes))
+        for regression, seconds in zip(self._stages, stage_s, strict=True):
+            if seconds > 0:
+                regression.add(row, seconds)
+
+
+class _Regression:
+    """Weighted normal equations of one stage, kept as sums; solved by coordinate descent from the last solution."""
+
+    def __init__(self, start: list[float]) -> None:
+        self._values = start
+        self._gram = [[0.0] * len(start) for _ in start]
+        self._target = [0.0] * len(start)
+
+    def add(self, row: Sequence[float], seconds: float) -> None:
+        scaled = [value / seconds for value in row]
+        for i, left in enumerate(scaled):
+            self._target[i] = _FADE * self._target[i] + left
+            gram = self._gram[i]
+            for j, right in enumerate(scaled):
+                gram[j] = _FADE * gram[j] + left * right
+
+    def solve(self) -> list[float]:
+        values = self._values
+        for _ in range(_SWEEPS):
+            for i, gram in enumerate(self._gram):
+                if gram[i] > 0:
+                    rest = sum(a * b for a, b in zip(gram, values, strict=True)) - gram[i] * values[i]
+                    values[i] = max(0.0, (self._target[i] - rest) / gram[i])
+        return values
+
+
+_FADE = 0.998
+_SOLVE_EVERY = 16
+_SWEEPS = 12
+# What a starting model is asked about: chunks early and late in a prompt, decodes alone, both together.
+_TYPICAL_LOADS = (
+    Load(128, 128 * 64, 0, 0),
+    Load(512, 512 * 256, 0, 0),
+    Load(512, 512 * 2048, 0, 0),
+    Load(0, 0, 8, 8 * 256),
+    Load(0, 0, 32, 32 * 1024),
+    Load(224, 224 * 512, 32, 32 * 512),
+)
+
+
+def _coefficients(stage: StageCost) -> list[float]:
+    return [stage.a0, stage.a1, stage.a2, stage.a3, stage.a4 + stage.head_s]
+
+
+def _with_coefficients(stage: StageCost, values: Sequence[float]) -> StageCost:
+    """The head's share of what a decode costs cannot be told from the rest; it stays what it was."""
+    a0, a1, a2, a3, decode = values
+    head_s = min(stage.head_s, decode)
+    return replace(stage, a0=a0, a1=a1, a2=a2, a3=a3, a4=decode - head_s, head_s=head_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A cost model with what it was measured on: profile.json.
@@ -244,3 +332,81 @@ def _real(data: Mapping[str, Any], key: str, *, above: float | None = None) -> f
     if above is not None and value <= above:
         raise InputError(f"the profile's {key!r} is {value!r}; it must be above {above:g}")
     return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpeed:
+    """What one stage's device sustains. flops: of linear layers, by bytes a weight; attention gets a quarter of it.
+
+    tile: tokens that linear layers take at once. layer_s: of launching a layer's operations, whatever they compute.
+    """
+
+    flops: Mapping[int, float]
+    bytes_per_s: float
+    tile: int
+    layer_s: float
+
+
+# cpu: one AVX512-BF16 core of a shared server, as measured on the model of examples/measure_300m.py. cuda: an A100-80GB
+# at 60 % of its 312 TFLOP/s (19.5 in float32) and 80 % of its 2.04 TB/s, layers launched one operation at a time.
+DEVICE_SPEEDS: Mapping[str, DeviceSpeed] = {
+    "cpu": DeviceSpeed({2: 3e11, 4: 1e11}, 1.5e10, 1, 2e-4),
+    "cuda": DeviceSpeed({2: 1.9e14, 4: 1.2e13}, 1.6e12, 128, 2e-4),
+}
+_ATTENTION_SHARE = 0.25
+
+
+def estimate_cost(
+    layers: Sequence[tuple[int, int]],
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    weight_bytes: int,
+    device: str,
+    mlp_matrices: int = 3,
+    num_experts: int = 1,
+    experts_per_token: int = 1,
+    page_size: int = 16,
+) -> CostModel:
+    """A cost model from a model's shape, for when nothing was measured: right in kind, off by a factor in size.
+
+    layers: [first, end) of each stage. weight_bytes: of one weight, and of one key or value. device: of DEVICE_SPEEDS.
+    mlp_matrices: 3 with a gate, 2 without. experts: of intermediate_size each.
+
+        weights of a layer   w = h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
+        a0   every weight is read once               layers * (w * bytes / bandwidth + launching)
+        a1   a tile of tokens, 2 FLOP a weight       layers * 2 * w_active * tile / flops
+        a2   4 FLOP a channel, query and key         layers * 4 * heads*d / (flops / 4)
+        a3   a key and a value are read              layers * 2 * kv_heads*d * bytes / bandwidth
+        head: its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops
+
+    Reading and computing are added up, where they overlap on a real device: at worst that is twice the time. The
+    embedding is a lookup and costs nothing.
+    """
+    speed = DEVICE_SPEEDS[device]
+    flops = speed.flops[2 if weight_bytes <= 2 else 4]
+    attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+    expert = mlp_matrices * hidden_size * intermediate_size
+    read_s = (attention + num_experts * expert) * weight_bytes / speed.bytes_per_s
+    token_s = 2 * (attention + experts_per_token * expert) / flops
+    kv_bytes = 2 * num_kv_heads * head_dim * weight_bytes
+    stages = [
+        StageCost(
+            (first, end),
+            a0=(end - first) * (read_s + speed.layer_s),
+            a1=(end - first) * token_s * speed.tile,
+            a2=(end - first) * 4 * num_heads * head_dim / (_ATTENTION_SHARE * flops),
+            a3=(end - first) * kv_bytes / speed.bytes_per_s,
+            a4=0.0,
+            page_bytes=(end - first) * kv_bytes * page_size,
+        )
+        for first, end in layers
+    ]
+    head_weights = hidden_size * vocab_size
+    head_read_s = head_weights * weight_bytes / speed.bytes_per_s
+    stages[-1] = replace(stages[-1], a0=stages[-1].a0 + head_read_s, head_s=2 * head_weights / flops)
+    return CostModel(speed.tile, tuple(stages))

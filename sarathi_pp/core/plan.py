@@ -37,6 +37,9 @@ class SamplingRow:
 class Chunk:
     """Consecutive tokens [start, start + num_tokens) of one sequence.
 
+    They follow those of its last chunk, or begin among these: tokens that are computed again (Grant.overlap) get the
+    keys and values, in the same places, that they have already, and count as tokens like the others.
+
     The first four fields are the schedule. The rest is payload for the stages: `token_ids` (num_tokens of
     them), `new_pages` (appended to the sequence's page table before the chunk runs), and `sampling`, None
     where the chunk does not reach the end of the known tokens and so has no next token to draw.

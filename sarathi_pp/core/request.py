@@ -16,13 +16,15 @@ class Request:
 
     index: arrival order, unique in a run; it names the sequence in schedules and traces (`s<index>`).
     prompt_token_ids: never empty. sampling.seed: already concrete.
-    arrival_s: coordinator clock; latencies count from here.
+    arrival_s: coordinator clock; latencies count from here. paragraph_ends: prompt positions, ascending, at which a
+    paragraph of the text ends; empty where nobody asked.
     """
 
     index: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float = 0.0
+    paragraph_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

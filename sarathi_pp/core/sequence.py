@@ -51,6 +51,10 @@ class Sequence:
         """Whether the next grant is a decode."""
         return self.issued == len(self.tokens) - 1 and self.num_output > 0
 
+    @property
+    def paragraph_ends(self) -> tuple[int, ...]:
+        return self.request.paragraph_ends
+
     def restart(self) -> None:
         """Forget all computed KV; what is in flight becomes stale by its epoch."""
         self.done = self.issued = 0

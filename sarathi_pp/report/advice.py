@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
-from sarathi_pp.core.policy import POLICIES, USES_CHUNK_SIZE
+from sarathi_pp.core.policy import CHOOSES_CHUNK_SIZE, USES_CHUNK_SIZE
 
 _MOST = 3
 # Of the run; below this an estimate says nothing.
@@ -271,6 +271,8 @@ def _advice(report: Report, rule: str, seen: str, remedy: _Remedy, lost_s: float
 
 
 def _smaller_chunks(report: Report) -> _Remedy | None:
+    if _policy_name(report) in CHOOSES_CHUNK_SIZE:
+        return None
     if not _chunked(report):
         return _Remedy("--policy sarathi", "cuts prompts into chunks of equal size")
     half = _aligned(report["chunk_size"] / 2)
@@ -278,12 +280,13 @@ def _smaller_chunks(report: Report) -> _Remedy | None:
 
 
 def _larger_chunks(report: Report) -> _Remedy | None:
-    size = report["chunk_size"]
-    return _Remedy(f"--chunk-size {2 * size}", "halves the microbatches of prompts", 0.5) if _chunked(report) else None
+    if not _chunked(report) or _policy_name(report) in CHOOSES_CHUNK_SIZE:
+        return None
+    return _Remedy(f"--chunk-size {2 * report['chunk_size']}", "halves the microbatches of prompts", 0.5)
 
 
 def _equal_contexts(report: Report) -> _Remedy | None:
-    if "balanced" in POLICIES and _policy_name(report) != "balanced":
+    if _policy_name(report) != "balanced":
         return _Remedy("--policy balanced", "shares decodes out by the length of their contexts")
     limit = report.get("max_num_seqs")
     if limit is None or limit >= report["requests"]:

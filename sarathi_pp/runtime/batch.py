@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sarathi_pp.config import RunConfig
+from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import Profile
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import USES_CHUNK_SIZE, make_policy
+from sarathi_pp.core.policy import USES_CHUNK_SIZE, make_policy, wants_paragraphs
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_ROWS_FAILED, ConfigError, SarathiError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.place import Place, find_place
+from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.rundir import RunDirectory
-from sarathi_pp.runtime.sink import FileSink, OutputClosedError, check_output
+from sarathi_pp.runtime.sink import FileSink, OutputClosedError, Sink, check_output
 from sarathi_pp.runtime.snapshot import Snapshot
-from sarathi_pp.runtime.source import FileSource, Limits, RequestMaker, check_input
+from sarathi_pp.runtime.source import FileSource, Limits, MemorySource, RequestMaker, check_input
 from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.runtime.tuning import profile_mismatch, tuned
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.summary import Analyse, summarise
@@ -83,9 +86,9 @@ def preflight(job: BatchJob) -> Preflight:
     partition(facts.num_layers, config.stages, config.layer_split)
     defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
     defaults = defaults.with_command(config.sampling_overrides)
-    warnings = list(defaults.warnings)
-    if config.chunk_size is not None and config.policy.partition(":")[0] not in USES_CHUNK_SIZE:
-        warnings.append(f"--policy {config.policy} runs whole prompts and does not use --chunk-size")
+    warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
+    if job.config.chunk_size is not None and config.policy.partition(":")[0] not in USES_CHUNK_SIZE:
+        warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
     return Preflight(config, model_dir, profile, facts, defaults, RunDirectory(run_path), tuple(warnings))
 
 
@@ -129,6 +132,53 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     return _end(work, rank, display.error, note)
 
 
+def run_rows(
+    config: RunConfig,
+    place: Place | None,
+    make_rows: Callable[[ResolvedRun, ModelFacts], Sequence[Row]],
+    sink: Sink,
+    display: Display,
+    analyse: Analyse,
+) -> int:
+    """One rank of a run whose rows are made, not read; returns the exit code of this process.
+
+    make_rows: called on rank 0, once the run is known. sink: gets what they end with, on rank 0. The run directory is
+    thrown away unless the configuration names one.
+    """
+    rank = place or Place()
+    config, model_dir, profile, facts = _open_model(config)
+    # Inside the launcher's own directory, which it removes, where there is one: a rank that fails does not tidy up.
+    private = Path(rank.store).parent if rank.store else None
+    with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch:
+        run_dir = RunDirectory(config.run_dir or Path(scratch) / "run")
+        config = replace(config, run_dir=run_dir.path)
+        checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir, ())
+
+        def drive(this: Job) -> None:
+            if rank.rank != 0:
+                this.serve()
+                return
+            with ExitStack() as stack:
+                observe = stack.enter_context(display.progress(this.run.num_stages))
+                stack.push(lambda kind, error, trace: this.take_over() if error is not None else None)
+                run_dir.write_run(this.describe())
+                engine = this.engine((), lambda stop: None, observe)
+                engine.run(MemorySource(make_rows(this.run, this.facts)), sink)
+                engine.close()
+
+        def leave(error: SarathiError) -> None:
+            display.error(f"{type(error).__name__}: {error}")
+            run_dir.write_exit_code(error.exit_code)
+
+        def work() -> int:
+            report = _run_rank(checked, rank, leave, drive, analyse=analyse)
+            if report is not None:
+                display.report(report)
+            return EXIT_OK
+
+        return _end(work, rank, display.error, run_dir.write_exit_code)
+
+
 def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
     """One worker rank of a Python program's LLM; returns the exit code of this process."""
     place = find_place()
@@ -158,11 +208,14 @@ def _open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | No
     """The model's directory, or the profile that stands in for it, and the facts of either."""
     if config.emulate is None:
         model_dir = find_model(config.model)
-        return config, model_dir, None, check_model(model_dir)
-    from sarathi_pp.runtime.emulated import emulated_facts, read_profile, with_profile
+        facts = check_model(model_dir)
+        return tuned(config, facts), model_dir, None, facts
+    from sarathi_pp.runtime.emulated import emulated_facts, with_profile
+    from sarathi_pp.runtime.profile_file import read_profile
 
     profile = read_profile(config.emulate)
-    return with_profile(config, profile), None, profile, emulated_facts(profile, config.page_size)
+    facts = emulated_facts(profile, config.page_size)
+    return with_profile(tuned(config, facts), profile), None, profile, facts
 
 
 def _run_rank(
@@ -245,7 +298,7 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display) -> N
     else:
         tokenizer = Tokenizer.load(checked.model_dir, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
-    maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed)
+    maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
         sink = FileSink(job.output_path, tokenizer=tokenizer, clock=clock, model=config.model, overwrite=job.overwrite)
         stack.callback(sink.close)

@@ -8,13 +8,12 @@ import psutil
 import torch
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy import auto_chunk_size, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import CapacityError, ConfigError
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.support import ModelFacts
 
-DEFAULT_CHUNK_SIZE = 256
 _SEQS_PER_STAGE = 64
 # On CPU the default leaves most of the memory to the rest of the machine, as serving engines do.
 _CPU_SHARE = 0.4
@@ -72,7 +71,7 @@ def resolve(
     useful = max_num_seqs * -(-max_model_len // page_size)
     limits = Limits(
         num_stages=num_stages,
-        chunk_size=config.chunk_size or DEFAULT_CHUNK_SIZE,
+        chunk_size=config.chunk_size or auto_chunk_size(config.policy),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         page_size=page_size,

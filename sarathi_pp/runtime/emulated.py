@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import Load, Profile
 from sarathi_pp.core.plan import MicroBatch, SampledToken
-from sarathi_pp.errors import ConfigError, InputError, MissingError
+from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.sampling import uniform
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.stage import StageOutput
@@ -27,16 +26,6 @@ _PAGE_SIZE = 16
 # Any id may be in a prompt, since nothing is looked up; drawn ones are below this.
 _LEGAL_IDS = 2**31 - 1
 _DRAWN_IDS = 32_000
-
-
-def read_profile(path: Path) -> Profile:
-    """Raises MissingError where there is no such file, InputError naming what is wrong in it."""
-    try:
-        return Profile.from_json(json.loads(path.read_bytes()))
-    except OSError as error:
-        raise MissingError(f"cannot read the profile {path}: {error.strerror}") from None
-    except (ValueError, InputError) as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:

@@ -17,6 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sarathi_pp.core.coordinator import Coordinator, IdleReason
+from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.plan import StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
@@ -27,9 +28,10 @@ from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import Source
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
-from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished, Returned, RowRefused, Starved
+from sarathi_pp.trace.events import Issued, RequestArrived, Returned, RowRefused, Starved
 from sarathi_pp.trace.latency import RequestLatency
 from sarathi_pp.trace.recorder import Recorder
+from sarathi_pp.trace.request import TokenTimes
 from sarathi_pp.wire.channel import Receiver
 from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame
 
@@ -53,23 +55,14 @@ class _Live:
 
     row: Row
     stop_checker: StopChecker | None
-    first_issue_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-    gaps_us: list[int] = field(default_factory=list)
-
-    def token_came(self, at_s: float) -> None:
-        if self.first_token_s is None:
-            self.first_token_s = at_s
-        else:
-            self.gaps_us.append(round((at_s - self.last_token_s) * 1e6))
-        self.last_token_s = at_s
+    times: TokenTimes = field(default_factory=TokenTimes)
 
 
 class Engine:
     """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
 
-    stop_checkers: makes the checker for a request's stop strings.
+    stop_checkers: makes the checker for a request's stop strings. cost: of the stages, as far as is known; results
+    refine it.
     """
 
     def __init__(
@@ -84,9 +77,10 @@ class Engine:
         eos_token_ids: Collection[int],
         stop_checkers: StopCheckers,
         observe: Callable[[Snapshot], None] = lambda snapshot: None,
+        cost: CostModel | None = None,
     ) -> None:
         self._coordinator = Coordinator(
-            limits, policy, eos_token_ids=eos_token_ids, stop_rule=self._token_came, clock=clock.now
+            limits, policy, eos_token_ids=eos_token_ids, stop_rule=self._token_came, clock=clock.now, cost=cost
         )
         self._runner = runner
         self._results = results
@@ -166,8 +160,8 @@ class Engine:
             Issued.of(microbatch, pages_used=pool.num_pages - pool.num_free, tokens_held=self._coordinator.held_tokens)
         )
         for chunk in microbatch.chunks:
-            if chunk.start == 0 and chunk.epoch == 0:
-                self._live[chunk.sequence].first_issue_s = microbatch.issued_s
+            if chunk.start == 0:
+                self._live[chunk.sequence].times.issued(microbatch.issued_s)
         self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
         self._chunks_inflight.append(sum(not chunk.decode for chunk in microbatch.chunks))
         self._runner.run(MicroBatchFrame(microbatch), None, microbatch.issued_s)
@@ -195,25 +189,14 @@ class Engine:
     def _token_came(self, request: Request, token_id: int) -> bool:
         """The coordinator's stop rule: told every token that counts, stale ones never."""
         live = self._live[request.index]
-        live.token_came(self._token_s)
+        live.times.token_came(self._token_s)
         return live.stop_checker is not None and live.stop_checker.push(token_id)
 
     def _finish(self, completion: Completion, at_s: float, sink: Sink) -> None:
         request = completion.request
         live = self._live.pop(request.index)
         num_prompt, num_output = len(request.prompt_token_ids), len(completion.token_ids)
-        finished = RequestFinished(
-            request.index,
-            request.arrival_s,
-            live.first_issue_s,
-            live.first_token_s,
-            at_s,
-            num_prompt,
-            num_output,
-            completion.finish_reason,
-            completion.num_preemptions,
-            tuple(live.gaps_us),
-        )
+        finished = live.times.finished(completion, at_s)
         self._recorder.record(finished)
         if completion.finish_reason == "error":
             self._requests_failed += 1

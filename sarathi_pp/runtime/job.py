@@ -20,7 +20,7 @@ import transformers
 
 import sarathi_pp
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.cost import Profile
+from sarathi_pp.core.cost import CostModel, Profile, estimate_cost
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.errors import ConfigError, OutputError, SarathiError
@@ -30,6 +30,7 @@ from sarathi_pp.runtime.capacity import limits_of, resolve
 from sarathi_pp.runtime.emulated import EmulatedStages
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.stage import ModelStages, StageMaker
@@ -42,6 +43,11 @@ from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.summary import Analyse, summarise
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
+
+# First calls cost the same for larger microbatches.
+_WARM_UP_TOKENS = 256
+# Of the hidden size; what is not right about an estimate the first microbatches show.
+_USUAL_MLP = 3
 
 
 class Job:
@@ -68,6 +74,8 @@ class Job:
         self.facts = facts
         self._topology = topology
         self._clock = clock
+        self._config = config
+        self._profile = profile
         self._watchdog = watchdog
         torch.set_num_threads(place.num_threads())
         self.device = choose_device(config.device, place)
@@ -96,7 +104,7 @@ class Job:
         )
         self.layers = layers[place.rank]
         self._stage = maker.make(self.run, self.layers, self.dtype)
-        self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len))
+        self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len, _WARM_UP_TOKENS))
         self._recorder = Recorder(self._run_dir.trace_path(place.rank, place.world_size))
         self._recorder.record(self._trace_start(align(self._topology, clock.now)))
         self._upstream, self._runner = self._connect()
@@ -116,6 +124,28 @@ class Job:
             eos_token_ids=eos_token_ids,
             stop_checkers=stop_checkers,
             observe=observe,
+            cost=self._known_cost(),
+        )
+
+    def _known_cost(self) -> CostModel:
+        """What the stages cost, as far as is known before they have run anything."""
+        profile = self._profile
+        if profile is None and self._config.profile is not None:
+            profile = read_profile(self._config.profile)
+        if profile is not None:
+            return profile.cost.split(self.run.layers)
+        facts = self.facts
+        return estimate_cost(
+            self.run.layers,
+            hidden_size=facts.hidden_size,
+            intermediate_size=_USUAL_MLP * facts.hidden_size,
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            vocab_size=facts.vocab_size,
+            weight_bytes=self.dtype.itemsize,
+            device=self.device.type,
+            page_size=self.run.page_size,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -265,8 +295,8 @@ def choose_device(wish: str, place: Place) -> torch.device:
 
 def _passport(config: RunConfig, facts: ModelFacts) -> dict[str, Any]:
     """What must be the same on every rank."""
-    # Where the model and the run directory lie may differ, and sampling is rank 0's own affair.
-    options = dataclasses.replace(config, model="", run_dir=None, sampling_overrides={})
+    # Where the files lie may differ (what the profile decided may not), and sampling is rank 0's own affair.
+    options = dataclasses.replace(config, model="", run_dir=None, profile=None, sampling_overrides={})
     return {
         **_software(),
         "wire version": codec.VERSION,

@@ -23,7 +23,7 @@ from typing import Any, Self, cast
 
 from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy import make_policy, wants_paragraphs
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import ConfigError, RowError
 from sarathi_pp.model.support import check_model
@@ -39,6 +39,7 @@ from sarathi_pp.runtime.sink import FinishedRow, MemorySink
 from sarathi_pp.runtime.source import Limits, MemorySource, RequestMaker
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.runtime.topology import Topology
+from sarathi_pp.runtime.tuning import tuned
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
 
@@ -83,6 +84,7 @@ class LLM:
             raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
         model_dir = find_model(config.model)
         facts = check_model(model_dir)
+        config = tuned(config, facts)
         make_policy(config.policy)
         partition(facts.num_layers, config.stages, config.layer_split)
         self._defaults = read_generation_config(model_dir).with_command(config.sampling_overrides)
@@ -116,7 +118,9 @@ class LLM:
         self._engine: Engine = self._job.engine(eos_token_ids, self._tokenizer.stop_checker, lambda snapshot: None)
         run = self._job.run
         limits = Limits(run.max_model_len, run.num_pages, run.page_size, facts.vocab_size)
-        self._maker = RequestMaker(self._tokenizer, self._defaults, limits, config.seed)
+        self._maker = RequestMaker(
+            self._tokenizer, self._defaults, limits, config.seed, wants_paragraphs(config.policy)
+        )
 
     def generate(
         self,

@@ -26,7 +26,7 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
 from sarathi_pp.runtime.rows import LineError, ParsedLine, RawLine, Row, SeenIds, is_plain_text, parse_line, read_lines
-from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.runtime.text import Encoded, Tokenizer
 from sarathi_pp.trace.clock import Clock
 
 
@@ -76,12 +76,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """Turns a parsed line into a request: tokenised, checked, its sampling complete. Raises RowError."""
+    """Turns a parsed line into a request: tokenised, checked, its sampling complete. Raises RowError.
+
+    paragraphs: whether the policy wants to know where those of a text end.
+    """
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     limits: Limits
     seed: int
+    paragraphs: bool = False
 
     def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
         sampling = self.defaults.params(parsed.overrides)
@@ -89,17 +93,17 @@ class RequestMaker:
             raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are not there")
         if sampling.seed is None:
             sampling = replace(sampling, seed=row_seed(self.seed, parsed.line))
-        token_ids = self._token_ids(parsed)
-        self.limits.check_prompt(len(token_ids))
-        return Request(index, token_ids, self.limits.clamp(sampling), arrival_s)
+        prompt = self._encode(parsed)
+        self.limits.check_prompt(len(prompt.token_ids))
+        return Request(index, prompt.token_ids, self.limits.clamp(sampling), arrival_s, prompt.paragraph_ends)
 
-    def _token_ids(self, parsed: ParsedLine) -> tuple[int, ...]:
+    def _encode(self, parsed: ParsedLine) -> Encoded:
         if parsed.prompt_token_ids is not None:
-            return self.tokenizer.check_token_ids(parsed.prompt_token_ids)
+            return Encoded(self.tokenizer.check_token_ids(parsed.prompt_token_ids))
         if parsed.messages is not None:
-            return self.tokenizer.encode_chat(parsed.messages)
+            return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs)
         assert parsed.prompt is not None, "a parsed line has a prompt"
-        return self.tokenizer.encode_prompt(parsed.prompt)
+        return self.tokenizer.encode_prompt(parsed.prompt, paragraphs=self.paragraphs)
 
 
 def row_seed(run_seed: int, line: int) -> int:

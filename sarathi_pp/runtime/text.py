@@ -6,7 +6,10 @@ text is encoded without any: there is never a second beginning-of-sequence token
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,16 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+
+_PARAGRAPH_BREAK = re.compile(r"(?:\r?\n){2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A text's token ids. paragraph_ends: see Request; empty unless asked for and known."""
+
+    token_ids: tuple[int, ...]
+    paragraph_ends: tuple[int, ...] = ()
 
 
 class Tokenizer:
@@ -74,22 +87,23 @@ class Tokenizer:
         """Whether there are tokenizer files, so that text can be read and written."""
         return self._backend is not None
 
-    def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Ids of a prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
+    def encode_prompt(self, text: str, *, paragraphs: bool = False) -> Encoded:
+        """A prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
 
         Raises RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
         `invalid_parameter` (text that is not Unicode).
         """
         backend = self._require("a text prompt")
-        ids = self._encode(text, special=True)
-        if not ids and backend.bos_token_id is not None:
-            ids = [backend.bos_token_id]
-        if not ids:
+        encoded = self._encode(text, special=True, paragraphs=paragraphs)
+        if not encoded.token_ids and backend.bos_token_id is not None:
+            encoded = Encoded((backend.bos_token_id,))
+        if not encoded.token_ids:
             raise RowError("empty_prompt", "the prompt has no tokens and the model has no BOS token to start from")
-        return self.check_token_ids(ids)
+        self.check_token_ids(encoded.token_ids)
+        return encoded
 
-    def encode_chat(self, messages: Sequence[dict[str, object]]) -> tuple[int, ...]:
-        """Ids of the chat template's rendering of the messages, with the opening of the answer.
+    def encode_chat(self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False) -> Encoded:
+        """The chat template's rendering of the messages, with the opening of the answer.
 
         Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or
         failed, or wrote more than 16 MiB), `empty_prompt`, `invalid_token_id`, `invalid_parameter`.
@@ -106,10 +120,11 @@ class Tokenizer:
                 "chat_template_error",
                 f"the chat template wrote {len(text)} characters; at most {MAX_RENDERED_BYTES} bytes are taken",
             )
-        ids = self._encode(text, special=False)
-        if not ids:
+        encoded = self._encode(text, special=False, paragraphs=paragraphs)
+        if not encoded.token_ids:
             raise RowError("empty_prompt", "the chat template wrote nothing for these messages")
-        return self.check_token_ids(ids)
+        self.check_token_ids(encoded.token_ids)
+        return encoded
 
     def check_token_ids(self, token_ids: Iterable[int]) -> tuple[int, ...]:
         """The ids, all of which have a row in the embedding. Raises RowError (`invalid_token_id`)."""
@@ -164,13 +179,17 @@ class Tokenizer:
         found = [at for at in map(text.find, stop) if at >= 0]
         return text[: min(found)] if found else text
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, *, special: bool, paragraphs: bool = False) -> Encoded:
+        backend = self._require("text")
+        # Only tokenizers of the Rust library know where in the text a token lies.
+        located = {"return_offsets_mapping": True} if paragraphs and backend.is_fast else {}
         try:
-            ids: list[int] = self._require("text")(text, add_special_tokens=special, verbose=False)["input_ids"]
+            found = backend(text, add_special_tokens=special, verbose=False, **located)
         except (TypeError, UnicodeEncodeError) as error:
             # What the library says of lone surrogates, which JSON can write ("\ud800") and UTF-8 cannot.
             raise RowError("invalid_parameter", "the prompt holds half a surrogate pair; it is not Unicode") from error
-        return list(ids)
+        ends = _paragraph_ends(text, found["offset_mapping"]) if located else ()
+        return Encoded(tuple(found["input_ids"]), ends)
 
     def _require(self, what: str) -> Any:
         if self._backend is None:
@@ -178,6 +197,23 @@ class Tokenizer:
                 "no_tokenizer", f"the model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
             )
         return self._backend
+
+
+def _paragraph_ends(text: str, offsets: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """How many tokens it takes for each blank line of the text to be complete, ascending.
+
+    offsets: where each token lies in the text; (0, 0) for special tokens. A token that goes on behind the blank
+    line belongs to the paragraph before it; tokenizers that drop blank lines cut before the next paragraph's first.
+    """
+    breaks = deque(found.end() for found in _PARAGRAPH_BREAK.finditer(text))
+    ends: list[int] = []
+    for number, (first, end) in enumerate(offsets):
+        while breaks and end >= breaks[0]:
+            position = number if first >= breaks[0] and end > breaks[0] else number + 1
+            if position > (ends[-1] if ends else 0):
+                ends.append(position)
+            breaks.popleft()
+    return tuple(ends)
 
 
 class StopChecker:

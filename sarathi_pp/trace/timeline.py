@@ -131,6 +131,17 @@ class Timeline:
             return (0.0, 0.0)
         return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
 
+    def add(self, stage: StageTimeline, event: Event) -> None:
+        """Take in one event of a stage; `stage.align()` is due after the last."""
+        if isinstance(event, Compute):
+            stage.add(event)
+        elif isinstance(event, SendWait):
+            stage.send_waits.append((event.start_s, event.end_s))
+        elif isinstance(event, TraceEnd):
+            stage.end = event
+        else:
+            self._add(event)
+
     def _read_stage(self, events: Iterable[Event]) -> None:
         stage: StageTimeline | None = None
         for event in events:
@@ -138,14 +149,8 @@ class Timeline:
                 if not isinstance(event, TraceStart):
                     raise InputError(f"a trace begins with its start; this one with {type(event).__name__}")
                 stage = StageTimeline(event)
-            elif isinstance(event, Compute):
-                stage.add(event)
-            elif isinstance(event, SendWait):
-                stage.send_waits.append((event.start_s, event.end_s))
-            elif isinstance(event, TraceEnd):
-                stage.end = event
             else:
-                self._add(event)
+                self.add(stage, event)
         if stage is None:
             raise InputError(
                 "a trace is empty: its process ended before it wrote anything, or has just started: then try again"

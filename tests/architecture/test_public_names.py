@@ -14,7 +14,7 @@ from sarathi_pp.cli.main import cli
 ROOT = Path(__file__).parents[2]
 
 NAMES = ["LLM", "CompletionOutput", "RequestOutput", "RowError", "RunConfig", "SamplingParams", "SarathiError"]
-COMMANDS = {"generate", "report", "compare"}
+COMMANDS = {"generate", "report", "compare", "simulate", "profile", "plan"}
 GENERATE_OPTIONS = {
     *("--model", "--input", "-i", "--output", "-o", "--run-dir", "--overwrite"),
     *("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),
@@ -22,7 +22,7 @@ GENERATE_OPTIONS = {
     *("--max-new-tokens", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--ignore-eos"),
     *("--seed", "--request-rate", "--dtype", "--device", "--attention", "--max-model-len"),
     *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size", "--peer-timeout"),
-    *("--json", "--quiet", "-q", "--emulate", "--metrics-port"),
+    *("--json", "--quiet", "-q", "--emulate", "--metrics-port", "--profile"),
 }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
-from sarathi_pp.bench.profile import fit_cost
+from sarathi_pp.bench.profile import Spans, assess, fit_cost, fit_spans, robust_line
 from sarathi_pp.core.cost import CostModel, Load, StageCost
 from tests.trace.test_causes import Run
 
@@ -68,3 +71,103 @@ def test_equal_microbatches_are_fitted_though_nothing_varies() -> None:
 @pytest.mark.parametrize(("count", "fitted"), [(7, False), (8, True)])
 def test_too_few_microbatches_give_no_model(count: int, fitted: bool) -> None:
     assert (fit_cost(Run(some_loads(count, 6), model(1), 3).timeline()) is not None) == fitted
+
+
+def spans_of(true: CostModel, loads: list[Load], sampled: list[int] | None = None) -> Spans:
+    """Exact spans; rows that sample cost head_s each, whether they decode or end a prompt."""
+    rows = np.array([load.decodes for load in loads] if sampled is None else sampled, dtype=float)
+    ended = rows - np.array([load.decodes for load in loads])
+    seconds = [np.array([true.seconds(s, load) for load in loads]) for s in range(len(true.stages))]
+    seconds[-1] = seconds[-1] + true.stages[-1].head_s * ended
+    return Spans(loads, rows, seconds, [stage.layers for stage in true.stages])
+
+
+def test_a_few_disturbed_spans_change_nothing() -> None:
+    true, loads = model(1), some_loads(200, 7)
+    spans = spans_of(true, loads)
+    draw = random.Random(8)
+    for seconds in spans.seconds:
+        seconds[draw.sample(range(200), 12)] *= 5
+    found = fit_spans(spans)
+    for load in some_loads(20, 9):
+        assert found.seconds(1, load) == pytest.approx(true.seconds(1, load), rel=0.01)
+
+
+@pytest.mark.parametrize("tile", [1, 32, 128])
+def test_the_tile_is_found_among_noise(tile: int) -> None:
+    spans = spans_of(model(tile), some_loads(250, 10))
+    noise = np.random.default_rng(11)
+    noisy = replace(spans, seconds=[s * noise.normal(1, 0.03, len(s)) for s in spans.seconds])
+    assert fit_spans(noisy).tile == tile
+
+
+def test_where_the_tile_makes_no_difference_it_is_the_smallest() -> None:
+    """Whole tiles of 256 only: every tile that divides 256 fits as well."""
+    loads = [Load(256 * n, 1000.0 * n * n, 0, 0) for n in (1, 2, 3, 4, 5, 6, 7, 8)] * 3
+    assert fit_spans(spans_of(model(1), loads)).tile == 1
+
+
+def test_the_head_is_what_a_decode_costs_more_on_the_last_stage() -> None:
+    stages = (
+        StageCost((0, 4), 1e-3, 2e-4, 4e-7, 1e-6, 4e-4),
+        StageCost((4, 6), 1e-3, 1e-4, 2e-7, 5e-7, 2e-4, head_s=7e-4),
+    )
+    found = fit_spans(spans_of(CostModel(1, stages), some_loads(100, 12)))
+    assert found.stages[0].head_s == 0.0 and found.stages[0].a4 == pytest.approx(4e-4, rel=1e-3)
+    assert found.stages[1].a4 == pytest.approx(2e-4, rel=1e-3)  # half the layers of the other
+    assert found.stages[1].head_s == pytest.approx(7e-4, rel=1e-3)
+
+
+def test_a_single_stage_asks_prompts_that_end_without_a_decode() -> None:
+    true = CostModel(1, (StageCost((0, 4), 1e-3, 2e-4, 4e-7, 1e-6, 4e-4, head_s=7e-4),))
+    draw = random.Random(13)
+    prefills = [Load(n, n * n / 2, 0, 0) for n in (draw.randint(20, 300) for _ in range(60))]
+    ended = [draw.choice([0, 0, 1, 4, 16]) for _ in prefills]
+    loads = [*some_loads(80, 14), *prefills]
+    found = fit_spans(spans_of(true, loads, [*(load.decodes for load in loads[:80]), *ended])).stages[0]
+    # The model charges the head by decodes alone, so prompts that end are a little noise in everything else.
+    assert found.head_s == pytest.approx(7e-4, rel=1e-3) and found.a4 == pytest.approx(4e-4, rel=0.05)
+    nothing_said = fit_spans(spans_of(true, some_loads(80, 15))).stages[0]
+    assert nothing_said.head_s == 0.0 and nothing_said.a4 == pytest.approx(11e-4, rel=1e-3)
+
+
+def test_rows_that_sample_are_read_off_the_schedule() -> None:
+    timeline = Run(some_loads(3, 16), model(1), 3).timeline()  # requests of 10 tokens
+    texts = ["m0[s0:0+10 s1:0+4]", "m1[s1.1:4+6 s2:0+9]", "m2[d s0:10]"]
+    timeline.issued = [
+        replace(event, text=text, decodes=decodes)
+        for event, text, decodes in zip(timeline.issued, texts, (0, 0, 1), strict=True)
+    ]
+    assert Spans.of(timeline).sampled.tolist() == [1, 1, 1]
+
+
+def test_the_error_is_that_of_each_stage() -> None:
+    true, loads = model(1), some_loads(20, 17)
+    spans = spans_of(true, loads)
+    spans.seconds[1][:] *= 1.25
+    fit = assess(true, spans)
+    assert fit.stage_errors == pytest.approx((0.0, 0.2, 0.0)) and fit.error == pytest.approx(0.2 / 3)
+
+
+def test_a_line_through_points_of_which_some_are_far_off() -> None:
+    x = np.arange(1, 101, dtype=float)
+    y = 3e-4 + 2e-9 * x
+    y[::9] += 0.02
+    latency_s, slope = robust_line(x, y)
+    assert latency_s == pytest.approx(3e-4, rel=0.02) and slope == pytest.approx(2e-9, rel=0.3)
+    assert robust_line(x, -y) == (0.0, 0.0)
+
+
+def test_a_long_run_is_thinned_out_before_it_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def counting(design: Any, target: Any) -> Any:
+        rows.append(len(design))
+        return nnls(design, target)
+
+    monkeypatch.setattr("sarathi_pp.bench.profile.nnls", counting)
+    true, loads = model(1), some_loads(500, 18) * 40
+    found = fit_spans(spans_of(true, loads))
+    assert max(rows) <= 4096
+    for load in some_loads(20, 19):
+        assert found.seconds(0, load) == pytest.approx(true.seconds(0, load), rel=1e-3)

@@ -1,8 +1,10 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.core.partition import partition
+from sarathi_pp.core.partition import partition, partition_by_time
 from sarathi_pp.errors import PartitionError
 
 
@@ -31,3 +33,49 @@ def test_given_split():
 def test_errors_name_the_numbers(layers, stages, split, says):
     with pytest.raises(PartitionError, match=says):
         partition(layers, stages, split)
+
+
+def slowest(layers, seconds):
+    return max(seconds(first, end) for first, end in layers)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 9), st.integers(0, 9), st.data())
+def test_split_by_time_is_the_best_of_all(layer_times, embed, head, data):
+    num_layers = len(layer_times)
+    stages = data.draw(st.integers(1, num_layers))
+
+    def seconds(first, end):
+        return float(sum(layer_times[first:end]) + embed * (first == 0) + head * (end == num_layers))
+
+    found = partition_by_time(num_layers, stages, seconds)
+    assert [layer for first, end in found for layer in range(first, end)] == list(range(num_layers))
+    assert len(found) == stages and all(end > first for first, end in found)
+    cuts = itertools.combinations(range(1, num_layers), stages - 1)
+    every = (tuple(itertools.pairwise((0, *cut, num_layers))) for cut in cuts)
+    assert slowest(found, seconds) == min(slowest(layers, seconds) for layers in every)
+
+
+@given(st.integers(1, 40), st.data())
+def test_layers_alike_are_split_evenly(num_layers, data):
+    stages = data.draw(st.integers(1, num_layers))
+    assert partition_by_time(num_layers, stages, lambda first, end: end - first) == partition(num_layers, stages)
+
+
+def test_the_slowest_stage_counts_and_not_how_even_the_others_are():
+    times = [3, 3, 3, 3, 4, 6, 1]
+    found = partition_by_time(7, 5, lambda first, end: float(sum(times[first:end])))
+    assert slowest(found, lambda first, end: sum(times[first:end])) == 6
+
+
+def test_a_heavy_head_moves_layers_to_the_front():
+    found = partition_by_time(16, 4, lambda first, end: end - first + 3.0 * (end == 16))
+    assert found == ((0, 5), (5, 10), (10, 15), (15, 16))
+
+
+def test_split_by_time_refuses_more_stages_than_layers():
+    with pytest.raises(PartitionError, match="more than the model's 3 layers"):
+        partition_by_time(3, 4, lambda first, end: 1.0)
+
+
+def test_even_is_a_split_of_its_own():
+    assert partition(7, 2, "even") == partition(7, 2)

@@ -1,21 +1,59 @@
+from dataclasses import dataclass, fields
+
 import pytest
 
 from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.chunkllm import ChunkLLM
+from sarathi_pp.core.policy.parameter import parameter, read_parameter
 from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.errors import ConfigError
 
 
 def test_parameters_reach_the_policy():
     assert make_policy("sarathi:even=1") == Sarathi(even=1)
+    assert make_policy("chunkllm:threshold=512,overlap=0.2") == ChunkLLM(threshold=512, overlap=0.2)
+    assert make_policy("chunkllm:overlap=0") == make_policy("chunkllm")
+
+
+@dataclass
+class Listener:
+    patience: float = parameter(1.0, least=0)
+    ears: int = 2
+
+
+def test_a_parameter_is_read_by_its_type_and_range():
+    patience, ears = fields(Listener)
+    assert Listener() == Listener(1.0, 2)
+    assert (read_parameter(patience, "2"), read_parameter(ears, "-3")) == (2.0, -3)
+    for text in ("nan", "-1", "long"):
+        with pytest.raises(ValueError, match="a number of at least 0"):
+            read_parameter(patience, text)
+    with pytest.raises(ValueError, match="an integer$"):
+        read_parameter(ears, "2.0")
+
+
+def test_both_ends_of_a_range_are_legal():
+    for spec in ("chunkllm:overlap=0.3", "gllm:kvthresh=0", "gllm:kvthresh=99", "gllm:minp=1"):
+        make_policy(spec)
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("fifo", "choose one of orca, sarathi"),
+        ("fifo", "choose one of .*orca, .*sarathi"),
         ("sarathi:odd=1", "no parameter 'odd'; it takes: even"),
         ("orca:x=1", "it takes: none"),
         ("sarathi:even=x", "must be an integer"),
+        ("sarathi:even=0.5", "even is '0.5'; it must be an integer"),
+        ("sglang:_slots=1", "no parameter '_slots'; it takes: dynamic"),
+        ("sglang:dynamic=2", "dynamic is '2'; it must be an integer from 0 to 1"),
+        ("gllm:iterp=0", "iterp is '0'; it must be an integer of at least 1"),
+        ("gllm:kvthresh=100", "it must be an integer from 0 to 99"),
+        ("chunkllm:threshold=1.5", "it must be an integer of at least 0"),
+        ("chunkllm:overlap=0.31", "overlap is '0.31'; it must be a number from 0 to 0.3"),
+        ("chunkllm:overlap=-0.1", "it must be a number from 0 to 0.3"),
+        ("chunkllm:overlap=nan", "it must be a number from 0 to 0.3"),
+        ("chunkllm:overlap=much", "it must be a number from 0 to 0.3"),
     ],
 )
 def test_unknown_names_keys_and_values_are_errors(spec, says):

@@ -120,6 +120,7 @@ def run_pipeline(
     eos_token_ids=(),
     per_take: int | None = None,
     sampling: list[SamplingParams] | None = None,
+    paragraph_ends: list[tuple[int, ...]] | None = None,
     dtype: torch.dtype = torch.float32,
     layer_split: tuple[int, ...] | None = None,
     inflight: int | None = None,
@@ -158,8 +159,9 @@ def run_pipeline(
         stop_checkers=lambda stop: None,
     )
     params = sampling or [SamplingParams(max_new_tokens=max_new_tokens, seed=0)] * len(prompts)
+    ends = paragraph_ends or [()] * len(prompts)
     rows = [
-        Row(index + 1, index, "own", Request(index, tuple(prompt), params[index], clock.now()))
+        Row(index + 1, index, "own", Request(index, tuple(prompt), params[index], clock.now(), ends[index]))
         for index, prompt in enumerate(prompts)
     ]
     sink = ListSink()

@@ -65,7 +65,7 @@ def exact_bubble(times: list[float], stages: int) -> float:
 @pytest.mark.parametrize("stages", SIZES)
 def test_equal_microbatches_have_the_bubble_of_fill_and_drain(stages, tmp_path):
     count = 20
-    report = emulate(tmp_path, stages, [64] * count, "--chunk-size", "64", a0=MICROBATCH_S)
+    report = emulate(tmp_path, stages, [64] * count, "--policy", "sarathi", "--chunk-size", "64", a0=MICROBATCH_S)
     assert report["microbatches"] == count
     exact = (stages - 1) / (count + stages - 1)
     assert exact == pytest.approx(exact_bubble([MICROBATCH_S] * count, stages))

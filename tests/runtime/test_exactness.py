@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 import torch
 
+from sarathi_pp.core import policy as policies
 from tests.model.families import FAMILIES, NUM_LAYERS, WINDOW
 from tests.runtime.pipeline import Outcome, run_pipeline
 from tests.runtime.references import LENGTHS, NEW_TOKENS, Tokens
@@ -77,7 +78,14 @@ def test_greedy_output_is_that_of_transformers(family, stages, chunk_size, polic
     assert outcome.num_preemptions == 0
 
 
-@pytest.mark.parametrize("stages, policy", [(1, "orca"), (2, "sarathi"), (4, "sarathi")])
+@pytest.mark.parametrize("policy", sorted({*policies.POLICIES} - {*POLICIES}))
+@pytest.mark.parametrize("family, stages", [("llama", 2), ("gemma3_text", 4)])
+def test_no_policy_changes_a_token(family, stages, policy, reference):
+    known = reference(family)
+    expect(run_pipeline(known.directory, known.prompts, stages=stages, chunk_size=16, policy=policy), known.outputs)
+
+
+@pytest.mark.parametrize("stages, policy", [(1, "orca"), (2, "sarathi"), (4, "sarathi"), (2, "balanced")])
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
 def test_preempted_sequences_are_recomputed_to_the_same_tokens(family, stages, policy, reference):
     known = reference(family)

@@ -43,7 +43,7 @@ def copy_model(tmp_path, **changed):
     [
         (["--chunk-sise", "8"], 2, "--chunk-sise"),
         (["--chunk-size", "0"], 2, "at least 1"),
-        (["--policy", "fifo"], 2, "choose one of orca, sarathi"),
+        (["--policy", "fifo"], 2, "orca, sarathi, sarathi-serve, sglang"),
         (["--policy", "sarathi:odd=1"], 2, "no parameter 'odd'"),
         (["--stages", "6"], 2, "more than the model's 5 layers"),
         (["--stages", "2", "--layer-split", "2,2"], 2, "adds up to 4 layers"),

@@ -1,14 +1,17 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.policy import wants_paragraphs
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
 from sarathi_pp.runtime.rows import Row
@@ -26,6 +29,7 @@ class Words:
     all_special_ids = ()
     bos_token_id = None
     chat_template = None
+    is_fast = False
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -136,6 +140,33 @@ def test_without_a_tokenizer_only_token_ids_run(tmp_path):
     path = write(tmp_path, {"prompt_token_ids": [1]}, {"prompt": "x"}, {"prompt_token_ids": [1], "stop": "x"})
     rows = drain(opened(path, backend=None))
     assert [row.error and row.error.code for row in rows] == [None, "no_tokenizer", "no_tokenizer"]
+
+
+class PlacedWords(Words):
+    """Words that say where in the text they lie, as the Rust library's tokenizers do."""
+
+    is_fast = True
+
+    def __call__(self, text: str, *, return_offsets_mapping: bool = False, **kwargs: object) -> dict[str, list]:
+        offsets = [match.span() for match in re.finditer(r"\S+", text)]
+        return {"input_ids": [end - first for first, end in offsets], "offset_mapping": offsets}
+
+
+def test_requests_say_where_paragraphs_end_only_if_asked_and_known(tmp_path):
+    path = write(tmp_path, {"prompt": "a bb\n\nccc"}, {"prompt_token_ids": [1, 2, 3]})
+
+    def ends(backend: object, asked: bool) -> list[tuple[int, ...]]:
+        source = FileSource(path, replace(maker(backend=backend), paragraphs=asked), clock=SystemClock(), capacity=9)
+        return [row.request.paragraph_ends for row in drain(source)]
+
+    assert ends(PlacedWords(), True) == [(2,), ()]
+    assert ends(PlacedWords(), False) == [(), ()]
+    assert ends(Words(), True) == [(), ()]
+
+
+@pytest.mark.parametrize(("spec", "wants"), [("chunkllm", True), ("chunkllm:overlap=0.1", True), ("sarathi", False)])
+def test_chunkllm_asks_for_paragraphs(spec, wants):
+    assert wants_paragraphs(spec) == wants
 
 
 def test_the_reader_stays_within_its_capacity(tmp_path):

@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sarathi_pp.errors import InputError, RowError
-from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.runtime.text import Encoded, Tokenizer, _paragraph_ends
 
 CORPUS = [
     "hello world, the quick brown fox",
@@ -72,18 +72,57 @@ def code_of(call, *args) -> str:
 
 
 def test_a_prompt_gets_bos_and_a_rendered_chat_gets_one_only():
-    assert tokenizer().encode_prompt("hello") == (0, *plain_ids("hello"))
+    assert tokenizer().encode_prompt("hello") == Encoded((0, *plain_ids("hello")))
     backend = byte_level()
     backend.chat_template = TEMPLATE
-    ids = tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}])
+    ids = tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}]).token_ids
     assert ids.count(0) == 1 and ids[0] == 0
     assert backend.decode(ids) == "<s>[user]hello[assistant]"
 
 
 def test_an_empty_prompt_is_bos_or_an_error():
-    assert tokenizer().encode_prompt("") == (0,)
+    assert tokenizer().encode_prompt("") == Encoded((0,))
     assert code_of(tokenizer(byte_level(bos=False)).encode_prompt, "") == "empty_prompt"
-    assert tokenizer(byte_level(bos=False)).encode_prompt(" ") == tuple(plain_ids(" "))
+    assert tokenizer(byte_level(bos=False)).encode_prompt(" ") == Encoded(tuple(plain_ids(" ")))
+
+
+def paragraphs(backend: PreTrainedTokenizerFast, text: str) -> list[str]:
+    """The text's tokens, decoded paragraph by paragraph."""
+    encoded = tokenizer(backend).encode_prompt(text, paragraphs=True)
+    assert encoded.token_ids == tokenizer(backend).encode_prompt(text).token_ids
+    cuts = [0, *encoded.paragraph_ends, len(encoded.token_ids)]
+    assert cuts == sorted(set(cuts)) or encoded.paragraph_ends[-1] == len(encoded.token_ids)
+    parts = [list(encoded.token_ids[first:end]) for first, end in zip(cuts, cuts[1:], strict=False)]
+    return [backend.decode(part, skip_special_tokens=True) for part in parts]
+
+
+@pytest.mark.parametrize("backend", [BYTES, PIECES])
+def test_paragraphs_end_behind_their_blank_lines(backend):
+    assert paragraphs(backend, "ab\n\ncd\ne\n\n\nb") == ["ab\n\n", "cd\ne\n\n\n", "b"]
+    assert paragraphs(backend, "ab\r\n\r\ncd") == ["ab\r\n\r\n", "cd"]
+    assert paragraphs(backend, "ab\n\n") == ["ab\n\n", ""]
+    assert paragraphs(backend, "ab\ncd") == ["ab\ncd"]
+    assert tokenizer(backend).encode_prompt("ab\n\ncd").paragraph_ends == ()
+
+
+def test_a_token_that_goes_on_behind_the_blank_line_belongs_to_the_paragraph_before():
+    assert _paragraph_ends("ab\n\ncd\n\n", [(0, 0), (0, 2), (2, 7), (7, 8)]) == (3, 4)
+    assert _paragraph_ends("ab\n\ncd\n\nef", [(0, 2), (2, 3), (3, 8), (8, 10)]) == (3,)
+
+
+def test_where_blank_lines_leave_no_token_the_next_paragraph_begins_with_its_first_word():
+    assert _paragraph_ends("ab\n\ncd", [(0, 0), (0, 2), (4, 6)]) == (2,)
+    assert _paragraph_ends("\n\ncd\n\nef", [(2, 4), (6, 8)]) == (1,)
+    # Blank lines trimmed off their own tokens' places, as RoBERTa's tokenizer does.
+    assert _paragraph_ends("ab\n\ncd", [(0, 2), (3, 3), (4, 4), (4, 6)]) == (3,)
+
+
+def test_paragraphs_of_a_chat_are_those_of_the_rendered_text():
+    backend = byte_level()
+    backend.chat_template = TEMPLATE
+    encoded = tokenizer(backend).encode_chat([{"role": "user", "content": "ab\n\ncd"}], paragraphs=True)
+    (end,) = encoded.paragraph_ends
+    assert backend.decode(encoded.token_ids[:end]) == "<s>[user]ab\n\n"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +341,7 @@ def test_without_stop_strings_there_is_no_checker():
 def test_encoding_and_decoding_in_threads_at_once():
     text = tokenizer()
     prompt, failures = "hello world " * 100, []
-    ids = text.encode_prompt(prompt)
+    encoded = text.encode_prompt(prompt)
 
     def repeat(call, expected):
         try:
@@ -310,8 +349,10 @@ def test_encoding_and_decoding_in_threads_at_once():
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=repeat, args=(lambda: text.encode_prompt(prompt), ids)) for _ in range(2)]
-    threads += [threading.Thread(target=repeat, args=(lambda: text.decode(ids), prompt)) for _ in range(2)]
+    threads = [threading.Thread(target=repeat, args=(lambda: text.encode_prompt(prompt), encoded)) for _ in range(2)]
+    threads += [
+        threading.Thread(target=repeat, args=(lambda: text.decode(encoded.token_ids), prompt)) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -3,37 +3,91 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from sarathi_pp.core.policy.balanced import Balanced
+from sarathi_pp.core.policy.calibration import Calibration
+from sarathi_pp.core.policy.chunkllm import ChunkLLM
+from sarathi_pp.core.policy.distserve import DistServe
+from sarathi_pp.core.policy.fastertransformer import FasterTransformer
+from sarathi_pp.core.policy.gllm import GLLM
 from sarathi_pp.core.policy.orca import Orca
+from sarathi_pp.core.policy.parameter import read_parameter
 from sarathi_pp.core.policy.sarathi import Sarathi
+from sarathi_pp.core.policy.sarathi_serve import SarathiServe
+from sarathi_pp.core.policy.sglang import SGLang
+from sarathi_pp.core.policy.splitfuse import SplitFuse
+from sarathi_pp.core.policy.tensorrt_llm import TensorRTLLM
+from sarathi_pp.core.policy.tgi import TGI
 from sarathi_pp.core.policy.view import Policy
+from sarathi_pp.core.policy.vllm import VLLM
+from sarathi_pp.core.policy.vllm_v0 import VLLMv0
 from sarathi_pp.errors import ConfigError
 
-POLICIES: dict[str, type[Sarathi] | type[Orca]] = {
+POLICIES: dict[str, type[Any]] = {
+    "balanced": Balanced,
+    "chunkllm": ChunkLLM,
+    "distserve": DistServe,
+    "fastertransformer": FasterTransformer,
+    "gllm": GLLM,
     "orca": Orca,
     "sarathi": Sarathi,
+    "sarathi-serve": SarathiServe,
+    "sglang": SGLang,
+    "splitfuse": SplitFuse,
+    "tensorrt-llm": TensorRTLLM,
+    "tgi": TGI,
+    "vllm": VLLM,
+    "vllm-v0": VLLMv0,
 }
 
-USES_CHUNK_SIZE = frozenset({"sarathi"})
+# Not to serve with, so not among the choices: `sarathi-pp profile` runs it.
+_UNLISTED: dict[str, type[Any]] = {"calibration": Calibration}
+
+USES_CHUNK_SIZE = frozenset(
+    {"balanced", "distserve", "sarathi", "sarathi-serve", "sglang", "splitfuse", "tensorrt-llm", "vllm"}
+)
+
+# Those that look at where the paragraphs of a prompt end (Request.paragraph_ends).
+_USES_PARAGRAPHS = frozenset({"chunkllm"})
+
+
+# For these the chunk size is a ceiling, below which they choose.
+CHOOSES_CHUNK_SIZE = frozenset({"balanced"})
+
+_AUTO_CHUNK_SIZE = 256
+_AUTO_CEILING = 2048
+
+
+def auto_chunk_size(spec: str) -> int:
+    """Most tokens in a microbatch of the policy that `spec` names, unless the user or a profile says."""
+    return _AUTO_CEILING if spec.partition(":")[0] in CHOOSES_CHUNK_SIZE else _AUTO_CHUNK_SIZE
 
 
 def make_policy(spec: str) -> Policy:
     """The policy that `NAME` or `NAME:key=value,...` names.
 
-    Raises ConfigError naming the unknown name or key, or the value that is no integer, and the choices.
+    Raises ConfigError naming the unknown name or key, or the value that is not legal, and the choices.
     """
     name, _, text = spec.partition(":")
-    if name not in POLICIES:
+    kind = POLICIES.get(name) or _UNLISTED.get(name)
+    if kind is None:
         raise ConfigError(f"--policy {name!r} is not known; choose one of {', '.join(sorted(POLICIES))}")
-    fields = {field.name for field in dataclasses.fields(POLICIES[name])}
-    values: dict[str, int] = {}
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    values: dict[str, float] = {}
     for pair in filter(None, text.split(",")):
         key, _, value = pair.partition("=")
         if key not in fields:
             takes = ", ".join(sorted(fields)) or "none"
             raise ConfigError(f"--policy {spec}: {name} has no parameter {key!r}; it takes: {takes}")
         try:
-            values[key] = int(value)
-        except ValueError:
-            raise ConfigError(f"--policy {spec}: {key} is {value!r}; it must be an integer") from None
-    return POLICIES[name](**values)
+            values[key] = read_parameter(fields[key], value)
+        except ValueError as error:
+            raise ConfigError(f"--policy {spec}: {key} is {value!r}; it must be {error}") from None
+    policy: Policy = kind(**values)
+    return policy
+
+
+def wants_paragraphs(spec: str) -> bool:
+    """Whether requests for this policy should say where their paragraphs end; finding that out takes time."""
+    return spec.partition(":")[0] in _USES_PARAGRAPHS

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from sarathi_pp.core.cost import CostModel
 
 
 class SequenceView(Protocol):
@@ -22,6 +24,10 @@ class SequenceView(Protocol):
     def num_prompt(self) -> int: ...
     @property
     def remaining(self) -> int: ...
+    @property
+    def decoding(self) -> bool: ...
+    @property
+    def paragraph_ends(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +58,32 @@ class View:
 
     prefills: started, with known tokens not yet issued, oldest first. waiting: those that may start now,
     oldest first; granting one admits it. decodes: ready for their next token, longest ready first.
-    slot: index of the next microbatch modulo P.
+    running: all that have started, by index, those whose next token is in flight included. waiting_tokens: known
+    tokens of all that wait, those that cannot start yet included. slot: index of the next microbatch modulo P.
+    free_tokens: KV positions in free pages. finished: prompt and output tokens of the latest requests that
+    finished, oldest first. cost: None where nothing is known about the stages.
     """
 
     prefills: Sequence[SequenceView]
     waiting: Sequence[SequenceView]
     decodes: Sequence[SequenceView]
+    running: Mapping[int, SequenceView]
     limits: Limits
     num_inflight: int
     slot: int
     free_tokens: int
+    waiting_tokens: int = 0
+    finished: Sequence[tuple[int, int]] = ()
+    cost: CostModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Compute the next num_tokens known tokens of this sequence."""
+    """Compute the next num_tokens known tokens of this sequence, and the `overlap` before them once more."""
 
     sequence: SequenceView
     num_tokens: int
+    overlap: int = 0
 
 
 class Policy(Protocol):

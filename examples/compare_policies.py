@@ -1,0 +1,193 @@
+"""`balanced` without tuning against the other policies with theirs, on SARATHI's GPT-3 pipeline, simulated.
+
+    python examples/compare_policies.py --output examples/figures/policies-gpt3.json
+
+Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
+ratio that changes in mid-run, and with Poisson arrivals at shares of what `balanced` reaches offline. Rivals are run
+at every chunk size and the best throughput of each seed is taken afterwards, which no user could do; `balanced` gets
+no size. Every policy's own default is listed beside it, of the first seed. Prints a table and writes every run as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from sarathi_pp.core.policy import POLICIES, auto_chunk_size
+from sarathi_pp.report.policies import bubble_floor
+from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.presets import preset
+from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.summary import summarise_timeline
+
+RATIOS = (2, 5, 10, 20, 40)
+LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
+TUNED = ("sarathi", "sarathi-serve")
+CHUNK_SIZES = (128, 256, 512, 1024, 2048)
+LATENCIES = ("ttft_s", "itl_s")
+
+
+class Case(NamedTuple):
+    work: str
+    spec: str
+    policy: str
+    chunk_size: int
+    seed: int
+    jitter_cv: float = 0.0
+    slow: float = 1.0
+
+
+def run(case: Case) -> dict[str, Any]:
+    experiment = Experiment(
+        profile=preset("gpt3-a100-tp8pp8"),
+        workload=parse_workload(case.spec),
+        policy=case.policy,
+        chunk_size=case.chunk_size,
+        jitter_cv=case.jitter_cv,
+        slow={3: case.slow},
+        seed=case.seed,
+    )
+    timeline = simulate(experiment)
+    report = summarise_timeline(timeline, measure_bubbles(timeline))
+    return {
+        **case._asdict(),
+        "tokens_per_s": report["total_tokens_per_s"],
+        "steady": report["bubble_ratio_steady"],
+        "whole": report["bubble_ratio"],
+        "floor": bubble_floor(report),
+        "request_bubble_p50_s": report["request_bubble_s"]["p50"],
+        **{f"{name[:-2]}_{at}_s": report[name][at] for name in LATENCIES for at in ("p50", "p99")},
+    }
+
+
+def zipf(requests: int, ratio: int, seed: int) -> str:
+    return f"zipf:n={requests},min=1024,max=4096,theta=0.4,pd={ratio},seed={seed}"
+
+
+def offline_cases(requests: int, seeds: range) -> list[Case]:
+    works = [(f"P:D {ratio}", lambda seed, ratio=ratio: zipf(requests, ratio, seed)) for ratio in RATIOS]
+    works.append(
+        ("P:D 2, then 20", lambda seed: f"then:{zipf(requests // 2, 2, seed)}+{zipf(requests // 2, 20, seed)}")
+    )
+    cases = []
+    for name, spec in works:
+        for seed in seeds:
+            shown = POLICIES if seed == seeds[0] else {"balanced", *TUNED}
+            cases += [Case(name, spec(seed), policy, auto_chunk_size(policy), seed) for policy in shown]
+            cases += [Case(name, spec(seed), policy, size, seed) for policy in TUNED for size in CHUNK_SIZES]
+    for name, values in (("jitter 2 %", {"jitter_cv": 0.02}), ("jitter 5 %", {"jitter_cv": 0.05})):
+        cases += [
+            Case(name, zipf(requests, 10, seed), policy, size, seed, **values)
+            for seed in seeds
+            for policy, size in SHORT
+        ]
+    cases += [
+        Case("a slow stage", zipf(requests, 10, seed), policy, size, seed, slow=1.1)
+        for seed in seeds
+        for policy, size in SHORT
+    ]
+    return list(dict.fromkeys(cases))
+
+
+SHORT = (("balanced", 2048), *((policy, size) for policy in TUNED for size in CHUNK_SIZES))
+
+
+def arrival_cases(requests: int, seeds: range, capacity: float) -> list[Case]:
+    return [
+        Case(
+            f"arrivals at {load:.0%}",
+            f"poisson:rate={load * capacity:.3f},{zipf(requests, 10, seed)}",
+            policy,
+            size,
+            seed,
+        )
+        for load in LOADS
+        for seed in seeds
+        for policy, size in SHORT
+    ]
+
+
+def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each work and policy: `balanced`, the tuned rivals, and every default."""
+    table = []
+    for work in dict.fromkeys(result["work"] for result in results):
+        here = [result for result in results if result["work"] == work]
+        for policy in dict.fromkeys(result["policy"] for result in here):
+            runs = [result for result in here if result["policy"] == policy]
+            default = [result for result in runs if result["chunk_size"] == auto_chunk_size(policy)]
+            table.append(_row(work, policy, "default", default))
+            if policy in TUNED:
+                seeds = dict.fromkeys(result["seed"] for result in runs)
+                best = [max((r for r in runs if r["seed"] == seed), key=lambda r: r["tokens_per_s"]) for seed in seeds]
+                table.append(_row(work, policy, "tuned", best))
+    return table
+
+
+def _row(work: str, policy: str, kind: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    figures = [name for name in runs[0] if name not in Case._fields]
+    return {
+        "work": work,
+        "policy": policy,
+        "kind": kind,
+        "chunk_sizes": sorted({run["chunk_size"] for run in runs}),
+        **{name: statistics.fmean(run[name] for run in runs) for name in figures if runs[0][name] is not None},
+        "steady_max": max((run["steady"] for run in runs if run["steady"] is not None), default=None),
+    }
+
+
+def gains(table: list[dict[str, Any]]) -> dict[str, float]:
+    """Throughput of `balanced` over the best rival's of the same work, tuned or not."""
+    found = {}
+    for work in dict.fromkeys(row["work"] for row in table):
+        here = [row for row in table if row["work"] == work]
+        ours = next(row["tokens_per_s"] for row in here if row["policy"] == "balanced")
+        found[work] = ours / max(row["tokens_per_s"] for row in here if row["policy"] != "balanced")
+    return found
+
+
+@click.command()
+@click.option("--requests", type=click.IntRange(min=10), default=1000, show_default=True)
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+def main(requests: int, seeds: int, output: Path | None) -> None:
+    used = range(31, 31 + seeds)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(run, offline_cases(requests, used)))
+        ours = [r for r in results if r["work"] == "P:D 10" and r["policy"] == "balanced"]
+        lengths = [sum(pair) for pair in parse_workload(zipf(requests, 10, used[0])).lengths()]
+        capacity = statistics.fmean(r["tokens_per_s"] for r in ours) / statistics.fmean(lengths)
+        results += pool.map(run, arrival_cases(requests, used, capacity))
+    table = rows(results)
+    print(
+        f"{'work':18} {'policy':18} {'':8} {'tokens/s':>9} {'steady':>7} {'whole':>7} {'floor':>6} {'request':>8}",
+        file=sys.stderr,
+    )
+    for row in table:
+        ratios = f"{row.get('steady', 0):7.2%} {row['whole']:7.2%} {row['floor']:6.2%}"
+        named = f"{row['work']:18} {row['policy']:18} {row['kind']:8} {row['tokens_per_s']:9.0f}"
+        print(f"{named} {ratios} {row['request_bubble_p50_s']:8.3f}", file=sys.stderr)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
+    document = {
+        "commit": commit.stdout.strip(),
+        "command": "python examples/compare_policies.py " + " ".join(sys.argv[1:]),
+        "capacity_requests_per_s": capacity,
+        "throughput over the best rival": gains(table),
+        "rows": table,
+        "runs": results,
+    }
+    if output is not None:
+        output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps({"throughput over the best rival": document["throughput over the best rival"]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""`sarathi-pp profile`: the real runtime on made-up requests, and what its spans say of the machine.
+
+    timetable (core/policy/calibration) -> requests -> the runtime -> traces -> spans -> cost model -> profile.json
+
+Every fifth microbatch is kept from the fit and used to say how far it is off. On a CPU that others use too, a span ends
+late because its thread was not running: there the thread's own CPU time is what the stage took.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sarathi_pp.bench.profile import MEDIAN_TO_SIGMA, Fit, Mask, Spans, Vector, assess, fit_spans, robust_line
+from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
+from sarathi_pp.core.cost import CostModel, Profile
+from sarathi_pp.core.policy.calibration import make_timetable
+from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.core.sizing import MOST_TOKENS, saturation
+from sarathi_pp.errors import ConfigError, RowError, SarathiError
+from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.model.support import ModelFacts
+from sarathi_pp.runtime.batch import Display, run_rows
+from sarathi_pp.runtime.capacity import limits_of
+from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.profile_file import write_profile
+from sarathi_pp.runtime.rows import Row
+from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.trace.events import Compute, Event
+from sarathi_pp.trace.recorder import read_trace
+from sarathi_pp.trace.timeline import Timeline
+
+_HELD_OUT = 5
+# Below this share of its span the computing thread was kept from a core.
+_OWN_CORE = 0.9
+# Links faster than this are not worth telling apart: JSON has no infinity.
+_MOST_BYTES_PER_S = 1e15
+# Equal microbatches: the same counts, and modelled times this close.
+_EQUAL = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a calibration run says.
+
+    fit: the cost model and its error over the microbatches kept from it, of which there are `held_out`.
+    microbatches: measured ones. disturbed: share of spans in which the thread did not have a core of its own; None
+    where that was not recorded. throughput: prompt tokens of a microbatch, and tokens a second on the slowest stage.
+    """
+
+    fit: Fit
+    microbatches: int
+    held_out: int
+    disturbed: float | None
+    jitter_cv: float
+    link_latency_s: float
+    link_bytes_per_s: float
+    throughput: tuple[tuple[int, float], ...]
+
+
+def run_profile(config: RunConfig, place: Place | None, output: Path, display: Display) -> int:
+    """One rank of a calibration run; rank 0 writes the profile. Returns the exit code of this process."""
+    calibrator = _Calibrator(output, config.seed)
+    config = calibration_config(config)
+    return run_rows(config, place, calibrator.rows, _Discard(), display, calibrator.analyse)
+
+
+def calibration_config(config: RunConfig) -> RunConfig:
+    """The run that measures, for the run that is to be profiled."""
+    return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None)
+
+
+def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> Measurement:
+    """Fold the traces of a calibration, one a stage.
+
+    warm_up: microbatches, from the first, that count for nothing. row_bytes: one token's activations.
+    Raises ConfigError where there are too few microbatches to fit anything.
+    """
+    timeline = Timeline.read(traces)
+    spans = Spans.of(timeline)
+    own_cores, disturbed = _own_cores(spans, traces)
+    position = np.arange(len(spans.loads))
+    counted = position >= warm_up
+    held_out = counted & (position % _HELD_OUT == _HELD_OUT - 1)
+    if (counted & ~held_out).sum() < 2 * _HELD_OUT or not held_out.any():
+        raise ConfigError(
+            f"{counted.sum()} microbatches fitted in, too few to fit a cost model: there is room for hardly any tokens."
+            "\n  try  a larger --kv-cache-memory, --max-num-seqs or --max-model-len"
+        )
+    model = fit_spans(own_cores.chosen(counted & ~held_out))
+    measured = own_cores.chosen(counted)
+    latency_s, bytes_per_s = _link(timeline, counted, row_bytes)
+    return Measurement(
+        fit=assess(model, own_cores.chosen(held_out)),
+        microbatches=int(counted.sum()),
+        held_out=int(held_out.sum()),
+        disturbed=disturbed,
+        jitter_cv=_jitter(model, measured),
+        link_latency_s=latency_s,
+        link_bytes_per_s=bytes_per_s,
+        throughput=_throughput(model, measured),
+    )
+
+
+@dataclass(slots=True)
+class _Calibrator:
+    """Rank 0's part: the requests before the run, the profile after it."""
+
+    output: Path
+    seed: int
+    _run: ResolvedRun | None = field(default=None, init=False)
+    _facts: ModelFacts | None = field(default=None, init=False)
+
+    def rows(self, run: ResolvedRun, facts: ModelFacts) -> list[Row]:
+        self._run, self._facts = run, facts
+        timetable = make_timetable(limits_of(run), self.seed)
+        draw, now_s = random.Random(self.seed), SystemClock().now()
+        rows = []
+        for index, (prompt, output) in enumerate(zip(timetable.prompts, timetable.outputs, strict=True)):
+            token_ids = tuple(draw.choices(range(facts.vocab_size), k=prompt))
+            sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=index)
+            rows.append(Row(index + 1, index, "own", Request(index, token_ids, sampling, now_s), arrival_s=now_s))
+        return rows
+
+    def analyse(self, traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
+        """Write the profile; returns it with what else is worth knowing."""
+        run, model = self._run, self._facts
+        assert run is not None and model is not None, "rows come before their analysis"
+        dtype: torch.dtype = getattr(torch, run.dtype)
+        warm_up = make_timetable(limits_of(run), self.seed).warm_up
+        found = measure([list(read_trace(trace)) for trace in traces], warm_up, model.hidden_size * dtype.itemsize)
+        profile = _profile(run, model, found, dtype)
+        write_profile(self.output, profile)
+        return {
+            **profile.to_json(),
+            "output": str(self.output),
+            "saturation_tokens": saturation(profile.cost),
+            "stage_errors": list(found.fit.stage_errors),
+            **{name: getattr(found, name) for name in ("microbatches", "held_out", "disturbed", "throughput")},
+        }
+
+
+def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: torch.dtype) -> Profile:
+    def sized(layers: tuple[int, int]) -> int:
+        return page_bytes(layers[1] - layers[0], run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+
+    model = found.fit.model
+    stages = tuple(replace(stage, page_bytes=sized(stage.layers)) for stage in model.stages)
+    return Profile(
+        model=run.model,
+        device=run.device,
+        dtype=run.dtype,
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
+        cost=CostModel(model.tile, stages),
+        link_latency_s=found.link_latency_s,
+        link_bytes_per_s=found.link_bytes_per_s,
+        jitter_cv=found.jitter_cv,
+        pages=run.num_pages,
+        max_num_seqs=run.max_num_seqs,
+        error=found.fit.error,
+    )
+
+
+class _Discard:
+    """Nobody wants these answers; but a model whose logits are not finite has not been measured."""
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        pass
+
+    def fail(self, row: Row, error: RowError) -> None:
+        raise SarathiError(f"calibration request {row.id}: {error.message}")
+
+    def close(self) -> None:
+        pass
+
+
+def _own_cores(spans: Spans, traces: Sequence[Sequence[Event]]) -> tuple[Spans, float | None]:
+    """The spans as they would be on cores of their own, and the share of them that were not.
+
+    A thread that computes without a break has as much CPU time as its span is long, or, among others of its stage, a
+    share of it that is much the same in all undisturbed spans.
+    """
+    seconds, shares = [], []
+    for stage_s, trace in zip(spans.seconds, _by_stage(traces), strict=True):
+        own_s = [event.cpu_s for event in trace[: len(stage_s)] if event.cpu_s is not None]
+        if len(own_s) < len(stage_s):
+            return spans, None
+        share = np.array(own_s) / stage_s
+        usual = min(1.0, float(np.quantile(share, 0.95)))
+        disturbed = share < _OWN_CORE * usual
+        shares.append(float(disturbed.mean()))
+        seconds.append(np.where(disturbed, np.maximum(np.array(own_s) / usual, 1e-9), stage_s))
+    return replace(spans, seconds=seconds), sum(shares) / len(shares)
+
+
+def _by_stage(traces: Sequence[Sequence[Event]]) -> list[list[Compute]]:
+    """Compute spans of each trace, in order of microbatch; traces are in order of stage."""
+    return [
+        sorted((event for event in trace if isinstance(event, Compute)), key=lambda span: span.microbatch)
+        for trace in traces
+    ]
+
+
+def _jitter(model: CostModel, spans: Spans) -> float:
+    """Coefficient of variation of equal microbatches: the usual difference of two of them, by the model's error.
+
+    Medians, so that a few disturbed spans are no jitter.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, load in enumerate(spans.loads):
+        groups.setdefault((load.prefill_tokens, load.decodes), []).append(index)
+    found = []
+    for stage, ratios in enumerate(spans.ratios(model)):
+        modelled = ratios * spans.seconds[stage]
+        differences = [
+            abs(ratios[a] - ratios[b]) / (ratios[a] + ratios[b]) * 2
+            for members in groups.values()
+            for place, a in enumerate(members)
+            for b in members[place + 1 :]
+            if abs(modelled[a] / modelled[b] - 1) < _EQUAL
+        ]
+        if differences:
+            found.append(MEDIAN_TO_SIGMA * float(np.median(differences)) / 2**0.5)
+    return sum(found) / len(found) if found else 0.0
+
+
+def _link(timeline: Timeline, counted: Mask, row_bytes: int) -> tuple[float, float]:
+    """One way between neighbouring stages: seconds for nothing, bytes a second. A single stage has no link."""
+    sizes = np.array([event.num_tokens * row_bytes for event in timeline.issued[: len(counted)]], dtype=float)
+    taken: list[Vector] = []
+    for upstream, stage in zip(timeline.stages, timeline.stages[1:], strict=False):
+        transfer_s = np.array(stage.arrived[: len(counted)]) - np.array(upstream.ends[: len(counted)])
+        taken.append(transfer_s[counted])
+    if not taken:
+        return 0.0, _MOST_BYTES_PER_S
+    latency_s, s_per_byte = robust_line(np.tile(sizes[counted], len(taken)), np.concatenate(taken))
+    return latency_s, 1 / max(s_per_byte, 1 / _MOST_BYTES_PER_S)
+
+
+def _throughput(model: CostModel, spans: Spans) -> tuple[tuple[int, float], ...]:
+    """Measured tokens a second of prompt tokens alone, their attention taken off, by size."""
+    rates: dict[int, list[float]] = {}
+    for index, load in enumerate(spans.loads):
+        if load.decodes:
+            continue
+        linear_s = [
+            seconds[index] - stage.a2 * load.prefill_attention
+            for seconds, stage in zip(spans.seconds, model.stages, strict=True)
+        ]
+        if max(linear_s) > 0:
+            rates.setdefault(load.prefill_tokens, []).append(load.prefill_tokens / max(linear_s))
+    return tuple((size, float(np.median(rates[size]))) for size in sorted(rates))

@@ -1,0 +1,61 @@
+"""Options that commands share: which model, on what, in how many stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from sarathi_pp.cli.values import Bytes, Count, LayerSplit
+from sarathi_pp.config import RunConfig
+
+_MODEL_OPTIONS = (
+    click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub."),
+    click.option(
+        "--stages",
+        "--pipeline-parallel-size",
+        "--pp-size",
+        type=Count(),
+        help="Pipeline stages; under torchrun its processes.  [default: 1]",
+    ),
+    click.option("--layer-split", type=LayerSplit(), default="auto", help="Layers a stage.  [default: auto]"),
+    click.option("--max-num-seqs", type=Count(), help="Running sequences over the pipeline.  [default: 64 x stages]"),
+    click.option(
+        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
+    ),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--attention", default="auto", show_default=True, help="Attention backend."),
+    click.option(
+        "--max-model-len", type=Count(), help="Most tokens of prompt and output together.  [default: the model's]"
+    ),
+    click.option("--kv-cache-memory", type=Bytes(), help="KV cache of each stage, like 4GiB."),
+    click.option(
+        "--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Share of a GPU's memory to use."
+    ),
+    click.option(
+        "--page-size", "--block-size", type=Count(auto=True), default="auto", help="Tokens a KV page.  [default: 16]"
+    ),
+)
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds them to a command, in the order above."""
+    for option in reversed(_MODEL_OPTIONS):
+        command = option(command)
+    return command
+
+
+def run_config(options: dict[str, Any], world_size: int | None) -> RunConfig:
+    """The run that these options describe. world_size: torchrun's processes, each of which is a stage."""
+    stages = options["stages"]
+    if world_size is not None and stages not in (None, world_size):
+        raise click.UsageError(
+            f"--stages is {stages}, and torchrun started {world_size} processes; each is one stage. Leave --stages "
+            f"out, or start {stages} processes"
+        )
+    named = ("model", "layer_split", "max_num_seqs", "dtype", "device", "attention", "max_model_len", "page_size")
+    given = {name: options[name] for name in (*named, "gpu_memory_utilization", "run_dir", "seed") if name in options}
+    if "peer_timeout" in options:
+        given["peer_timeout_s"] = options["peer_timeout"]
+    return RunConfig(stages=world_size or stages or 1, kv_cache_memory_bytes=options["kv_cache_memory"], **given)

@@ -1,0 +1,90 @@
+"""`sarathi-pp plan`: how to cut a model and its prompts, without running it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sarathi_pp.cli.options import model_options, run_config
+from sarathi_pp.report import formats
+
+
+@click.command()
+@model_options
+@click.option("--profile", type=click.Path(path_type=Path), help="profile.json.  [default: an estimate from the shape]")
+@click.option(
+    "--workload",
+    metavar="SPEC",
+    default="uniform:n=256,min=256,max=512,pd=8",
+    show_default=True,
+    help="Like zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
+def plan(profile: Path | None, workload: str, as_json: bool, **options: Any) -> None:
+    """Say how to cut a model into stages and prompts into chunks, what fits, and what to expect. Runs nothing."""
+    from dataclasses import replace
+
+    from sarathi_pp.bench.plan import make_plan
+    from sarathi_pp.sim.workload import parse_workload
+
+    config = replace(run_config(options, None), profile=profile)
+    found = make_plan(config, parse_workload(workload))
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        Console().print(render_plan(found))
+
+
+def render_plan(found: Mapping[str, Any]) -> RenderableType:
+    """A plan as bench/plan makes it. Fits 80 columns."""
+    basis = "measured" if found["source"] == "profile" else "estimated from the model's shape: right in kind only"
+    split = ",".join(map(str, found["layer_split"]))
+    lines = [
+        Text.assemble(
+            ("--chunk-size ", "dim"),
+            (str(found["chunk_size"]), "bold"),
+            ("  --layer-split ", "dim"),
+            (split, "bold"),
+            ("  --inflight ", "dim"),
+            (str(found["inflight"]), "bold"),
+            ("  --max-num-seqs ", "dim"),
+            (str(found["max_num_seqs"]), "bold"),
+        ),
+        Text(f"tile {found['tile']}, saturated at {found['saturation_tokens']} tokens; times {basis}"),
+        Text(f"{found['workload']}: {found['prompt_to_output']:.1f} prompt tokens for each output token"),
+        Text.assemble(
+            "predicted: ",
+            (f"{formats.count(found['total_tokens_per_s'])} tokens/s", "bold"),
+            ", bubble at least ",
+            (formats.share(found["bubble_ratio"]), "bold"),
+            f", {formats.seconds(found['wall_s'])} s, {found['microbatches']:,} microbatches",
+        ),
+    ]
+    notes = [Text(f"note: {note}", style="yellow") for note in found["notes"]]
+    return Group(*lines, "", _stages(found), *notes)
+
+
+def _stages(found: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("stage", "layers", "microbatch\nms", "weights\nGiB", "KV\nGiB", "KV pages", "KV tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage in found["per_stage"]:
+        first, end = stage["layers"]
+        table.add_row(
+            str(stage["stage"]),
+            f"{first}-{end - 1}",
+            f"{1e3 * stage['microbatch_s']:.1f}",
+            formats.gib(stage["weights_bytes"]),
+            formats.gib(stage["kv_bytes"]),
+            f"{stage['pages']:,}",
+            f"{stage['pages'] * found['page_size']:,}",
+        )
+    return table

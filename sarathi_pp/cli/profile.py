@@ -1,0 +1,133 @@
+"""`sarathi-pp profile`: measures what a model's stages cost on this machine and writes it down."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sarathi_pp.cli.options import model_options, run_config
+from sarathi_pp.cli.show import BatchDisplay
+from sarathi_pp.config import RunConfig
+from sarathi_pp.report import formats
+
+
+@click.command()
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The profile.json to write.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing profile.")
+@model_options
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the traces here.  [default: thrown away]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up prompts and of their order.")
+@click.option(
+    "--peer-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds of silence after which a stage counts as lost.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as the last line of standard output.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
+def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Measure what the stages of a model cost, on made-up prompts.
+
+    Runs microbatches of many sizes through the real pipeline for a minute or so, fits the cost model to their times,
+    and says how far it is off on microbatches that it was not fitted to. `plan` and `generate --profile` use it.
+    """
+    from sarathi_pp.bench.calibrate import run_profile
+    from sarathi_pp.runtime.place import find_place
+
+    place = find_place()
+    config = run_config(options, place.world_size if place else None)
+    console = Console(stderr=True, quiet=place is not None and place.rank != 0)
+    if place is None or place.rank == 0:
+        _preflight(config, output, overwrite)
+    if place is None and config.stages > 1:
+        from sarathi_pp.runtime.launcher import launch
+
+        return launch(config.stages, sys.argv[1:], lambda text: console.print(text, highlight=False))
+    return run_profile(config, place, output, _ProfileDisplay(console, quiet=quiet, as_json=as_json))
+
+
+def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
+    """Refuse what can be refused before a model is loaded."""
+    from sarathi_pp.core.partition import partition
+    from sarathi_pp.model.support import check_model
+    from sarathi_pp.runtime.fetch import find_model
+    from sarathi_pp.runtime.profile_file import check_profile_output
+    from sarathi_pp.runtime.rundir import RunDirectory
+
+    check_profile_output(output, overwrite=overwrite)
+    if config.run_dir is not None:
+        RunDirectory.check(config.run_dir, overwrite=False)
+    partition(check_model(find_model(config.model)).num_layers, config.stages, config.layer_split)
+
+
+class _ProfileDisplay(BatchDisplay):
+    """A run's progress, and at its end the profile in place of the report."""
+
+    def __init__(self, console: Console, *, quiet: bool, as_json: bool) -> None:
+        super().__init__(console, quiet=quiet, as_json=as_json, metrics_port=None)
+
+    def report(self, report: dict[str, Any]) -> None:
+        if not self._quiet:
+            self._console.print(render_profile(report))
+        if self._as_json:
+            click.echo(json.dumps(report))
+
+
+def render_profile(found: Mapping[str, Any]) -> RenderableType:
+    """A profile with its measurement, as calibrate makes it. Fits 80 columns."""
+    parts: list[RenderableType] = [_headline(found), "", _stages(found), "", _throughput(found)]
+    if found["disturbed"] is not None and found["disturbed"] > 0.1:
+        note = f"note: cores were shared in {found['disturbed']:.0%} of the spans; their CPU time was taken instead"
+        parts.append(Text(note, style="yellow"))
+    return Group(*parts)
+
+
+def _headline(found: Mapping[str, Any]) -> Text:
+    link = found["link"]
+    lines = [
+        f"{found['microbatches']} microbatches measured on {found['device']} in {found['dtype']}; error "
+        f"{formats.share(found['error'])} on the {found['held_out']} that were not fitted",
+        f"tile {found['tile']}, saturated at {found['saturation_tokens']} tokens, jitter "
+        f"{formats.share(found['jitter_cv'])}, {found['pages']:,} KV pages",
+    ]
+    if len(found["stages"]) > 1:
+        lines.append(f"link: {1e3 * link['latency_s']:.3f} ms and {link['bytes_per_s'] / 1e9:.2f} GB/s")
+    return Text("\n").join([*map(Text, lines), Text(f"written to {found['output']}", style="bold")])
+
+
+def _stages(found: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    headings = ("a0\nms", f"a1\nus/{_tile(found)}", "a2\nns/pair", "a3\nus/key", "a4\nus/dec", "head\nus/row", "error")
+    for heading in ("stage", "layers", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, (stage, error) in enumerate(zip(found["stages"], found["stage_errors"], strict=True)):
+        first, end = stage["layers"]
+        scaled = zip(("a0", "a1", "a2", "a3", "a4", "head_s"), (1e3, 1e6, 1e9, 1e6, 1e6, 1e6), strict=True)
+        cells = (f"{stage[name] * scale:.4g}" for name, scale in scaled)
+        table.add_row(str(index), f"{first}-{end - 1}", *cells, formats.share(error))
+    return table
+
+
+def _tile(found: Mapping[str, Any]) -> str:
+    return "token" if found["tile"] == 1 else "tile"
+
+
+def _throughput(found: Mapping[str, Any]) -> Table:
+    """Of prompt tokens alone, by the size of the microbatch; powers of two."""
+    shown = [(size, rate) for size, rate in found["throughput"] if size & (size - 1) == 0]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("tokens", style="dim", no_wrap=True)
+    for size, _ in shown:
+        table.add_column(str(size), justify="right", no_wrap=True)
+    table.add_row("tokens/s", *(f"{rate:.0f}" if rate < 100_000 else f"{rate / 1000:.0f}k" for _, rate in shown))
+    return table

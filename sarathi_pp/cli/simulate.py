@@ -1,0 +1,108 @@
+"""`sarathi-pp simulate`: policies on a virtual clock, side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from sarathi_pp.cli.values import Count
+from sarathi_pp.core.policy import POLICIES, auto_chunk_size
+from sarathi_pp.report.policies import render_policies, runs_document
+from sarathi_pp.runtime.profile_file import read_profile
+from sarathi_pp.sim.experiment import Experiment
+from sarathi_pp.sim.experiment import simulate as run_simulation
+from sarathi_pp.sim.presets import PRESETS, preset
+from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.summary import Report, summarise_timeline
+
+
+class SlowStage(click.ParamType[tuple[int, float]]):
+    """3:1.1, that is stage 3 takes 1.1 times what the profile says."""
+
+    name = "stage:factor"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        stage, _, factor = str(value).partition(":")
+        try:
+            slow = int(stage), float(factor)
+        except ValueError:
+            self.fail(f"{value!r} is not a stage and a factor like 3:1.1", param, ctx)
+        if slow[0] < 0 or not 0 < slow[1] < float("inf"):
+            self.fail(f"{value!r}: stages count from 0, and the factor is above 0", param, ctx)
+        return slow
+
+
+@click.command()
+@click.option("--profile", type=click.Path(path_type=Path), help="profile.json of the pipeline.")
+@click.option("--preset", "preset_name", type=click.Choice(list(PRESETS)), help="A published pipeline instead.")
+@click.option("--workload", required=True, metavar="SPEC", help="Like zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10.")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("balanced",),
+    show_default=True,
+    metavar="NAME[:key=value,...]",
+    help=f"May be given several times. One of {', '.join(sorted(POLICIES))}.",
+)
+@click.option(
+    "--chunk-size",
+    "chunk_sizes",
+    multiple=True,
+    type=Count(auto=True),
+    help="Several times for a sweep.  [default: each policy's own]",
+)
+@click.option("--stages", type=Count(), help="Layers are shared out evenly.  [default: the profile's]")
+@click.option("--max-num-seqs", type=Count(), help="[default: the profile's]")
+@click.option("--inflight", type=Count(auto=True), default="auto", help="[default: stages]")
+@click.option("--jitter-cv", type=click.FloatRange(0, 1), help="Noise of stage times.  [default: the profile's]")
+@click.option("--slow-stage", "slow", multiple=True, type=SlowStage(), help="A stage slower than the policy is told.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the noise; a workload has its own.")
+@click.option(
+    "--tbt-slo", type=click.FloatRange(0, min_open=True), help="Also find the highest request rate within this bound."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
+def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_json: bool, **options: Any) -> None:
+    """Run policies on a modelled pipeline: the real coordinator, a virtual clock, the figures of a real run."""
+    if (options["profile"] is None) == (options["preset_name"] is None):
+        raise click.UsageError("give either --profile FILE or --preset NAME")
+    profile = preset(options["preset_name"]) if options["preset_name"] else read_profile(options["profile"])
+    workload = parse_workload(options["workload"])
+    experiments = [
+        Experiment(
+            profile=profile,
+            workload=workload,
+            policy=policy,
+            chunk_size=chunk_size or auto_chunk_size(policy),
+            stages=options["stages"],
+            max_num_seqs=options["max_num_seqs"],
+            inflight=options["inflight"],
+            jitter_cv=options["jitter_cv"],
+            slow=dict(options["slow"]),
+            seed=options["seed"],
+        )
+        for policy in policies
+        for chunk_size in chunk_sizes or (None,)
+    ]
+    reports = [_report(experiment, options["tbt_slo"]) for experiment in experiments]
+    document = runs_document(reports, workload=workload.spec, model=profile.model)
+    if as_json:
+        click.echo(json.dumps(document))
+    else:
+        Console().print(render_policies(document))
+
+
+def _report(experiment: Experiment, tbt_slo_s: float | None) -> Report:
+    timeline = run_simulation(experiment)
+    report = summarise_timeline(timeline, measure_bubbles(timeline))
+    if tbt_slo_s is not None:
+        from sarathi_pp.sim.capacity import find_capacity
+
+        report["capacity"] = asdict(find_capacity(experiment, tbt_slo_s))
+    return report

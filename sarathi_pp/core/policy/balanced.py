@@ -1,0 +1,166 @@
+"""balanced: microbatches of equal time on the slowest stage, whatever the mix of prompts and outputs.
+
+A pipeline waits where one microbatch takes longer than the next. So:
+
+    size      One total n of tokens, whole tiles, for a cycle of P microbatches. In a steady state prompts are
+              computed as fast as outputs end: b decodes go with b * P:D prompt tokens, n = b * (1 + P:D). That is
+              SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards, with b what may run at
+              once and P:D what finished requests had. The tile around it with the most tokens a second is taken,
+              and no more than the prompts at hand fill evenly over the cycle. Where all that wait can start,
+              there is no such state: then what computes their prompts soonest, if that is more.
+    decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read,
+              less what its own chunk's attention costs above the usual.
+    prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
+
+# Where nothing is known of the stages: time goes with tokens, and a little with what they read.
+_UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4=0.0),))
+# Without tiles, sizes are still tried in steps.
+_LEAST_STEP = 16
+# A larger size must bring this much more tokens a second: it costs latency.
+_WORTHWHILE = 1.005
+# Of the usual attention of a chunk, how much the latest one counts.
+_SMOOTHING = 0.05
+# Prompt to output tokens, until a request has finished or run for longer than that.
+_PRIOR_RATIO = 8.0
+
+
+@dataclass(slots=True)
+class Balanced:
+    _size: int = field(default=0, init=False)
+    _left_in_cycle: int = field(default=0, init=False)
+    _usual_attention_s: float = field(default=0.0, init=False)
+    _owed_s: float = field(default=0.0, init=False)
+
+    def pick(self, view: View) -> list[Grant]:
+        stage, tile = _slowest_stage(view.cost or _UNKNOWN)
+        decoding = _Decoding.of(view, stage, tile)
+        if self._left_in_cycle == 0:
+            self._left_in_cycle = view.limits.num_stages
+            self._size = _choose_size(view, stage, tile, decoding)
+        self._left_in_cycle -= 1
+        expected = decoding.count // view.limits.inflight
+        attention_s = stage.a2 * _attention(_chunks(view, self._size - expected))
+        decodes = self._decodes(view, decoding, attention_s)
+        if view.prefills or view.waiting:
+            self._usual_attention_s += _SMOOTHING * (attention_s - self._usual_attention_s)
+        return [*_chunks(view, self._size - len(decodes)), *decodes]
+
+    def _decodes(self, view: View, decoding: _Decoding, attention_s: float) -> list[Grant]:
+        """As many as are ready and fit the time, to the nearest; what one microbatch has too much the next has less."""
+        share_s = decoding.total_s / view.limits.inflight
+        room_s = share_s + self._owed_s
+        if view.prefills or view.waiting:
+            spare_s = self._usual_attention_s - attention_s
+            room_s += max(-share_s / 2, min(share_s / 2, spare_s))
+        decodes: list[Grant] = []
+        for sequence in view.decodes[: view.limits.chunk_size]:
+            cost_s = decoding.seconds(sequence)
+            if decodes and room_s < cost_s / 2:
+                break
+            room_s -= cost_s
+            decodes.append(Grant(sequence, 1))
+        # What nobody was ready for is not owed to anybody.
+        self._owed_s = room_s if len(decodes) < len(view.decodes) else min(0.0, room_s)
+        self._owed_s = max(-share_s, self._owed_s)
+        return decodes
+
+    def max_tokens(self, limits: Limits) -> int:
+        return limits.chunk_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """The sequences past their prompt, those in flight included, and what a decode of each costs.
+
+    row_s: whatever its context, token_s of it as one of the microbatch's tokens. total_s: of a decode of all of them.
+    """
+
+    count: int
+    total_s: float
+    row_s: float
+    token_s: float
+    key_s: float
+
+    @classmethod
+    def of(cls, view: View, stage: StageCost, tile: int) -> _Decoding:
+        lengths = [s.known for s in view.running.values() if s.issued >= s.num_prompt]
+        token_s = stage.a1 / tile
+        row_s = token_s + stage.a4 + stage.head_s
+        return cls(len(lengths), row_s * len(lengths) + stage.a3 * sum(lengths), row_s, token_s, stage.a3)
+
+    def seconds(self, sequence: SequenceView) -> float:
+        return self.row_s + self.key_s * sequence.known
+
+
+def _choose_size(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> int:
+    """Tokens of each microbatch of the next cycle."""
+    limits = view.limits
+    ratio = _prompt_to_output(view)
+    could_run = (len(view.running) + len(view.waiting)) / limits.inflight
+    sustained = could_run * (1 + ratio)
+    decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
+    step = max(tile, _LEAST_STEP)
+    smallest = min(step, limits.chunk_size)
+    best, best_rate = smallest, 0.0
+    for size in range(smallest, limits.chunk_size + 1, step):
+        tokens = min(size, sustained)
+        rate = tokens / (stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio))
+        if rate > best_rate * _WORTHWHILE:
+            best, best_rate = size, rate
+    at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
+    if view.waiting_tokens <= sum(s.known for s in view.waiting):
+        best = max(best, step * round(_quickest(at_hand, stage, tile, limits) / step))
+    even = math.ceil((at_hand + decoding.count) / limits.inflight / step) * step
+    return max(smallest, min(best, even, limits.chunk_size))
+
+
+def _quickest(at_hand: int, stage: StageCost, tile: int, limits: Limits) -> float:
+    """The size that computes prompts soonest when no more are to follow: fewer microbatches against a shorter ramp.
+
+    n that makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least.
+    """
+    fixed = stage.a0 * tile / stage.a1 if stage.a1 > 0 else 0.0
+    return math.sqrt(at_hand * fixed / max(1, limits.num_stages - 1))
+
+
+def _prompt_to_output(view: View) -> float:
+    """P:D of finished requests; before there are any, what the outputs that are longest so far allow."""
+    outputs = sum(num_output for _, num_output in view.finished)
+    if outputs:
+        return sum(num_prompt for num_prompt, _ in view.finished) / outputs
+    so_far = (s.num_prompt / (s.known - s.num_prompt) for s in view.running.values() if s.known > s.num_prompt)
+    return min(_PRIOR_RATIO, min(so_far, default=_PRIOR_RATIO))
+
+
+def _chunks(view: View, budget: int) -> list[Grant]:
+    return list(_fill(chain(view.prefills, view.waiting), budget))
+
+
+def _fill(sequences: Iterator[SequenceView], budget: int) -> Iterator[Grant]:
+    for sequence in sequences:
+        if budget <= 0:
+            return
+        grant = Grant(sequence, min(sequence.remaining, budget))
+        budget -= grant.num_tokens
+        yield grant
+
+
+def _attention(chunks: list[Grant]) -> float:
+    """Score entries that the chunks' attention computes."""
+    return sum(grant.num_tokens * (grant.sequence.issued + grant.num_tokens / 2) for grant in chunks)
+
+
+def _slowest_stage(cost: CostModel) -> tuple[StageCost, int]:
+    """By a microbatch of one tile and one decode, and the tile."""
+    return max(cost.stages, key=lambda stage: stage.a0 + stage.a1 + stage.a4 + stage.head_s), cost.tile

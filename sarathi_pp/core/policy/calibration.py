@@ -1,0 +1,281 @@
+"""calibration: microbatches that a cost model can be fitted to, in the order of a timetable made before the run.
+
+Not a policy to serve with. Time depends on the tokens of a microbatch, on the depth of its chunks and on the context of
+its decodes, so each of them is varied by itself: prompt tokens alone, decodes alone, both together, each size several
+times and at sizes between the steps that tiles may have. The order is shuffled, so that a machine that slows down is
+not taken for a size that costs more; two or three of like size follow each other, so that all stages compute at once,
+as they will. (Vidur, arXiv 2405.05465, and SARATHI, arXiv 2308.16369, section 5.3, fit stage times to measured sizes
+too; these sizes are ours.)
+
+    step        chunks            decodes              as it prints
+    0 ..        of short prompts  -                    m0[s0:0+1 s1:0+9 ...]     warm-up: somebody has to decode later
+    then        256 tokens        -                    m9[s70:512+200 s71:0+56]  prompts in a row, cut where a step ends
+                -                 8, short contexts    m10[d s3:12 ...]
+                64 tokens         32, long contexts    m11[s71:56+64 | d s40:900 ...]
+
+The timetable also says how long each prompt and each output is, so that every request ends with its last step and no
+microbatch is left over. A sequence decodes again `inflight` steps later at the earliest: by then its token is back, and
+nothing ever has to be waited for. (Only where memory is very short a step waits until the pipeline is empty.)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+# Prompt tokens of microbatches that are measured twice. Larger ones take most of the time; smaller ones come from the
+# tails of prompts and are rare where microbatches are filled.
+_SMALL = 16
+_LARGE = 512
+_MIXED_PREFILLS = (16, 32, 64, 128, 256, 512)
+# Shortest prompt of the stream, longest of those that fill the pool first, most decodes of one sequence.
+_SHORTEST = 16
+_FILLING = 64
+_MOST_DECODES = 64
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One microbatch: (sequence, tokens) of each chunk in turn, and the sequences that decode.
+
+    alone: to be issued when nothing is in flight, since it needs a result, a seat or pages from the step before.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    decodes: tuple[int, ...]
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """All microbatches of a calibration, and what they ask of its requests.
+
+    warm_up: how many of the first steps are not to be fitted. prompts, outputs: tokens of each request by index.
+    """
+
+    steps: tuple[Step, ...]
+    warm_up: int
+    prompts: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@cache
+def make_timetable(limits: Limits, seed: int = 0) -> Timetable:
+    """The same for the same limits and seed. Needs neither more seats nor more pages than there are."""
+    return _Planner(limits, random.Random(seed)).plan()
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Follows the timetable of the run's limits, whose requests are to be the timetable's."""
+
+    seed: int = 0
+    _steps: Iterator[Step] | None = field(default=None, init=False)
+    _next: Step | None = field(default=None, init=False)
+
+    def pick(self, view: View) -> list[Grant]:
+        if self._steps is None:
+            self._steps = iter(make_timetable(view.limits, self.seed).steps)
+            self._next = next(self._steps, None)
+        ready = {s.index: s for s in (*view.decodes, *view.prefills, *view.waiting)}
+        while self._next is not None:
+            if self._next.alone and view.num_inflight:
+                return []
+            wanted = [*self._next.chunks, *((index, 1) for index in self._next.decodes)]
+            self._next = next(self._steps, None)
+            # A sequence that failed is gone; the others go on without it.
+            there = [(ready[index], num_tokens) for index, num_tokens in wanted if index in ready]
+            if there:
+                return [Grant(sequence, min(num_tokens, sequence.remaining)) for sequence, num_tokens in there]
+        # Only other requests than the timetable's have anything left.
+        return [Grant(s, min(s.remaining, view.limits.chunk_size)) for s in list(ready.values())[:1]]
+
+    def max_tokens(self, limits: Limits) -> int:
+        return limits.chunk_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A microbatch to be made from whatever sequences are there. contexts: which of them decode."""
+
+    prompt_tokens: int
+    decodes: int = 0
+    contexts: str = ""
+
+
+class _Planner:
+    """Makes a timetable step by step, keeping account of seats and pages as the coordinator will."""
+
+    def __init__(self, limits: Limits, draw: random.Random) -> None:
+        self._limits = limits
+        self._draw = draw
+        pool = limits.num_pages * limits.page_size
+        room = limits.max_model_len - 2
+        self._growth = max(0, min(_MOST_DECODES, room, max(1, room // 8), max(1, pool // 16)))
+        self._longest = max(1, min(limits.max_model_len - self._growth - 1, pool // 4 - self._growth))
+        self._steps: list[Step] = []
+        self._settled = 0  # the results of the steps before this one are waited for
+        self._prompts: list[int] = []
+        self._decoded: list[int] = []
+        self._last: list[int] = []  # step of the last chunk or decode
+        self._left = 0  # tokens of the newest prompt that no step has yet
+        self._live: list[int] = []  # in a seat, oldest first
+        self._reserved = 0  # pages that the live sequences may come to hold
+
+    def plan(self) -> Timetable:
+        self._fill()
+        warm_up = len(self._steps) + self._limits.inflight
+        groups = _groups(self._limits)
+        self._draw.shuffle(groups)
+        targets = [target for group in groups for target in group]
+        self._take(targets)
+        # What is left of the newest prompt is nobody's step: it ends here, and may decode.
+        if self._left:
+            self._prompts[-1] -= self._left
+            self._left = 0
+        self._take(targets)
+        return Timetable(tuple(self._steps), warm_up, tuple(self._prompts), tuple(1 + n for n in self._decoded))
+
+    def _fill(self) -> None:
+        """Short prompts, as many as may decode in one microbatch: in half of the pool, and in all seats but one."""
+        limits = self._limits
+        room = min(limits.chunk_size, 4 * _FILLING)
+        longest = min(_FILLING, self._longest, room)
+        chunks: list[tuple[int, int]] = []
+        for index in range(min(limits.max_decodes, limits.max_num_seqs - 1)):
+            length = _spread(1, longest, index)
+            if 2 * (self._reserved + self._pages(length)) > limits.num_pages:
+                break
+            if sum(tokens for _, tokens in chunks) + length > room:
+                self._add(chunks, [])
+                chunks = []
+            self._open(length)
+            self._left = 0
+            chunks.append((index, length))
+        if chunks:
+            self._add(chunks, [])
+
+    def _take(self, targets: list[_Target]) -> None:
+        """Turn targets into steps, in order, the ones that cannot be made yet left for later; drops those made."""
+        while True:
+            made = next((target for target in targets if self._make(target)), None)
+            if made is not None:
+                targets.remove(made)
+            elif self._settled < len(self._steps):
+                self._settled = len(self._steps)
+            else:
+                return
+
+    def _make(self, target: _Target) -> bool:
+        decodes = self._choose(target) if target.decodes else []
+        if len(decodes) < target.decodes:
+            return False
+        chunks = self._cut(target.prompt_tokens, keep=decodes)
+        if target.prompt_tokens and not chunks:
+            return False
+        self._add(chunks, decodes)
+        return True
+
+    def _choose(self, target: _Target) -> list[int]:
+        """Sequences for a target's decodes, fewer than it asks for where there are not enough."""
+        newest = len(self._prompts) - 1
+        able = [
+            index
+            for index in self._live
+            if self._is_back(index) and self._decoded[index] < self._growth and not (index == newest and self._left)
+        ]
+        if len(able) < target.decodes:
+            return []
+        able.sort(key=lambda index: self._prompts[index] + self._decoded[index])
+        if target.contexts == "short":
+            return able[: target.decodes]
+        if target.contexts == "long":
+            return able[-target.decodes :]
+        return self._draw.sample(able, target.decodes)
+
+    def _cut(self, num_tokens: int, keep: Collection[int]) -> list[tuple[int, int]]:
+        """The next tokens of the row of prompts; fewer where there is no room for another prompt."""
+        chunks = []
+        while num_tokens:
+            if not self._left and not self._open(_spread(_SHORTEST, self._longest, len(self._prompts)), keep):
+                break
+            taken = min(num_tokens, self._left)
+            chunks.append((len(self._prompts) - 1, taken))
+            self._last[-1] = len(self._steps)
+            self._left -= taken
+            num_tokens -= taken
+        return chunks
+
+    def _open(self, length: int, keep: Collection[int] = ()) -> bool:
+        """Begin another prompt, in the place of the oldest sequences whose last token is back; False without room."""
+        limits, need = self._limits, self._pages(length)
+        leaving = [index for index in self._live if index not in keep and self._is_back(index)]
+        while len(self._live) == limits.max_num_seqs or self._reserved + need > limits.num_pages:
+            if not leaving:
+                return False
+            oldest = leaving.pop(0)
+            self._live.remove(oldest)
+            self._reserved -= self._pages(self._prompts[oldest])
+        self._live.append(len(self._prompts))
+        self._prompts.append(length)
+        self._decoded.append(0)
+        self._last.append(len(self._steps))
+        self._left = length
+        self._reserved += need
+        return True
+
+    def _add(self, chunks: list[tuple[int, int]], decodes: list[int]) -> None:
+        for index in (*(index for index, _ in chunks), *decodes):
+            self._last[index] = len(self._steps)
+        for index in decodes:
+            self._decoded[index] += 1
+        alone = 0 < len(self._steps) == self._settled
+        self._steps.append(Step(tuple(chunks), tuple(decodes), alone))
+
+    def _is_back(self, index: int) -> bool:
+        """Whether the result of a sequence's last step is known when the next one is issued."""
+        last = self._last[index]
+        return last < self._settled or last + self._limits.inflight <= len(self._steps)
+
+    def _pages(self, length: int) -> int:
+        return -(-(length + self._growth) // self._limits.page_size)
+
+
+def _groups(limits: Limits) -> list[list[_Target]]:
+    """What a calibration measures: a few targets of like size each, so that all stages compute while they are measured.
+
+    A size has two groups, at different times of the run, the smallest and the largest sizes have one.
+    """
+    draw = random.Random(limits.chunk_size)
+    groups = []
+    sizes = _grid(limits.chunk_size)
+    for size, above in zip(sizes, [*sizes[1:], sizes[-1]], strict=True):
+        near = _Target(draw.randint(size, above))
+        group = [_Target(size), _Target(size), near] if size <= _LARGE else [_Target(size), near]
+        groups += [group] * (2 if _SMALL <= size <= _LARGE else 1)
+    for count in _grid(min(limits.max_decodes, limits.chunk_size)):
+        groups += [[_Target(0, count, contexts) for contexts in ("short", "any", "long")]] * 2
+    most = limits.max_decodes
+    for prefill in _MIXED_PREFILLS:
+        for count in sorted({1, -(-most // 8), -(-most // 2), most}):
+            around = draw.randint(prefill * 3 // 4, prefill * 5 // 4)
+            if around + count <= limits.chunk_size:
+                groups.append([_Target(around, count, contexts) for contexts in ("any", "long")])
+    return groups
+
+
+def _grid(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to `most` itself."""
+    sizes = {size for power in range(most.bit_length()) for size in (1 << power, 3 << power >> 1) if size <= most}
+    return sorted(sizes | {most})
+
+
+def _spread(least: int, most: int, index: int) -> int:
+    """The index-th of lengths that lie evenly on a logarithmic scale, whatever their number (golden ratio)."""
+    least = min(least, most)
+    return max(least, int(least * (most / least) ** (index * _GOLDEN % 1)))

@@ -1,0 +1,52 @@
+"""ChunkLLM: prompts above a threshold in chunks that end where a paragraph does, with overlap (seed article 003).
+
+A chunk holds at most `chunk_token_threshold` tokens and ends at the last paragraph end in reach; `overlap_rate` of
+it is a repetition of what came before. The article means that to keep meaning together, but a chunk here sees the
+KV of everything before it, so the repetition changes nothing and only takes time. With fewer than 4 sequences to
+run the article advises against chunks: prompts then run whole. Otherwise as in Orca: one prompt a microbatch, with
+the decodes that are ready.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from sarathi_pp.core.policy.parameter import parameter
+from sarathi_pp.core.policy.prompts import longest_prompt
+from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
+
+_LEAST_BATCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLLM:
+    """threshold: most tokens of a chunk; 0: a quarter of max_model_len. overlap: share of a chunk that is repeated."""
+
+    threshold: int = parameter(0, least=0)
+    overlap: float = parameter(0.0, least=0, most=0.3)
+
+    def pick(self, view: View) -> list[Grant]:
+        limits = view.limits
+        grants = [Grant(s, 1) for s in view.decodes[: limits.max_decodes]]
+        prompts = (*view.prefills, *view.waiting)
+        if prompts and len(grants) < limits.max_decodes:
+            alone = len(view.decodes) + len(prompts) < _LEAST_BATCH
+            grants.append(Grant(prompts[0], prompts[0].remaining) if alone else self._chunk(prompts[0], limits))
+        return grants
+
+    def _chunk(self, sequence: SequenceView, limits: Limits) -> Grant:
+        threshold = self.threshold or max(1, limits.max_model_len // 4)
+        overlap = min(sequence.issued, int(self.overlap * threshold))
+        room = threshold - overlap
+        num_tokens = min(sequence.remaining, room)
+        if num_tokens < sequence.remaining:
+            ends = sequence.paragraph_ends
+            reached = bisect_right(ends, sequence.issued + num_tokens)
+            if reached and ends[reached - 1] > sequence.issued:
+                num_tokens = ends[reached - 1] - sequence.issued
+        # Where fewer are new, fewer are repeated; beside one new token none, so a decode stays one token.
+        return Grant(sequence, num_tokens, overlap * num_tokens // room)
+
+    def max_tokens(self, limits: Limits) -> int:
+        return longest_prompt(limits) + limits.max_decodes

@@ -1,0 +1,61 @@
+"""DistServe on one pipeline: prefill and decode apart, not on machines of their own but in time.
+
+DistServe (Zhong et al., OSDI 2024, section 4.3) batches whole prompts up to L_m tokens, the fewest that saturate a
+stage, and longer ones alone; TD-Pipe (arXiv 2506.10470) alternates the two phases on one pipeline. Prefill lasts
+until the sequences' seats are taken, the KV cache is at 90 % (TD-Pipe's figure, without its predictor of output
+lengths), or nothing waits. Then decodes run in cohorts of a P-th of those that run, until only a share is left.
+Microbatches of a phase are much alike; each change of phase is a bubble, and who arrives in a decode phase waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sarathi_pp.core.policy.parameter import parameter
+from sarathi_pp.core.policy.prompts import longest_prompt
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+_KV_RESERVE = 0.1
+
+
+@dataclass(slots=True)
+class DistServe:
+    """low: percent of the sequences of a decode phase that are left when prompts are let in again. L_m: chunk size."""
+
+    low: int = parameter(50, least=0, most=100)
+    _prefilling: bool = field(default=False, init=False)
+    _seats: int = field(default=0, init=False)  # prompts that this prefill phase may still start
+    _begun_with: int = field(default=0, init=False)  # sequences that ran when this decode phase began
+
+    def pick(self, view: View) -> list[Grant]:
+        running = len(view.running)
+        few = not self._prefilling and 100 * running <= self.low * self._begun_with
+        if view.waiting and (few or running == 0):
+            # Counted once a phase: requests of one token end in it, and their seats would let it go on for ever.
+            self._prefilling, self._seats = True, view.limits.max_num_seqs - running
+        if self._prefilling:
+            grants = self._prompts(view)
+            if grants:
+                return grants
+            self._prefilling, self._begun_with = False, running
+        cohorts = view.limits.num_stages
+        size = running // cohorts + (view.slot < running % cohorts)
+        return [Grant(s, 1) for s in view.decodes[: max(size, 1)]]
+
+    def _prompts(self, view: View) -> list[Grant]:
+        """Whole prompts of together at most L_m tokens, or one that is longer."""
+        limits = view.limits
+        reserve = _KV_RESERVE * limits.num_pages * limits.page_size
+        grants: list[Grant] = []
+        num_tokens = 0
+        for sequence in view.waiting:
+            full = self._seats == 0 or view.free_tokens - num_tokens < reserve
+            if full or (grants and num_tokens + sequence.remaining > limits.chunk_size):
+                break
+            grants.append(Grant(sequence, sequence.remaining))
+            num_tokens += sequence.remaining
+            self._seats -= 1
+        return grants
+
+    def max_tokens(self, limits: Limits) -> int:
+        return max(longest_prompt(limits), limits.chunk_size, limits.max_decodes)

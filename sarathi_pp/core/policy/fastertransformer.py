@@ -1,0 +1,53 @@
+"""FasterTransformer: request-level batching (arXiv 2403.02310, section 2.5, Algorithm 1).
+
+"They pick a batch of requests and execute it until all requests in the batch complete": first its prompts, whole, then
+its decodes in step, and nobody joins. One batch for each stage is under way, of at most ceil(max_num_seqs / P)
+requests: FasterTransformer too cuts its batch for the stages, and by tokens besides (`getLocalBatchSize` in
+fastertransformer/utils/nccl_utils.cc). So the prompts of a batch go out in as many microbatches as they need if
+none may hold more tokens than the longest prompt.
+
+No decode waits for a prompt of its own batch's newcomers, for there are none. The price: as outputs end a batch
+shrinks, down to one decode that costs a whole pass over the weights while requests wait.
+
+FasterTransformer reserves the longest output of each request. Here pages are taken as they are needed: a request
+that loses its pages starts anew, in its batch if it can at once, else in a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from sarathi_pp.core.policy.prompts import longest_prompt, whole_prompts
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+
+@dataclass(slots=True)
+class FasterTransformer:
+    _batches: list[list[int]] = field(default_factory=list, init=False)  # requests by index, a batch for each stage
+
+    def pick(self, view: View) -> list[Grant]:
+        waiting = {sequence.index: sequence for sequence in view.waiting}
+        ready = {sequence.index: sequence for sequence in view.decodes}
+        for batch in self._in_turn(view, waiting.keys()):
+            if prompts := [waiting[index] for index in batch if index in waiting]:
+                return whole_prompts(prompts, longest_prompt(view.limits))
+            if batch and all(index in ready for index in batch):
+                return [Grant(ready[index], 1) for index in batch]
+        return []
+
+    def _in_turn(self, view: View, waiting: Collection[int]) -> Iterator[list[int]]:
+        """The batches without those that are gone; a batch of which nobody is left is made anew."""
+        num_batches = view.limits.num_stages
+        batches = self._batches or [[] for _ in range(num_batches)]
+        self._batches = batches
+        taken = {index for batch in batches for index in batch}
+        for slot in range(view.slot, view.slot + num_batches):
+            slot %= num_batches
+            batches[slot] = [index for index in batches[slot] if index in view.running or index in waiting]
+            if not batches[slot]:
+                batches[slot] = [index for index in waiting if index not in taken][: view.limits.max_decodes]
+            yield batches[slot]
+
+    def max_tokens(self, limits: Limits) -> int:
+        return max(longest_prompt(limits), limits.max_decodes)

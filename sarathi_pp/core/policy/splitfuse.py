@@ -1,0 +1,30 @@
+"""Dynamic SplitFuse: every forward pass of exactly the same number of tokens (DeepSpeed-FastGen, arXiv 2401.08671).
+
+"Long prompts are decomposed into much smaller chunks [...]. Short prompts will be composed to exactly fill a target
+token budget. Even short prompts may be decomposed to ensure the budget is precisely met." The next tokens of running
+requests come first, then prompts in the order of arrival (DeepSpeed-MII, mii/batching/ragged_batching.py,
+`schedule_requests`). So a microbatch holds exactly the budget wherever that many tokens are there to compute.
+
+The number of tokens is the only signal, as the paper argues from a single GPU. The price on a pipeline: a
+microbatch may be all decodes or all prompt, and equal in tokens is not equal in time.
+
+Where chunks of one prompt may follow each other in flight, these are the microbatches of `vllm`: a prompt takes the
+whole budget until its last chunk, so no younger request can be decoding before. The two differ in who is left out
+where decodes exceed the budget: here the latest to become ready, there the youngest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sarathi_pp.core.policy.prompts import fill
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFuse:
+    def pick(self, view: View) -> list[Grant]:
+        return fill((*view.decodes, *view.prefills, *view.waiting), view.limits.chunk_size)
+
+    def max_tokens(self, limits: Limits) -> int:
+        return limits.chunk_size

@@ -1,0 +1,68 @@
+"""TensorRT-LLM: in-flight batching with chunked context (cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp).
+
+The capacity scheduler admits what the pages allow (here the coordinator, which like MAX_UTILIZATION pauses and
+recomputes: no policy knows how long an output gets, so none can promise GUARANTEED_NO_EVICT). Of those that run or
+may start, each microbatch takes in the order of arrival at most max_num_seqs / P requests of which nothing is in
+flight. Their decodes come first in the token budget; prompts share what is left in chunks of whole pages, except a
+prompt's last:
+
+    FIRST_COME_FIRST_SERVED   each prompt in turn takes all that it can, so only one is cut
+    EQUAL_PROGRESS            each prompt in turn takes one page, again and again
+
+Whole pages keep chunks aligned to what the attention kernels read. The price: up to a page of each microbatch's
+budget stays unused, and one chunk of a prompt at a time leaves a lone prompt a P-th of the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sarathi_pp.core.policy.parameter import parameter
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRTLLM:
+    """equal: 1 is EQUAL_PROGRESS, 0 is FIRST_COME_FIRST_SERVED."""
+
+    equal: int = parameter(0, least=0, most=1)
+
+    def pick(self, view: View) -> list[Grant]:
+        paused = [s for s in view.running.values() if s.remaining and s.done == s.issued]
+        chosen = sorted((*paused, *view.waiting), key=lambda sequence: sequence.index)[: view.limits.max_decodes]
+        budget = self.max_tokens(view.limits)
+        decodes = [Grant(sequence, 1) for sequence in chosen if sequence.decoding][:budget]
+        prompts = [sequence for sequence in chosen if not sequence.decoding]
+        share = _equal_progress if self.equal else _first_come_first_served
+        sizes = share([s.remaining for s in prompts], budget - len(decodes), view.limits.page_size)
+        if not any(sizes[:1]):
+            return decodes  # no page of the oldest fits beside them: shorter ones could keep it out forever
+        return [*decodes, *(Grant(s, size) for s, size in zip(prompts, sizes, strict=True) if size)]
+
+    def max_tokens(self, limits: Limits) -> int:
+        """One page at least: a smaller budget would never let a prompt start."""
+        return max(limits.chunk_size, limits.page_size)
+
+
+def _first_come_first_served(remaining: Sequence[int], budget: int, page_size: int) -> list[int]:
+    sizes = []
+    for tokens in remaining:
+        size = tokens if tokens <= budget else budget // page_size * page_size
+        sizes.append(size)
+        budget -= size
+    return sizes
+
+
+def _equal_progress(remaining: Sequence[int], budget: int, page_size: int) -> list[int]:
+    sizes = [0] * len(remaining)
+    moved = True
+    while moved:
+        moved = False
+        for place, tokens in enumerate(remaining):
+            step = min(page_size, tokens - sizes[place])
+            if 0 < step <= budget:
+                sizes[place] += step
+                budget -= step
+                moved = True
+    return sizes

@@ -1,0 +1,49 @@
+"""text-generation-inference 3: decodes, interrupted for prompts when enough wait (backends/v3/src/backend.rs).
+
+`batching_task` decodes everything that runs, one step after the other. Between two steps it asks the queue for new
+requests (backends/v3/src/queue.rs, `next_batch`) and runs their prompts whole, in a pass of their own, if as many
+fit the prefill budget as waiting_served_ratio times those that run; after max_waiting_tokens tokens for each running
+request since the last prompts, however few there are. The budget holds the longest prompt, as TGI demands of
+max_batch_prefill_tokens.
+
+The ratio trades the stall of those that run against the wait of those that do not. The price on a pipeline: passes
+of prompts stand next to passes of decodes (the bubble PB2 of arXiv 2308.16369), and below the ratio stages stand
+idle that could run a prompt. This is the rule for models that TGI runs without chunking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sarathi_pp.core.policy.parameter import parameter
+from sarathi_pp.core.policy.prompts import fill, longest_prompt, whole_prompts
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+
+@dataclass(slots=True)
+class TGI:
+    """ratio: waiting_served_ratio in percent. max_waiting_tokens: tokens for each running request between prompts."""
+
+    ratio: int = parameter(30, least=0)
+    max_waiting_tokens: int = parameter(20, least=0)
+    _decoded: int = field(default=0, init=False)  # tokens since the last prompts, over all requests
+
+    def pick(self, view: View) -> list[Grant]:
+        budget = self.max_tokens(view.limits)
+        prompts = whole_prompts(view.waiting, budget)
+        if prompts and self._admits(len(prompts), view):
+            self._decoded = 0
+            return prompts
+        decodes = fill(view.decodes, budget)
+        self._decoded += len(decodes)
+        return decodes
+
+    def _admits(self, num_prompts: int, view: View) -> bool:
+        num_running = len(view.running)
+        if view.decodes and not self._decoded:
+            return False  # a step of decodes stands between two of prompts
+        overdue = self._decoded >= self.max_waiting_tokens * num_running
+        return overdue or num_prompts >= num_running * self.ratio // 100
+
+    def max_tokens(self, limits: Limits) -> int:
+        return max(limits.chunk_size, longest_prompt(limits))

@@ -1,0 +1,27 @@
+"""vLLM V1: one token budget over the running requests, then the waiting ones (vllm/v1/core/sched/scheduler.py).
+
+"There's no decoding phase nor prefill phase in the scheduler": each request catches up with its known tokens. The
+running ones come first, in the order they arrived, decodes and prompts alike, each with all it has or what is left
+of the budget; then the waiting ones. A request whose token is in flight has nothing to compute and is passed over,
+while further chunks of a prompt may follow those in flight.
+
+The oldest request always gets on, and a lone prompt fills the pipeline. The price: decodes stay in the cohorts in
+which their prompts ended, and nothing evens these out (one more decode is one prompt token less, whatever it costs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sarathi_pp.core.policy.prompts import fill
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+
+@dataclass(frozen=True, slots=True)
+class VLLM:
+    def pick(self, view: View) -> list[Grant]:
+        in_order = sorted(view.running.values(), key=lambda sequence: sequence.index)
+        return fill((*in_order, *view.waiting), view.limits.chunk_size)
+
+    def max_tokens(self, limits: Limits) -> int:
+        return limits.chunk_size

@@ -1,0 +1,40 @@
+"""vLLM before chunked prefill: prompts first (vllm/core/scheduler.py, `_schedule_default`; arXiv 2309.06180).
+
+"It batches as many prefill requests as possible. And it schedules decodes": a microbatch holds whole prompts, as
+many as the token budget allows, or every decode that is ready, never both. The budget holds the longest prompt, as
+vLLM demands of max_num_batched_tokens where prompts are not cut.
+
+New requests start at once and decode together in large microbatches. The price: each prompt that arrives pauses
+the decodes (the "generation stalls" of arXiv 2403.02310, section 3.2), and a prompt's microbatch next to one of
+decodes makes the bubble PB2 (arXiv 2308.16369, section 3.2).
+
+vLLM itself deals requests out to one scheduler for each stage. Here they share one queue, as in the comparison of
+arXiv 2403.02310, so that requests which started in the same microbatch stay together. And requests that end with
+their first token leave their seats to newcomers at once, so that prompts could pause decodes forever: after as many
+of them as there are seats, the decodes have a turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sarathi_pp.core.policy.prompts import fill, longest_prompt, whole_prompts
+from sarathi_pp.core.policy.view import Grant, Limits, View
+
+
+@dataclass(slots=True)
+class VLLMv0:
+    _started: int = field(default=0, init=False)  # requests since the last decodes
+
+    def pick(self, view: View) -> list[Grant]:
+        budget = self.max_tokens(view.limits)
+        if not view.decodes or self._started < view.limits.max_num_seqs:
+            prompts = whole_prompts(view.waiting, budget)
+            self._started += len(prompts)
+            if prompts:
+                return prompts
+        self._started = 0
+        return fill(view.decodes, budget)
+
+    def max_tokens(self, limits: Limits) -> int:
+        return max(limits.chunk_size, longest_prompt(limits))

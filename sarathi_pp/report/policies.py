@@ -1,0 +1,60 @@
+"""Runs of several policies on the same work, a line each: bubbles always beside throughput and latency."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from sarathi_pp.report.formats import share
+from sarathi_pp.trace.summary import Report
+
+SCHEMA = "sarathi-pp/runs/1"
+
+
+def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
+    """What `--json` prints. facts: what all runs have in common."""
+    return {"schema": SCHEMA, **facts, "runs": [report | {"bubble_floor": bubble_floor(report)} for report in reports]}
+
+
+def bubble_floor(report: Report) -> float | None:
+    """1 - mean / max of the stages' compute time: what unequal stages cost under any schedule."""
+    compute_s = [stage["compute_s"] for stage in report["per_stage"]]
+    return 1 - sum(compute_s) / len(compute_s) / max(compute_s) if max(compute_s) > 0 else None
+
+
+def render_policies(document: dict[str, Any]) -> Table:
+    """The document of `runs_document` as a table of at most 80 columns."""
+    caption = (
+        "steady, whole, floor: bubble ratios, the last what unequal stages cost under any schedule; seconds: bubble a\n"
+    )
+    caption += "request (median), time to first token, time between tokens"
+    table = Table(title=document.get("workload"), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.caption, table.caption_justify = caption, "left"
+    table.add_column("policy", no_wrap=True)
+    for heading in ("chunk", "tok/s", "steady", "whole", "floor", "request", "TTFT", "p99", "TBT", "p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in document["runs"]:
+        table.add_row(
+            run["policy"],
+            str(run["chunk_size"]),
+            _rate(run["total_tokens_per_s"]),
+            *(share(run[name]) for name in ("bubble_ratio_steady", "bubble_ratio", "bubble_floor")),
+            *(_short(run[name][at]) for name, at in _SECONDS),
+        )
+    return table
+
+
+_SECONDS = (("request_bubble_s", "p50"), ("ttft_s", "p50"), ("ttft_s", "p99"), ("itl_s", "p50"), ("itl_s", "p99"))
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _short(value: float | None) -> str:
+    """Three figures, at most five characters below 100,000 s."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

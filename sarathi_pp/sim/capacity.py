@@ -1,0 +1,55 @@
+"""How many requests a second a pipeline serves within its latency bounds (Sarathi-Serve, arXiv 2403.02310, 5.1).
+
+The highest Poisson rate at which the 99th percentile of time between tokens stays within the bound and the
+median request waits at most 2 s for its first chunk, found by bisection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.trace.latency import RequestLatency, Spread, latency_spreads
+
+_MOST_QUEUE_S = 2.0
+# The rate is known to this share of itself.
+_GRANULARITY = 0.025
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """rate: requests a second; 0 where even a trickle misses the bounds. The rest is what was seen at that rate."""
+
+    rate: float
+    tbt_p99_s: float | None
+    queue_p50_s: float | None
+
+
+def find_capacity(experiment: Experiment, tbt_slo_s: float) -> Capacity:
+    """Of the experiment's policy on its workload, whatever arrivals that has. tbt_slo_s: seconds."""
+    low = Capacity(0.0, None, None)
+    rate = 1.0
+    high: float | None = None
+    # A queue grows without end above capacity, so doubling ends.
+    while high is None or high - low.rate > _GRANULARITY * high:
+        seen = _serve(experiment, rate)
+        if _within(seen, tbt_slo_s):
+            low = seen
+        else:
+            high = rate
+        if high is not None and high < 1e-3:
+            break
+        rate = 2 * rate if high is None else (low.rate + high) / 2
+    return low
+
+
+def _within(seen: Capacity, tbt_slo_s: float) -> bool:
+    tbt_s, queue_s = seen.tbt_p99_s or 0.0, seen.queue_p50_s or 0.0
+    return tbt_s <= tbt_slo_s and queue_s <= _MOST_QUEUE_S
+
+
+def _serve(experiment: Experiment, rate: float) -> Capacity:
+    workload = replace(experiment.workload, rate=rate)
+    finished = simulate(replace(experiment, workload=workload)).finished
+    queued = Spread.of(latency.queue_s for latency in map(RequestLatency.of, finished) if latency.queue_s is not None)
+    return Capacity(rate, latency_spreads(finished)["itl_s"].p99, queued.p50)

@@ -1,0 +1,122 @@
+"""One simulated run from a profile, a workload and a policy to the timeline that every report reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.partition import partition
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.sim.pipeline import Link, VirtualPipeline
+from sarathi_pp.sim.simulation import Record, Simulation
+from sarathi_pp.sim.workload import Workload
+from sarathi_pp.trace.events import Event, TraceEnd, TraceStart
+from sarathi_pp.trace.timeline import StageTimeline, Timeline
+
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """What to simulate. None: as the profile has it.
+
+    inflight: most microbatches at once, None for one a stage. slow: stages, by index, that take this many times
+    what the profile says; policies are not told. seed: of the jitter.
+    """
+
+    profile: Profile
+    workload: Workload
+    policy: str
+    chunk_size: int
+    stages: int | None = None
+    max_num_seqs: int | None = None
+    inflight: int | None = None
+    jitter_cv: float | None = None
+    slow: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def cost(self) -> CostModel:
+        """The stages as policies know them."""
+        cost = self.profile.cost
+        if self.stages is None or self.stages == len(cost.stages):
+            return cost
+        return cost.split(partition(self.profile.num_layers, self.stages))
+
+    def limits(self) -> Limits:
+        """Raises ConfigError where the workload has requests that never fit."""
+        num_stages = len(self.cost().stages)
+        room = self.profile.pages * _PAGE_SIZE
+        if self.workload.max_tokens > room:
+            raise ConfigError(
+                f"{self.workload.spec} has requests of up to {self.workload.max_tokens} tokens; the KV pool of "
+                f"{self.profile.model} holds {room}: use shorter ones, or a profile with more pages"
+            )
+        return Limits(
+            num_stages=num_stages,
+            chunk_size=self.chunk_size,
+            max_num_seqs=self.max_num_seqs or self.profile.max_num_seqs,
+            max_model_len=self.workload.max_tokens,
+            page_size=_PAGE_SIZE,
+            num_pages=self.profile.pages,
+            inflight=self.inflight or num_stages,
+        )
+
+
+def simulate(experiment: Experiment) -> Timeline:
+    """Run it. Times are exact and the same on every machine; the timeline holds every microbatch of the run."""
+    timeline = Timeline()
+    timeline.stages = [StageTimeline(start) for start in trace_starts(experiment)]
+
+    def record(stage: int, event: Event) -> None:
+        timeline.add(timeline.stages[stage], event)
+
+    run(experiment, record)
+    for stage in timeline.stages:
+        stage.end = TraceEnd(at_s=stage.ends[-1] if stage.ends else 0.0)
+        stage.align()
+    return timeline
+
+
+def run(experiment: Experiment, record: Record) -> None:
+    """The same, telling each event as it happens and keeping none."""
+    cost = experiment.cost()
+    true_stages = [_slowed(stage, experiment.slow.get(index, 1.0)) for index, stage in enumerate(cost.stages)]
+    jitter_cv = experiment.profile.jitter_cv if experiment.jitter_cv is None else experiment.jitter_cv
+    pipeline = VirtualPipeline(
+        CostModel(cost.tile, tuple(true_stages)), Link.of(experiment.profile), jitter_cv=jitter_cv, seed=experiment.seed
+    )
+    policy = make_policy(experiment.policy)
+    simulation = Simulation(experiment.limits(), policy, pipeline, record, cost)
+    simulation.run(experiment.workload.requests(token_ids=False))
+
+
+def trace_starts(experiment: Experiment) -> list[TraceStart]:
+    """The first event of each stage's trace."""
+    limits, stages = experiment.limits(), experiment.cost().stages
+    return [
+        TraceStart(
+            at_s=0.0,
+            unix_s=0.0,
+            rank=index,
+            stage=index,
+            num_stages=len(stages),
+            layers=stage.layers,
+            host="simulated",
+            pid=0,
+            device=experiment.profile.device,
+            policy=experiment.policy,
+            chunk_size=limits.chunk_size,
+            inflight=limits.inflight,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+        )
+        for index, stage in enumerate(stages)
+    ]
+
+
+def _slowed(stage: StageCost, factor: float) -> StageCost:
+    names = ("a0", "a1", "a2", "a3", "a4", "head_s")
+    return replace(stage, **{name: getattr(stage, name) * factor for name in names})

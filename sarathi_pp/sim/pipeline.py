@@ -1,0 +1,82 @@
+"""A pipeline in arithmetic: stages that take their modelled time, links between them, one virtual clock.
+
+Stages are first in first out and microbatches run in the order in which they were issued, so every time follows
+from the microbatch before and the stage before; no event queue is needed:
+
+    start[s] = max(end[s] of the microbatch before, end[s - 1] + transfer)
+    end[s]   = start[s] + modelled time x noise
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from sarathi_pp.core.cost import CostModel, Load, Profile
+from sarathi_pp.core.plan import MicroBatch
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Noise never makes a microbatch faster than this share of its modelled time.
+_LEAST_NOISE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One way between neighbouring stages. token_bytes: of one token's activations."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+    token_bytes: int = 0
+
+    @classmethod
+    def of(cls, profile: Profile) -> Link:
+        return cls(profile.link_latency_s, profile.link_bytes_per_s, profile.hidden_size * _ITEM_BYTES[profile.dtype])
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.latency_s + num_tokens * self.token_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """One microbatch on one stage; seconds of virtual time."""
+
+    arrived_s: float
+    start_s: float
+    end_s: float
+
+
+class VirtualPipeline:
+    """jitter_cv: coefficient of variation of the noise that multiplies every modelled time, drawn with `seed`."""
+
+    def __init__(self, cost: CostModel, link: Link, *, jitter_cv: float = 0.0, seed: int = 0) -> None:
+        self._cost = cost
+        self._link = link
+        self._jitter_cv = jitter_cv
+        self._noise = random.Random(seed)
+        self._free_s = [0.0] * len(cost.stages)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._free_s)
+
+    @property
+    def entry_free_s(self) -> float:
+        """When the first stage can take the next microbatch."""
+        return self._free_s[0]
+
+    def run(self, microbatch: MicroBatch) -> tuple[list[StageSpan], float]:
+        """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back."""
+        load = Load.of(microbatch)
+        transfer_s = self._link.seconds(load.num_tokens)
+        spans = []
+        arrived_s = microbatch.issued_s
+        for stage, free_s in enumerate(self._free_s):
+            start_s = max(free_s, arrived_s)
+            end_s = start_s + self._cost.seconds(stage, load) * self._draw()
+            spans.append(StageSpan(arrived_s, start_s, end_s))
+            self._free_s[stage] = end_s
+            arrived_s = end_s + transfer_s
+        return spans, end_s + self._link.latency_s
+
+    def _draw(self) -> float:
+        return max(_LEAST_NOISE, self._noise.gauss(1.0, self._jitter_cv)) if self._jitter_cv else 1.0

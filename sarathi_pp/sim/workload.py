@@ -1,0 +1,152 @@
+"""Reference workloads by name, each request drawn when it is asked for.
+
+zipf:n=10000,min=1024,max=4096,theta=0.4,pd=10,seed=0
+    SARATHI's (arXiv 2308.16369, section 5.3): total length min + k - 1 with a probability proportional to
+    k^-theta, output max(1, round(length / (pd + 1))), the rest prompt
+uniform:n=32,min=256,max=1024,pd=8,seed=0
+    prompt length uniform, output max(1, prompt // pd)
+fixed:n=100,prompt=1024,output=128,seed=0
+poisson:rate=7,SPEC
+    any of them with Poisson arrivals, `rate` a second; else all arrive at 0
+then:SPEC+SPEC
+    one after the other, as when the traffic changes in mid-run
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.request import Request
+from sarathi_pp.errors import ConfigError
+
+_VOCABULARY = 32_000
+Lengths = tuple[int, int]  # prompt and output tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """rate: arrivals a second, infinite where all are there at 0."""
+
+    spec: str
+    num_requests: int
+    max_tokens: int
+    rate: float
+    _draw: Callable[[random.Random], Iterator[Lengths]]
+    _seed: int
+
+    def lengths(self) -> Iterator[Lengths]:
+        """Prompt and output tokens of each request, the same every time."""
+        return itertools.islice(self._draw(random.Random(self._seed)), self.num_requests)
+
+    @property
+    def prompt_to_output(self) -> float:
+        """P:D over the whole workload."""
+        prompts, outputs = map(sum, zip(*self.lengths(), strict=True))
+        return prompts / outputs
+
+    def requests(self, *, token_ids: bool = True) -> Iterator[Request]:
+        """In order of arrival. token_ids: drawn ones, else all 0, for who never looks at them."""
+        ids, gaps = random.Random(self._seed + 1), random.Random(self._seed + 2)
+        arrival_s = 0.0
+        for index, (prompt, output) in enumerate(self.lengths()):
+            if math.isfinite(self.rate):
+                arrival_s += gaps.expovariate(self.rate)
+            drawn = tuple(ids.choices(range(_VOCABULARY), k=prompt)) if token_ids else (0,) * prompt
+            sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=index)
+            yield Request(index, drawn, sampling, arrival_s)
+
+
+def parse_workload(spec: str) -> Workload:
+    """Raises ConfigError naming the part that is wrong and what it takes."""
+    kind, _, rest = spec.partition(":")
+    if kind == "poisson":
+        first, _, inner = rest.partition(",")
+        rate = _read(spec, first.split(","), {"rate": float})["rate"]
+        if not rate > 0:
+            raise ConfigError(f"{spec}: rate is {rate:g}; it must be above 0 arrivals a second")
+        return replace(parse_workload(inner), spec=spec, rate=rate)
+    if kind == "then":
+        return _joined(spec, [parse_workload(part) for part in rest.split("+")])
+    if kind not in _KINDS:
+        raise ConfigError(f"the workload {spec!r} is not known; it is one of {', '.join([*_KINDS, 'poisson', 'then'])}")
+    defaults, build = _KINDS[kind]
+    values: dict[str, float] = {
+        **defaults,
+        **_read(spec, rest.split(",") if rest else [], dict.fromkeys(defaults, float)),
+    }
+    for name, value in values.items():
+        least, real = 0 if name in ("theta", "seed") else 1, name in ("theta", "pd")
+        if not least <= value < math.inf or not (real or value % 1 == 0):
+            kind_of = "number" if real else "whole number"
+            raise ConfigError(f"{spec}: {name} is {value:g}; it must be a {kind_of} of at least {least}")
+    if values.get("min", 1) > values.get("max", math.inf):
+        raise ConfigError(f"{spec}: min is {values['min']:g}, above max, which is {values['max']:g}")
+    draw, most = build(values)
+    return Workload(spec, int(values["n"]), most, math.inf, draw, int(values["seed"]))
+
+
+def _read(spec: str, pairs: list[str], kinds: Mapping[str, Callable[[str], float]]) -> dict[str, float]:
+    values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if name not in kinds or not equals:
+            raise ConfigError(f"{spec}: {pair!r} is not one of its parameters: {', '.join(kinds)}, each as name=value")
+        try:
+            values[name] = kinds[name](text)
+        except ValueError:
+            raise ConfigError(f"{spec}: {name} is {text!r}; it must be a number") from None
+    missing = [name for name in kinds if name == "rate" and name not in values]
+    if missing:
+        raise ConfigError(f"{spec}: {missing[0]} is missing")
+    return values
+
+
+def _zipf(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
+    low, high, theta, pd = int(values["min"]), int(values["max"]), values["theta"], values["pd"]
+    weights = list(itertools.accumulate(k**-theta for k in range(1, high - low + 2)))
+
+    def draw(rng: random.Random) -> Iterator[Lengths]:
+        while True:
+            length = low + min(bisect.bisect_left(weights, rng.random() * weights[-1]), high - low)
+            output = max(1, round(length / (pd + 1)))
+            yield max(1, length - output), output
+
+    return draw, high + 1
+
+
+def _uniform(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
+    low, high, pd = int(values["min"]), int(values["max"]), values["pd"]
+
+    def draw(rng: random.Random) -> Iterator[Lengths]:
+        while True:
+            prompt = rng.randint(low, high)
+            yield prompt, max(1, int(prompt // pd))
+
+    return draw, high + max(1, int(high // pd))
+
+
+def _fixed(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
+    lengths = int(values["prompt"]), int(values["output"])
+    return lambda rng: itertools.repeat(lengths), sum(lengths)
+
+
+def _joined(spec: str, parts: list[Workload]) -> Workload:
+    def draw(rng: random.Random) -> Iterator[Lengths]:
+        return itertools.chain.from_iterable(part.lengths() for part in parts)
+
+    count, most = sum(part.num_requests for part in parts), max(part.max_tokens for part in parts)
+    return Workload(spec, count, most, math.inf, draw, parts[0]._seed)
+
+
+_Builder = Callable[[Mapping[str, float]], tuple[Callable[[random.Random], Iterator[Lengths]], int]]
+_KINDS: dict[str, tuple[dict[str, float], _Builder]] = {
+    "zipf": ({"n": 10000, "min": 1024, "max": 4096, "theta": 0.4, "pd": 10, "seed": 0}, _zipf),
+    "uniform": ({"n": 32, "min": 256, "max": 1024, "pd": 8, "seed": 0}, _uniform),
+    "fixed": ({"n": 100, "prompt": 1024, "output": 128, "seed": 0}, _fixed),
+}

@@ -1,0 +1,168 @@
+"""A plan follows from a model's files and a profile; nothing runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sarathi_pp.bench.plan import make_plan
+from sarathi_pp.cli.plan import render_plan
+from sarathi_pp.config import RunConfig
+from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.sizing import saturation
+from sarathi_pp.errors import CapacityError, ConfigError, MissingError, PartitionError
+from sarathi_pp.sim.workload import parse_workload
+
+ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")  # 5 layers, hidden size 64, 1152 positions
+# A page of one of its layers: keys and values of 16 tokens, 2 heads of 16 channels, in float32.
+PAGE_BYTES = 2 * 16 * 2 * 16 * 4
+# 20 decodes a microbatch: 40 requests, 2 in flight.
+WORKLOAD = "fixed:n=40,prompt=330,output=34"
+
+PROFILE = Profile(
+    model="tiny-adder",
+    device="cpu",
+    dtype="float32",
+    hidden_size=64,
+    num_layers=5,
+    cost=CostModel(
+        64,
+        (
+            StageCost((0, 3), 1e-3, 64e-4, 1e-8, 1e-7, 1e-5, page_bytes=3 * PAGE_BYTES),
+            StageCost((3, 5), 1e-3, 64e-4, 1e-8, 1e-7, 1e-5, head_s=1e-5, page_bytes=2 * PAGE_BYTES),
+        ),
+    ),
+    link_latency_s=1e-4,
+    link_bytes_per_s=1e9,
+    jitter_cv=0.01,
+    pages=2000,
+    max_num_seqs=128,
+)
+
+
+def plan(tmp_path: Path, profile: Profile | None = PROFILE, workload: str = WORKLOAD, **options: Any) -> dict[str, Any]:
+    fields = {"model": ADDER, "stages": 2} | options
+    if profile is not None:
+        fields["profile"] = tmp_path / "profile.json"
+        fields["profile"].write_text(json.dumps(profile.to_json()))
+    return make_plan(RunConfig(**fields), parse_workload(workload))
+
+
+def with_stages(tile: int, **changed: float) -> Profile:
+    """The same profile with other coefficients on both stages, given for each token."""
+    stages = [replace(stage, a1=1e-4 * tile, **changed) for stage in PROFILE.cost.stages]
+    return replace(PROFILE, cost=CostModel(tile, tuple(stages)))
+
+
+@pytest.mark.parametrize(("output", "chunk_size"), [(34, 220), (67, 120), (12, 620)])
+def test_the_chunk_size_is_saraths_optimum(output: int, chunk_size: int, tmp_path: Path) -> None:
+    """20 decodes, and for each of them 10, 5 and 30 prompt tokens."""
+    found = plan(tmp_path, with_stages(1), workload=f"fixed:n=40,prompt=330,output={output}")
+    assert found["chunk_size"] == chunk_size and found["tile"] == 1
+
+
+@pytest.mark.parametrize(("output", "chunk_size"), [(38, 192), (29, 256)])
+def test_of_two_tile_counts_the_faster_one_is_taken(output: int, chunk_size: int, tmp_path: Path) -> None:
+    """The optimum is 198 and 256 tokens: far above it decodes are left over, far below it microbatches are many."""
+    found = plan(tmp_path, with_stages(64, a0=2e-3), workload=f"fixed:n=40,prompt=330,output={output}")
+    assert found["chunk_size"] == chunk_size
+
+
+def test_it_is_never_below_saturation(tmp_path: Path) -> None:
+    fixed = [replace(stage, a0=50e-3) for stage in PROFILE.cost.stages]
+    slow_start = replace(PROFILE, cost=CostModel(64, tuple(fixed)))
+    found = plan(tmp_path, slow_start, workload="fixed:n=4,prompt=100,output=60")
+    assert found["chunk_size"] == found["saturation_tokens"] == saturation(slow_start.cost) > 500
+
+
+def test_layers_leave_a_stage_whose_head_is_heavy(tmp_path: Path) -> None:
+    first, last = PROFILE.cost.stages
+    even = [replace(first, a0=3e-3, a1=3 * 64e-5), replace(last, a0=2e-3, a1=2 * 64e-5)]
+    alike = replace(PROFILE, cost=CostModel(64, tuple(even)))
+    assert plan(tmp_path, alike)["layer_split"] == [3, 2]
+    heavy = replace(PROFILE, cost=CostModel(64, (even[0], replace(even[1], a0=9e-3, head_s=5e-4))))
+    found = plan(tmp_path, heavy)
+    assert found["layer_split"] == [4, 1]
+    assert [stage["layers"] for stage in found["per_stage"]] == [[0, 4], [4, 5]]
+    assert max(stage["microbatch_s"] for stage in found["per_stage"]) < max(
+        stage["microbatch_s"] for stage in plan(tmp_path, heavy, layer_split=(3, 2))["per_stage"]
+    )
+
+
+def test_pages_and_memory_of_each_stage(tmp_path: Path) -> None:
+    """What the profile's larger stage had, each may have; a run has the fewest pages, and no more than it uses."""
+    found = plan(tmp_path, layer_split=(4, 1))
+    budget = 2000 * 3 * PAGE_BYTES
+    assert [stage["pages"] for stage in found["per_stage"]] == [budget // (4 * PAGE_BYTES), budget // PAGE_BYTES]
+    assert found["pages"] == 1500
+    assert [stage["kv_bytes"] for stage in found["per_stage"]] == [1500 * 4 * PAGE_BYTES, 1500 * PAGE_BYTES]
+    given = plan(tmp_path, layer_split=(4, 1), kv_cache_memory_bytes=400 * PAGE_BYTES)
+    assert [stage["pages"] for stage in given["per_stage"]] == [100, 400] and given["pages"] == 100
+    assert plan(tmp_path, max_num_seqs=2)["pages"] == 2 * 1152 // 16
+
+
+def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
+    stored = (Path(ADDER) / "model.safetensors").stat().st_size
+    for split in ((3, 2), (1, 4)):
+        found = plan(tmp_path, layer_split=split)
+        weights = [stage["weights_bytes"] for stage in found["per_stage"]]
+        assert 0.98 * stored < sum(weights) < stored  # the rest is the file's header
+        assert weights[0] / weights[1] == pytest.approx(split[0] / split[1], rel=0.1)
+    half = plan(tmp_path, layer_split=(3, 2), dtype="bfloat16")
+    assert [stage["weights_bytes"] * 2 for stage in half["per_stage"]] == [
+        stage["weights_bytes"] for stage in plan(tmp_path, layer_split=(3, 2))["per_stage"]
+    ]
+    assert half["notes"] == [
+        f"--profile {tmp_path / 'profile.json'} was measured in float32, and this run is in bfloat16"
+    ]
+
+
+def test_a_jittery_machine_gets_one_microbatch_more(tmp_path: Path) -> None:
+    assert plan(tmp_path)["inflight"] == 2
+    assert plan(tmp_path, replace(PROFILE, jitter_cv=0.1))["inflight"] == 3
+    assert plan(tmp_path, replace(PROFILE, jitter_cv=0.1), inflight=2)["inflight"] == 2
+
+
+def test_without_a_profile_times_are_estimated(tmp_path: Path) -> None:
+    found = plan(tmp_path, None, kv_cache_memory_bytes=1 << 20, device="cpu")
+    assert found["source"] == "estimate" and found["notes"] == []
+    assert found["layer_split"] == [3, 2] and found["per_stage"][0]["pages"] == (1 << 20) // (3 * PAGE_BYTES)
+    assert found["total_tokens_per_s"] > 0 and 0 <= found["bubble_ratio"] < 1
+
+
+def test_other_stage_counts_than_the_profiles(tmp_path: Path) -> None:
+    found = plan(tmp_path, stages=4)
+    assert sorted(found["layer_split"]) == [1, 1, 1, 2] and found["inflight"] == 4
+    assert plan(tmp_path, stages=1)["layer_split"] == [5]
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match="more than the model's 5 layers"):
+        plan(tmp_path, stages=6)
+    with pytest.raises(ConfigError, match="requests of up to 1600 tokens.*takes 1152"):
+        plan(tmp_path, workload="fixed:n=4,prompt=1500,output=100")
+    with pytest.raises(ConfigError, match="measured on other, of 5 layers and hidden size 32; this model has 5 and 64"):
+        plan(tmp_path, replace(PROFILE, model="other", hidden_size=32))
+    with pytest.raises(CapacityError, match="for one KV page"):
+        plan(tmp_path, kv_cache_memory_bytes=100)
+    with pytest.raises(MissingError, match="cannot read the profile"):
+        make_plan(RunConfig(model=ADDER, profile=tmp_path / "none.json"), parse_workload(WORKLOAD))
+
+
+def test_the_table_says_what_to_give_generate(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    file = StringIO()
+    Console(file=file, width=80).print(render_plan(found))
+    lines = file.getvalue().splitlines()
+    assert lines[0].split() == [
+        *("--chunk-size", str(found["chunk_size"]), "--layer-split", ",".join(map(str, found["layer_split"]))),
+        *("--inflight", "2", "--max-num-seqs", "128"),
+    ]
+    assert any(line.split()[:2] == ["0", f"0-{found['layer_split'][0] - 1}"] for line in lines)
+    assert max(map(len, lines)) <= 80

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sarathi_pp.bench.prediction import Demand, predict
+from sarathi_pp.config import ResolvedRun
+from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.bubbles import measure_bubbles
+
+
+def profile(stages: int, **coefficients: float) -> Profile:
+    costs = {"a0": 2e-3, "a1": 2e-4, "a2": 0.0, "a3": 0.0, "a4": 0.0} | coefficients
+    return Profile(
+        model="made-up",
+        device="cpu",
+        dtype="bfloat16",
+        hidden_size=64,
+        num_layers=stages,
+        cost=CostModel(1, tuple(StageCost((s, s + 1), **costs) for s in range(stages))),
+        link_latency_s=0.0,
+        link_bytes_per_s=1e15,
+        jitter_cv=0.0,
+        pages=100_000,
+        max_num_seqs=32,
+    )
+
+
+def run_of(stages: int, chunk_size: int = 256, **changed: object) -> ResolvedRun:
+    fields: dict[str, object] = {
+        "model": "made-up",
+        "policy": "sarathi",
+        "layers": tuple((s, s + 1) for s in range(stages)),
+        "chunk_size": chunk_size,
+        "max_num_seqs": 32,
+        "max_model_len": 8192,
+        "max_microbatch_tokens": chunk_size,
+        "page_size": 16,
+        "num_pages": 100_000,
+        "inflight": stages,
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "attention": "sdpa",
+        "seed": 0,
+        "peer_timeout_s": 60.0,
+    }
+    return ResolvedRun(**fields | changed)  # type: ignore[arg-type]
+
+
+def test_a_workload_as_a_prediction_asks_for_it() -> None:
+    demand = Demand.of(parse_workload("poisson:rate=4,fixed:n=10,prompt=100,output=21"))
+    assert (demand.num_requests, demand.prompt_tokens, demand.decodes) == (10, 1000, 200)
+    assert demand.pair_tokens == 10 * 100 * 100 / 2
+    assert demand.key_tokens == 10 * 20 * (100 + 10.5)
+    assert demand.mean_tokens == 110 and demand.least_s == 2.5
+    load = demand.load(50, 4)
+    assert (load.prefill_tokens, load.decodes, load.decode_context) == (50, 4, 442)
+    assert load.prefill_attention == pytest.approx(50 * 50)  # the middle of a prompt
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_prompts_alone_have_the_bubble_of_fill_and_drain(stages: int) -> None:
+    demand = Demand.of(parse_workload("fixed:n=20,prompt=256,output=1"))
+    found = predict(profile(stages), demand, run_of(stages))
+    seconds = 2e-3 + 256 * 2e-4
+    assert found.microbatches == 20
+    assert found.wall_s == pytest.approx((20 + stages - 1) * seconds)
+    assert found.bubble_ratio == pytest.approx((stages - 1) / (20 + stages - 1))
+    assert found.total_tokens_per_s == pytest.approx(20 * 257 / found.wall_s)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    uneven = profile(2)
+    slow = replace(uneven.cost.stages[1], a0=4e-3, a1=4e-4)
+    uneven = replace(uneven, cost=CostModel(1, (uneven.cost.stages[0], slow)))
+    demand = Demand.of(parse_workload("fixed:n=100,prompt=256,output=1"))
+    found = predict(uneven, demand, run_of(2))
+    assert found.bubble_ratio == pytest.approx(0.25, abs=0.01)  # half of one of two stages
+
+
+def test_a_slow_link_is_waited_for_only_by_those_in_flight() -> None:
+    demand = Demand.of(parse_workload("fixed:n=50,prompt=256,output=1"))
+    slow = replace(profile(2), link_latency_s=0.1)
+    two, three = (predict(slow, demand, run_of(2, inflight=inflight)) for inflight in (2, 4))
+    seconds = 2e-3 + 256 * 2e-4
+    assert two.wall_s == pytest.approx(50 * (2 * seconds + 0.1) / 2 + seconds + 0.1)
+    assert three.wall_s == pytest.approx(50 * seconds + seconds + 0.1)
+
+
+def test_arrivals_can_be_what_is_waited_for() -> None:
+    demand = Demand.of(parse_workload("poisson:rate=0.5,fixed:n=20,prompt=256,output=1"))
+    assert predict(profile(2), demand, run_of(2)).wall_s == pytest.approx(40)
+
+
+@pytest.mark.parametrize("changed", [{"max_num_seqs": 8}, {"num_pages": 16 * 8}])
+def test_fewer_seats_or_pages_make_more_and_smaller_microbatches(changed: dict[str, object]) -> None:
+    demand = Demand.of(parse_workload("fixed:n=64,prompt=208,output=96"))
+    wide, narrow = (predict(profile(2), demand, run_of(2, **given)) for given in ({}, changed))
+    assert narrow.microbatches > 1.5 * wide.microbatches and narrow.total_tokens_per_s < wide.total_tokens_per_s
+
+
+def predicted_and_simulated(pd: int, chunk_size: int) -> tuple[float, float, float, float]:
+    """Wall time and bubble ratio of each; `sarathi`, the same costs."""
+    workload = parse_workload(f"uniform:n=300,min=200,max=900,pd={pd}")
+    costs = profile(2, a2=2e-7, a3=5e-7, a4=1e-4)
+    found = predict(costs, Demand.of(workload), run_of(2, chunk_size))
+    timeline = simulate(Experiment(profile=costs, workload=workload, policy="sarathi", chunk_size=chunk_size))
+    bubbles = measure_bubbles(timeline)
+    assert bubbles.bubble_ratio is not None
+    return found.wall_s, bubbles.wall_s, found.bubble_ratio, bubbles.bubble_ratio
+
+
+@pytest.mark.parametrize("pd", [4, 10, 20])
+def test_at_the_recommended_chunk_size_it_is_near_what_the_coordinator_does(pd: int) -> None:
+    """16 decodes a microbatch, and P:D prompt tokens for each of them."""
+    predicted_s, simulated_s, bubble, simulated_bubble = predicted_and_simulated(pd, 16 * (1 + pd))
+    assert 0.85 * simulated_s < predicted_s < simulated_s
+    assert bubble < simulated_bubble
+
+
+def test_far_above_it_the_prediction_is_a_bound_and_no_more() -> None:
+    """Whole microbatches of prompts take turns with decodes alone, and stages wait for each other."""
+    predicted_s, simulated_s, bubble, simulated_bubble = predicted_and_simulated(4, 512)
+    assert predicted_s < 0.85 * simulated_s and bubble < simulated_bubble

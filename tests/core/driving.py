@@ -1,0 +1,107 @@
+"""A coordinator driven by a stand-in pipeline whose tokens depend on (request, position) alone.
+
+Whatever the policy, the page pool and the arrival times, the output of each request must then be the same:
+that is the scheduling half of exactness, proven without a model.
+"""
+
+from collections import deque
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.plan import SampledToken, StepResult
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
+
+EOS = 7
+
+
+def drawn_token(index: int, position: int) -> int:
+    return (index * 31 + position * 17) % 23
+
+
+def expected_output(request: Request, limit: int) -> tuple[tuple[int, ...], str]:
+    output: list[int] = []
+    prompt = len(request.prompt_token_ids)
+    if request.sampling.max_new_tokens == 0 or prompt == limit:
+        return (), "length"
+    while True:
+        output.append(drawn_token(request.index, prompt + len(output)))
+        if output[-1] == EOS and not request.sampling.ignore_eos:
+            return tuple(output), "stop"
+        if len(output) == request.sampling.max_new_tokens or prompt + len(output) == limit:
+            return tuple(output), "length"
+
+
+class StandInPipeline:
+    """Stages that check what real ones rely on: contiguous KV, pages for every position, one owner a page."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.tables: dict[int, list[int]] = {}
+        self.written: dict[int, int] = {}
+
+    def run(self, microbatch) -> StepResult:
+        for index in microbatch.freed:
+            self.tables.pop(index, None)
+            self.written.pop(index, None)
+        tokens = []
+        for chunk in microbatch.chunks:
+            table = self.tables.setdefault(chunk.sequence, [])
+            table.extend(chunk.new_pages)
+            assert chunk.start <= self.written.get(chunk.sequence, 0)
+            self.written[chunk.sequence] = chunk.end
+            assert len(chunk.token_ids) == chunk.num_tokens
+            assert len(table) == -(-chunk.end // self.limits.page_size)
+            if chunk.sampling is not None:
+                assert chunk.sampling.position == chunk.end
+                tokens.append(SampledToken(chunk.sequence, chunk.epoch, drawn_token(chunk.sequence, chunk.end)))
+        held = [page for table in self.tables.values() for page in table]
+        assert len(held) == len(set(held)), "a page with two owners"
+        assert len({chunk.sequence for chunk in microbatch.chunks}) == len(microbatch.chunks)
+        return StepResult(microbatch.index, tuple(tokens))
+
+
+def drive(coordinator, requests, arrivals):
+    """Run to the end; request i arrives before step arrivals[i]. Returns completions and all microbatches."""
+    pipeline = StandInPipeline(coordinator.limits)
+    due = deque(sorted(zip(arrivals, requests, strict=True), key=lambda pair: (pair[0], pair[1].index)))
+    inflight, done, schedule, step = deque(), {}, [], 0
+
+    def finished(completions):
+        for completion in completions:
+            assert completion.request.index not in done, "answered twice"
+            done[completion.request.index] = completion
+
+    while due or coordinator.unfinished:
+        while due and due[0][0] <= step:
+            immediate = coordinator.submit(due.popleft()[1])
+            finished([immediate] if immediate else [])
+        step += 1
+        microbatch = coordinator.next_microbatch()
+        if microbatch is not None:
+            schedule.append(microbatch)
+            inflight.append(microbatch)
+        elif inflight:
+            finished(coordinator.complete(pipeline.run(inflight.popleft())))
+        else:
+            # A policy may wait for a result, never for nothing: with none in flight, whatever is there must run.
+            assert not coordinator.unfinished, f"stuck: {coordinator.idle_reason}"
+        for sequence in coordinator._running.values():
+            assert 0 <= sequence.done <= sequence.issued <= sequence.known
+        assert step < 100_000
+    return done, schedule
+
+
+def run_golden(
+    spec, *, stages, chunk_size, prompts, outputs, arrivals=None, max_num_seqs=4, num_pages=64, page_size=16
+):
+    """The schedule of one small workload, as text; all arrive at the start unless told."""
+    limits = Limits(stages, chunk_size, max_num_seqs, 256, page_size, num_pages, stages)
+    coordinator = Coordinator(limits, make_policy(spec))
+    requests = [
+        Request(i, (1,) * prompt, SamplingParams(max_new_tokens=new, seed=0))
+        for i, (prompt, new) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    _, schedule = drive(coordinator, requests, arrivals or [0] * len(requests))
+    return [str(microbatch) for microbatch in schedule]

@@ -1,0 +1,76 @@
+"""What `balanced` promises: equal time, by the cost model it is given. Its tokens are checked with all policies'."""
+
+import pytest
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
+from tests.core.driving import drive
+
+
+def coordinator(cost, *, stages=2, chunk_size=512, max_num_seqs=8, num_pages=4000):
+    limits = Limits(stages, chunk_size, max_num_seqs, 8192, 16, num_pages, stages)
+    return Coordinator(limits, make_policy("balanced"), cost=cost)
+
+
+def model(tile, stages=2, **values):
+    coefficients = dict(a0=1e-3, a1=1e-3, a2=0.0, a3=0.0, a4=0.0) | values
+    return CostModel(tile, tuple(StageCost((i, i + 1), **coefficients) for i in range(stages)))
+
+
+def requests(count, prompt, output):
+    return [Request(i, (1,) * prompt, SamplingParams(max_new_tokens=output, seed=0)) for i in range(count)]
+
+
+def schedule(cost, work, **limits):
+    return drive(coordinator(cost, **limits), work, [0] * len(work))[1]
+
+
+def test_totals_are_whole_tiles_while_prompts_last():
+    batches = schedule(model(64), requests(24, 300, 20), max_num_seqs=64)
+    backlog = [m for m in batches if m.num_prefill_tokens][:-6]
+    assert len(backlog) > 8
+    assert {m.num_tokens % 64 for m in backlog} == {0}
+
+
+def test_prompt_tokens_go_with_decodes_as_prompts_to_outputs():
+    """n = b * (1 + P:D), b = 8 sequences / 2 in flight, P:D = 15: 64 tokens, once requests have finished."""
+    batches = schedule(model(16, a1=1e-4), requests(60, 150, 10))
+    middle = batches[len(batches) // 3 : 2 * len(batches) // 3]
+    assert 48 <= sum(m.num_tokens for m in middle) / len(middle) <= 80
+
+
+def test_decodes_are_shared_by_the_keys_they_read_not_by_count():
+    """Four long sequences and four short ones: the time of decoding cohorts differs less than their number."""
+    cost = model(16, a3=1e-5)
+    long, short = requests(4, 900, 60), requests(8, 60, 60)[4:]
+    batches = schedule(cost, [*long, *short])
+    tail = [m for m in batches if m.num_prefill_tokens == 0 and m.num_decodes][4:24]
+    seconds = [cost.seconds(0, Load.of(m)) for m in tail]
+    assert max(seconds) / min(seconds) < 1.5
+    assert len(tail) == 20
+
+
+def test_with_one_decode_left_the_run_ends():
+    batches = schedule(model(16), requests(1, 5, 4))
+    assert [str(m) for m in batches] == ["m0[s0:0+5]", "m1[d s0:5]", "m2[d s0:6]", "m3[d s0:7]"]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 16])
+def test_a_small_ceiling_is_kept(chunk_size):
+    batches = schedule(model(64), requests(6, 40, 5), chunk_size=chunk_size)
+    assert max(m.num_tokens for m in batches) == chunk_size
+
+
+def test_a_larger_size_must_pay():
+    """Where a microbatch costs nothing by itself, larger ones bring nothing and cost latency."""
+    batches = schedule(model(16, a0=0.0), requests(30, 400, 4))
+    assert max(m.num_tokens for m in batches) == 16
+
+
+def test_it_runs_without_a_cost_model():
+    batches = schedule(None, requests(10, 100, 10))
+    assert sum(m.num_prefill_tokens for m in batches) == 1000

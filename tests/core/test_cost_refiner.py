@@ -1,0 +1,79 @@
+import random
+
+import pytest
+
+from sarathi_pp.core.cost import CostModel, CostRefiner, Load, StageCost
+
+TRUE = CostModel(
+    16, (StageCost((0, 4), 2e-3, 1e-3, 2e-9, 1e-7, 3e-5), StageCost((4, 8), 1e-3, 2e-3, 1e-9, 2e-7, 1e-5, head_s=2e-5))
+)
+GUESS = CostModel(
+    16, (StageCost((0, 4), 1e-3, 5e-4, 1e-9, 1e-8, 1e-4), StageCost((4, 8), 5e-3, 5e-4, 1e-8, 1e-6, 1e-4, head_s=1e-5))
+)
+
+
+def loads(count, seed=0):
+    draw = random.Random(seed)
+    for _ in range(count):
+        prefill, decodes = draw.choice([0, 64, 200, 500]), draw.randint(1, 30)
+        context = decodes * draw.randint(50, 2000)
+        yield Load(prefill, prefill * draw.uniform(0, 3000), decodes, context)
+
+
+def error(model, true=TRUE):
+    pairs = [(model.seconds(s, load), true.seconds(s, load)) for load in loads(50, seed=9) for s in (0, 1)]
+    return sum(abs(guess - seconds) / seconds for guess, seconds in pairs) / len(pairs)
+
+
+def observe(refiner, count, true=TRUE, noise=0.0, seed=1):
+    draw = random.Random(seed)
+    for load in loads(count, seed):
+        refiner.observe(load, [true.seconds(s, load) * draw.gauss(1, noise) for s in (0, 1)])
+    return refiner.model
+
+
+def test_it_starts_from_what_it_was_given():
+    assert CostRefiner(GUESS).model == GUESS
+
+
+def test_a_wrong_start_is_forgotten():
+    refiner = CostRefiner(GUESS)
+    assert error(GUESS) > 0.3
+    observe(refiner, 400)
+    for _ in range(40):  # the solution moves on with each refresh
+        observe(refiner, 16)
+    assert error(refiner.model) < 0.05
+
+
+def test_noise_is_averaged():
+    refiner = CostRefiner(GUESS)
+    for seed in range(60):
+        observe(refiner, 16, noise=0.1, seed=seed)
+    assert error(refiner.model) < 0.1
+
+
+def test_a_machine_that_slows_down_is_noticed():
+    refiner = CostRefiner(TRUE)
+    slow = CostModel(
+        16,
+        tuple(StageCost(s.layers, 2 * s.a0, 2 * s.a1, 2 * s.a2, 2 * s.a3, 2 * s.a4, 2 * s.head_s) for s in TRUE.stages),
+    )
+    for seed in range(120):
+        observe(refiner, 16, true=slow, seed=seed)
+    assert error(refiner.model, slow) < 0.1
+
+
+def test_no_coefficient_is_ever_negative_and_what_was_not_seen_stays():
+    refiner = CostRefiner(TRUE)
+    for seed in range(20):
+        model = observe(refiner, 16, noise=0.5, seed=seed)
+        assert all(c >= 0 for s in model.stages for c in (s.a0, s.a1, s.a2, s.a3, s.a4, s.head_s))
+    assert [s.layers for s in model.stages] == [(0, 4), (4, 8)] and model.tile == 16
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_a_span_of_no_length_says_nothing(seconds):
+    refiner = CostRefiner(TRUE)
+    for load in loads(64):
+        refiner.observe(load, [seconds, seconds])
+    assert error(refiner.model) < 1e-6

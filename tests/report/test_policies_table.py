@@ -1,0 +1,68 @@
+import json
+
+from click.testing import CliRunner
+from rich.console import Console
+
+from sarathi_pp.cli.main import cli
+from sarathi_pp.report.policies import bubble_floor, render_policies
+
+ARGUMENTS = ["simulate", "--preset", "gpt3-a100-tp8pp8", "--workload", "zipf:n=12,min=200,max=400,pd=4"]
+
+
+def simulated(*options):
+    done = CliRunner().invoke(cli, [*ARGUMENTS, *options])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_every_policy_and_chunk_size_is_a_run_with_a_report_s_keys():
+    policies = ("--policy", "sarathi", "--policy", "orca", "--chunk-size", "64", "--chunk-size", "128")
+    document = json.loads(simulated(*policies, "--json"))
+    assert document["schema"] == "sarathi-pp/runs/1"
+    runs = document["runs"]
+    assert [(run["policy"], run["chunk_size"]) for run in runs] == [
+        ("sarathi", 64),
+        ("sarathi", 128),
+        ("orca", 64),
+        ("orca", 128),
+    ]
+    assert all(run["completed"] == 12 and run["stages"] == 8 for run in runs)
+    assert runs[2]["wall_s"] == runs[3]["wall_s"]  # whole prompts: the size is not used
+    assert runs[0]["wall_s"] != runs[1]["wall_s"]
+
+
+def test_a_policy_without_a_size_takes_its_own():
+    runs = json.loads(simulated("--policy", "sarathi", "--policy", "balanced", "--json"))["runs"]
+    assert [run["chunk_size"] for run in runs] == [256, 2048]
+
+
+def test_the_same_command_prints_the_same():
+    noisy = ("--jitter-cv", "0.1", "--slow-stage", "3:1.5", "--stages", "4", "--json")
+    assert simulated(*noisy) == simulated(*noisy) != simulated(*noisy, "--seed", "1")
+
+
+def test_a_slow_stage_shows_as_the_floor():
+    runs = json.loads(simulated("--slow-stage", "0:2", "--policy", "orca", "--json"))["runs"]
+    assert 0.4 < runs[0]["bubble_floor"] < 0.45  # 7 stages of 1 and one of 2: 1 - 9 / 16
+
+
+def test_the_floor_of_equal_stages_is_nothing_and_of_no_compute_unknown():
+    assert bubble_floor({"per_stage": [{"compute_s": 2.0}, {"compute_s": 2.0}]}) == 0
+    assert bubble_floor({"per_stage": [{"compute_s": 0.0}]}) is None
+
+
+def test_the_table_fits_80_columns_with_the_longest_name():
+    document = json.loads(simulated("--policy", "fastertransformer", "--policy", "sarathi:even=1", "--json"))
+    console = Console(width=80, record=True)
+    console.print(render_policies(document))
+    text = console.export_text()
+    assert "fastertransformer" in text and "sarathi:even=1" in text and "\u2026" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
+def test_neither_or_both_pipelines_is_refused():
+    assert (
+        "either --profile FILE or --preset NAME" in CliRunner().invoke(cli, ["simulate", "--workload", "zipf"]).output
+    )
+    wrong = CliRunner().invoke(cli, [*ARGUMENTS, "--slow-stage", "three"])
+    assert wrong.exit_code == 2 and "not a stage and a factor like 3:1.1" in wrong.output

@@ -1,0 +1,160 @@
+"""The virtual pipeline against arithmetic done by hand, and the coordinator on it."""
+
+from collections import deque
+
+import pytest
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.plan import Chunk, MicroBatch
+from sarathi_pp.core.policy import POLICIES, make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.sim.experiment import Experiment, run, simulate
+from sarathi_pp.sim.pipeline import Link, VirtualPipeline
+from sarathi_pp.sim.presets import preset
+from sarathi_pp.sim.simulation import Simulation
+from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished
+
+
+def flat(num_stages, seconds=1.0):
+    """Every microbatch takes every stage the same time."""
+    return CostModel(1, tuple(StageCost((i, i + 1), seconds, 0, 0, 0, 0) for i in range(num_stages)))
+
+
+def profile(cost, **values):
+    facts = dict(model="m", device="d", dtype="float32", hidden_size=1, num_layers=len(cost.stages))
+    rest = dict(link_latency_s=0.0, link_bytes_per_s=1.0e30, jitter_cv=0.0, pages=1000, max_num_seqs=40)
+    return Profile(**facts, cost=cost, **rest | values)
+
+
+def test_the_spans_of_two_microbatches_on_unequal_stages():
+    cost = CostModel(1, (StageCost((0, 1), 1, 0, 0, 0, 0), StageCost((1, 2), 3, 0, 0, 0, 0)))
+    pipeline = VirtualPipeline(cost, Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=4))
+    batches = [MicroBatch(i, (Chunk(i, 0, 0, 1),)) for i in range(2)]  # 1 token: 0.5 + 4 / 8 s on the link
+    (first, second), back = pipeline.run(batches[0])
+    assert (first.start_s, first.end_s) == (0, 1)
+    assert (second.arrived_s, second.start_s, second.end_s) == (2, 2, 5)
+    assert back == 5.5
+    (first, second), back = pipeline.run(batches[1])
+    assert (first.start_s, first.end_s) == (1, 2)
+    assert (second.arrived_s, second.start_s, second.end_s) == (3, 5, 8)
+    assert back == 8.5
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+def test_m_equal_microbatches_have_the_textbook_bubble(num_stages):
+    """m single-token requests, one a microbatch: (P - 1) / (m + P - 1)."""
+    workload = parse_workload("fixed:n=10,prompt=1,output=1")
+    timeline = simulate(
+        Experiment(profile=profile(flat(num_stages)), workload=workload, policy="sarathi", chunk_size=1)
+    )
+    bubbles = measure_bubbles(timeline)
+    assert bubbles.bubble_ratio == pytest.approx((num_stages - 1) / (10 + num_stages - 1))
+
+
+def test_a_decode_waits_for_its_token_to_come_back():
+    """One request alone: P stages and the way back for each token, nothing overlaps."""
+    workload = parse_workload("fixed:n=1,prompt=4,output=3")
+    experiment = Experiment(profile=profile(flat(4)), workload=workload, policy="sarathi", chunk_size=8)
+    finished = simulate(experiment).finished[0]
+    assert (finished.first_token_s, finished.finished_s) == (4.0, 12.0)
+    assert finished.gaps_us == (4_000_000, 4_000_000)
+
+
+def test_results_are_seen_when_the_first_stage_is_free_as_in_a_real_run():
+    """Stage 0 is busy with m1 until 2 s; the result of m0, there at 1.1 s, is taken in then, not before."""
+    cost = CostModel(1, (StageCost((0, 1), 1, 0, 0, 0, 0), StageCost((1, 2), 0.1, 0, 0, 0, 0)))
+    workload = parse_workload("fixed:n=2,prompt=1,output=2")
+    timeline = simulate(Experiment(profile=profile(cost), workload=workload, policy="sarathi", chunk_size=1))
+    assert [(event.at_s, event.text) for event in timeline.issued] == [
+        (0.0, "m0[s0:0+1]"),
+        (1.0, "m1[s1:0+1]"),
+        (2.0, "m2[d s0:1]"),
+        (3.0, "m3[d s1:1]"),
+    ]
+
+
+def test_an_idle_pipeline_waits_for_the_next_arrival():
+    requests = [Request(i, (0,), SamplingParams(max_new_tokens=1, seed=0), arrival_s=10.0 * i) for i in range(3)]
+    events = []
+    limits = Limits(2, 8, 4, 8, 16, 10, 2)
+    pipeline = VirtualPipeline(flat(2), Link())
+    Simulation(limits, make_policy("sarathi"), pipeline, lambda stage, event: events.append(event)).run(requests)
+    assert [event.at_s for event in events if isinstance(event, Issued)] == [0.0, 10.0, 20.0]
+    assert [event.at_s for event in events if isinstance(event, RequestArrived)] == [0.0, 10.0, 20.0]
+    assert [event.finished_s for event in events if isinstance(event, RequestFinished)] == [2.0, 12.0, 22.0]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    def spans(seed):
+        workload = parse_workload("uniform:n=8,min=4,max=30,pd=3")
+        experiment = Experiment(
+            profile=profile(flat(3)), workload=workload, policy="balanced", chunk_size=16, jitter_cv=0.1, seed=seed
+        )
+        return list(simulate(experiment).stages[2].ends)
+
+    assert spans(1) == spans(1) != spans(2)
+
+
+def test_a_slow_stage_is_slow_and_policies_are_not_told():
+    workload = parse_workload("fixed:n=4,prompt=1,output=1")
+    experiment = Experiment(profile=profile(flat(2)), workload=workload, policy="sarathi", chunk_size=1, slow={1: 1.5})
+    timeline = simulate(experiment)
+    lengths = [e - b for stage in timeline.stages for b, e in zip(stage.starts, stage.ends, strict=True)]
+    assert lengths == [1.0] * 4 + [1.5] * 4
+    assert experiment.cost().stages[1].a0 == 1.0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_answers_every_request_at_its_length(policy):
+    workload = parse_workload("poisson:rate=0.3,uniform:n=12,min=3,max=60,pd=4")
+    timeline = simulate(Experiment(profile=profile(flat(3)), workload=workload, policy=policy, chunk_size=16))
+    done = sorted((f.index, f.prompt_tokens, f.output_tokens) for f in timeline.finished)
+    assert done == [(i, prompt, output) for i, (prompt, output) in enumerate(workload.lengths())]
+
+
+def test_nothing_is_kept_of_what_is_done():
+    """Only what is in flight is held, whatever the number of requests: the simulation keeps no list of the past."""
+    seen = deque(maxlen=1)
+    held = []
+
+    class Watched(VirtualPipeline):
+        def run(self, microbatch):
+            held.append((len(simulation._live), len(simulation._results)))
+            return super().run(microbatch)
+
+    workload = parse_workload("fixed:n=300,prompt=3,output=2")
+    limits = Limits(2, 8, 4, 8, 16, 10, 2)
+    simulation = Simulation(
+        limits, make_policy("sarathi"), Watched(flat(2), Link()), lambda stage, event: seen.append(event)
+    )
+    simulation.run(workload.requests(token_ids=False))
+    assert max(live for live, _ in held) <= 2 * limits.max_num_seqs
+    assert max(results for _, results in held) <= limits.inflight
+
+
+def test_a_workload_that_never_fits_is_refused():
+    experiment = Experiment(
+        profile=profile(flat(2), pages=2),
+        workload=parse_workload("fixed:n=1,prompt=40,output=1"),
+        policy="sarathi",
+        chunk_size=8,
+    )
+    with pytest.raises(ConfigError, match="up to 41 tokens; the KV pool of m holds 32"):
+        run(experiment, lambda stage, event: None)
+
+
+def test_balanced_leaves_little_bubble_where_sarathi_of_the_wrong_size_leaves_much():
+    def steady(policy, chunk_size):
+        workload = parse_workload("zipf:n=60,min=256,max=1024,theta=0.4,pd=5,seed=2")
+        experiment = Experiment(
+            profile=preset("gpt3-a100-tp8pp8"), workload=workload, policy=policy, chunk_size=chunk_size, max_num_seqs=40
+        )
+        return measure_bubbles(simulate(experiment)).bubble_ratio_steady
+
+    assert steady("balanced", 2048) < 0.03
+    assert steady("sarathi", 512) > 0.1

@@ -25,7 +25,6 @@ _MODEL_OPTIONS = (
         "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
     ),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    click.option("--attention", default="auto", show_default=True, help="Attention backend."),
     click.option(
         "--max-model-len", type=Count(), help="Most tokens of prompt and output together.  [default: the model's]"
     ),
@@ -54,8 +53,9 @@ def run_config(options: dict[str, Any], world_size: int | None) -> RunConfig:
             f"--stages is {stages}, and torchrun started {world_size} processes; each is one stage. Leave --stages "
             f"out, or start {stages} processes"
         )
-    named = ("model", "layer_split", "max_num_seqs", "dtype", "device", "attention", "max_model_len", "page_size")
-    given = {name: options[name] for name in (*named, "gpu_memory_utilization", "run_dir", "seed") if name in options}
+    named = ("model", "layer_split", "max_num_seqs", "dtype", "device", "max_model_len", "page_size")
+    some = ("gpu_memory_utilization", "attention", "run_dir", "seed", "profile")
+    given = {name: options[name] for name in (*named, *some) if name in options}
     if "peer_timeout" in options:
         given["peer_timeout_s"] = options["peer_timeout"]
     return RunConfig(stages=world_size or stages or 1, kv_cache_memory_bytes=options["kv_cache_memory"], **given)

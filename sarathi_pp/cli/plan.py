@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sarathi_pp.cli.options import model_options, run_config
+from sarathi_pp.config import RunConfig
 from sarathi_pp.report import formats
 
 
@@ -28,14 +29,14 @@ from sarathi_pp.report import formats
     help="Like zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
-def plan(profile: Path | None, workload: str, as_json: bool, **options: Any) -> None:
+def plan(workload: str, as_json: bool, **options: Any) -> None:
     """Say how to cut a model into stages and prompts into chunks, what fits, and what to expect. Runs nothing."""
-    from dataclasses import replace
-
     from sarathi_pp.bench.plan import make_plan
     from sarathi_pp.sim.workload import parse_workload
 
-    config = replace(run_config(options, None), profile=profile)
+    config = run_config(options, None)
+    if config.profile is not None and config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization:
+        raise click.UsageError("--profile says how many KV pages fit: give --kv-cache-memory to have others")
     found = make_plan(config, parse_workload(workload))
     if as_json:
         click.echo(json.dumps(found))

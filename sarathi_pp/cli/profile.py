@@ -24,6 +24,7 @@ from sarathi_pp.report import formats
 @click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The profile.json to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing profile.")
 @model_options
+@click.option("--attention", default="auto", show_default=True, help="Attention backend.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the traces here.  [default: thrown away]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up prompts and of their order.")
 @click.option(

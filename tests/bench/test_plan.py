@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from sarathi_pp.bench.plan import make_plan
+from sarathi_pp.cli.main import main
 from sarathi_pp.cli.plan import render_plan
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost import CostModel, Profile, StageCost
@@ -166,3 +167,19 @@ def test_the_table_says_what_to_give_generate(tmp_path: Path) -> None:
     ]
     assert any(line.split()[:2] == ["0", f"0-{found['layer_split'][0] - 1}"] for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--profile", "profile.json", "--gpu-memory-utilization", "0.5"), "--profile says how many KV pages fit"),
+        (("--attention", "sdpa"), "--attention"),
+        (("--workload", "zips:n=3"), "'zips:n=3' is not known"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    options: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--model", ADDER, *options])
+    assert left.value.code == 2 and says in capsys.readouterr().err

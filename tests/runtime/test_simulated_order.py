@@ -18,9 +18,9 @@ from tests.runtime.test_emulated import write_profile
 pytestmark = pytest.mark.timeout(180)
 
 STAGES = 3
-# Results come back in the middle of the first stage's next compute, a dozen milliseconds from where order would turn.
-COSTS = {"a0": 0.03, "a1": 5e-4, "a3": 1e-6}
-WORKLOAD = "fixed:n=12,prompt=48,output=6"
+# Results come back in the middle of the first stage's next compute, tens of milliseconds from where order would turn.
+COSTS = {"a0": 0.1, "a1": 1.5e-3, "a3": 1e-6}
+WORKLOAD = "fixed:n=9,prompt=48,output=4"
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "orca", "balanced"])
@@ -29,7 +29,7 @@ def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> Non
     path = write_profile(tmp_path / "profile.json", STAGES, **COSTS)
     workload = parse_workload(WORKLOAD)
     prompts = [request.prompt_token_ids for request in workload.requests()]
-    files.write_prompts(prompts, max_new_tokens=6, ignore_eos=True)
+    files.write_prompts(prompts, max_new_tokens=4, ignore_eos=True)
     where = ("--input", str(files.input), "--output", str(files.output), "--stages", str(STAGES))
     options = ("--policy", policy, "--chunk-size", "48", "--max-num-seqs", "6", "--quiet")
     run((*COMMAND, "generate", "--emulate", str(path), *where, *options), tmp_path, timeout_s=120)

@@ -39,7 +39,7 @@ def facts() -> ModelFacts:
 def config(tmp_path: Path, profile: Profile = HEAVY, **options: Any) -> RunConfig:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile.to_json()))
-    return RunConfig(**{"model": "m", "stages": 2, "profile": path} | options)
+    return RunConfig(**{"model": "m", "stages": 2, "policy": "sarathi", "profile": path} | options)
 
 
 def test_the_profile_decides_what_is_auto(tmp_path: Path, facts: ModelFacts) -> None:

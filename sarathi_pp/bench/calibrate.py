@@ -41,8 +41,9 @@ _HELD_OUT = 5
 _OWN_CORE = 0.9
 # Links faster than this are not worth telling apart: JSON has no infinity.
 _MOST_BYTES_PER_S = 1e15
-# Equal microbatches: the same counts, and modelled times this close.
+# Equal microbatches: the same counts, modelled times this close, and no more than so many microbatches apart.
 _EQUAL = 0.02
+_NEAR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def _by_stage(traces: Sequence[Sequence[Event]]) -> list[list[Compute]]:
 def _jitter(model: CostModel, spans: Spans) -> float:
     """Coefficient of variation of equal microbatches: the usual difference of two of them, by the model's error.
 
-    Medians, so that a few disturbed spans are no jitter.
+    Of near ones, so that a machine that slows down is no jitter; medians, so that a few disturbed spans are none.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, load in enumerate(spans.loads):
@@ -224,7 +225,7 @@ def _jitter(model: CostModel, spans: Spans) -> float:
             for members in groups.values()
             for place, a in enumerate(members)
             for b in members[place + 1 :]
-            if abs(modelled[a] / modelled[b] - 1) < _EQUAL
+            if b - a <= _NEAR and abs(modelled[a] / modelled[b] - 1) < _EQUAL
         ]
         if differences:
             found.append(MEDIAN_TO_SIGMA * float(np.median(differences)) / 2**0.5)

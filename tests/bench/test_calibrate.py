@@ -66,6 +66,16 @@ def test_noise_is_the_jitter_and_about_the_error(jitter_cv: float) -> None:
         assert 0.5 * jitter_cv < error < 1.3 * jitter_cv
 
 
+def test_a_machine_that_slows_down_over_the_run_has_no_jitter() -> None:
+    traces, warm_up = traces_of()
+    drifting = [
+        [slowed(event, 1 + 0.002 * event.microbatch) if isinstance(event, Compute) else event for event in trace]
+        for trace in traces
+    ]
+    found = measure(drifting, warm_up, LINK.token_bytes)
+    assert found.jitter_cv < 0.01 and found.fit.error > 0.05
+
+
 def test_the_error_is_that_of_microbatches_that_were_not_fitted() -> None:
     """Every fifth took three times as long as any model would say: the fit knows nothing of it, the error all."""
     traces, warm_up = traces_of()

@@ -134,11 +134,9 @@ class _Planner:
         self._draw.shuffle(groups)
         targets = [target for group in groups for target in group]
         self._take(targets)
-        # What is left of the newest prompt is nobody's step: it ends here, and may decode.
-        if self._left:
-            self._prompts[-1] -= self._left
-            self._left = 0
+        self._end_prompt()
         self._take(targets)
+        self._end_prompt()
         return Timetable(tuple(self._steps), warm_up, tuple(self._prompts), tuple(1 + n for n in self._decoded))
 
     def _fill(self) -> None:
@@ -159,6 +157,12 @@ class _Planner:
             chunks.append((index, length))
         if chunks:
             self._add(chunks, [])
+
+    def _end_prompt(self) -> None:
+        """What is left of the newest prompt is nobody's step: it ends where it is, and may decode."""
+        if self._left:
+            self._prompts[-1] -= self._left
+            self._left = 0
 
     def _take(self, targets: list[_Target]) -> None:
         """Turn targets into steps, in order, the ones that cannot be made yet left for later; drops those made."""

@@ -40,7 +40,7 @@ class Demand:
     def decodes_at_once(self, run: ResolvedRun) -> float:
         """Decodes a microbatch while as many requests run as there are, as may, and as fit the KV cache."""
         fitting = run.num_pages * run.page_size / self.mean_tokens
-        return max(1.0, min(run.max_num_seqs, self.num_requests, fitting) / run.inflight)
+        return max(1.0, min(run.max_num_seqs, self.num_requests, fitting) / run.num_stages)
 
     @property
     def mean_tokens(self) -> float:

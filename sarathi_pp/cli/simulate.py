@@ -60,7 +60,7 @@ class SlowStage(click.ParamType[tuple[int, float]]):
 )
 @click.option("--stages", type=Count(), help="Layers are shared out evenly.  [default: the profile's]")
 @click.option("--max-num-seqs", type=Count(), help="[default: the profile's]")
-@click.option("--inflight", type=Count(auto=True), default="auto", help="[default: stages]")
+@click.option("--inflight", type=Count(auto=True), default="auto", help="[default: stages; balanced: one more]")
 @click.option("--jitter-cv", type=click.FloatRange(0, 1), help="Noise of stage times.  [default: the profile's]")
 @click.option("--slow-stage", "slow", multiple=True, type=SlowStage(), help="A stage slower than the policy is told.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the noise; a workload has its own.")

@@ -10,6 +10,7 @@ new owner writes each position before reading it.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Literal
@@ -25,6 +26,7 @@ IdleReason = Literal["full", "no_arrivals", "no_kv", "tokens_in_flight"]
 StopRule = Callable[[Request, int], bool]
 
 
+_BY_ARRIVAL = operator.attrgetter("sequence.index")
 # Finished requests whose lengths policies may learn from.
 _REMEMBERED = 256
 
@@ -61,7 +63,11 @@ class Coordinator:
         self._stop_rule = stop_rule
         self._clock = clock
         self._cost = CostRefiner(cost) if cost is not None else None
+        # Sums over the sequences, kept as they change: a step must not cost a look at all of them.
         self._waiting_tokens = 0
+        self._held_tokens = 0
+        self._num_past_prompt = 0
+        self._tokens_past_prompt = 0
         self._finished: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._waiting: deque[Sequence] = deque()  # by arrival
         self._running: dict[int, Sequence] = {}
@@ -90,7 +96,7 @@ class Coordinator:
     @property
     def held_tokens(self) -> int:
         """KV positions in use, out of pages held x page size."""
-        return sum(sequence.issued for sequence in self._running.values())
+        return self._held_tokens
 
     def submit(self, request: Request) -> Completion | None:
         """Queue a request; those that ask for no token are answered at once.
@@ -142,11 +148,13 @@ class Coordinator:
                 slot=self._next_index % self.limits.num_stages,
                 free_tokens=self.pool.num_free * self.pool.page_size,
                 waiting_tokens=self._waiting_tokens,
+                num_past_prompt=self._num_past_prompt,
+                tokens_past_prompt=self._tokens_past_prompt,
                 finished=self._finished,
                 cost=self._cost.model if self._cost is not None else None,
             )
             preempted_before = self.num_preemptions
-            chunks = self._apply(self._policy.pick(view), admissible)
+            chunks = self._apply(self._policy.pick(view))
             if chunks or self.num_preemptions == preempted_before:
                 self.idle_reason = self._why_idle(admissible)
                 return chunks
@@ -184,6 +192,7 @@ class Coordinator:
         if token.failed:
             return "error"
         sequence.tokens.append(token.token_id)
+        self._tokens_past_prompt += 1
         request = sequence.request
         stopped = self._stop_rule(request, token.token_id)
         if stopped or (token.token_id in self._eos_token_ids and not request.sampling.ignore_eos):
@@ -193,13 +202,18 @@ class Coordinator:
         return None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
-        del self._running[sequence.index]
-        self._release(sequence)
+        self._leave(sequence)
         output = tuple(sequence.tokens[sequence.num_prompt :])
         self._finished.append((sequence.num_prompt, len(output)))
         return Completion(sequence.request, output, reason, num_preemptions=sequence.epoch)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
+        """Out of the running ones; its pages are free."""
+        del self._running[sequence.index]
+        self._held_tokens -= sequence.issued
+        if sequence.past_prompt:
+            self._num_past_prompt -= 1
+            self._tokens_past_prompt -= sequence.known
         self.pool.give_back(sequence.pages)
         self._freed.append(sequence.index)
 
@@ -209,32 +223,36 @@ class Coordinator:
         Pages that running prefills will still take are counted as gone, else two prompts that are let in by
         halves could each wait for the other's pages.
         """
-        pool = self.pool
+        pool, page_size = self.pool, self.pool.page_size
         free = pool.num_free - sum(pool.pages_for(s.known) - len(s.pages) for s in self._prefills.values())
         seats = self.limits.max_num_seqs - len(self._running)
         admissible: list[Sequence] = []
         for sequence in self._waiting:
-            free -= pool.pages_for(sequence.known)
+            free -= -(-len(sequence.tokens) // page_size)
             if len(admissible) == seats or free < 0:
                 break
             admissible.append(sequence)
         return tuple(admissible)
 
-    def _apply(self, grants: list[Grant], admissible: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
+    def _apply(self, grants: list[Grant]) -> tuple[Chunk, ...]:
         """Turn grants into chunks; pages go to the oldest request first, prefills stand before decodes."""
-        startable = {sequence.index for sequence in admissible}
+        startable = {grant.sequence.index for grant in grants if grant.sequence.index not in self._running}
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
-        for grant in sorted(grants, key=_by_arrival):
-            sequence = grant.sequence
+        for sequence, num_tokens, overlap in sorted(grants, key=_BY_ARRIVAL):
             assert isinstance(sequence, Sequence)
             if sequence.index not in self._running and sequence.index not in startable:
                 continue  # preempted a moment ago, for an older request of this very microbatch
-            assert 1 <= grant.num_tokens <= sequence.remaining and 0 <= grant.overlap <= sequence.issued, grant
-            assert not (grant.overlap and sequence.decoding), f"a decode is one token: {grant}"
-            if self._make_room(sequence, sequence.issued + grant.num_tokens):
-                chunk = self._issue(sequence, grant.num_tokens, grant.overlap)
-                (decodes if chunk.decode else prefills).append(chunk)
+            decode = sequence.decoding
+            assert 1 <= num_tokens <= sequence.remaining and 0 <= overlap <= sequence.issued, (sequence, num_tokens)
+            assert not (overlap and decode), f"a decode is one token: {sequence}, {overlap} again"
+            end = sequence.issued + num_tokens
+            if end > len(sequence.pages) * self.pool.page_size and not self._make_room(sequence, end):
+                continue
+            if decode:
+                decodes.append(self._issue_decode(sequence))
+            else:
+                prefills.append(self._issue_chunk(sequence, num_tokens, overlap))
         return (*prefills, *decodes)
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
@@ -243,7 +261,7 @@ class Coordinator:
         A request that is not running yet preempts nobody; a running one with none newer gives up its own
         pages, so that the oldest request always gets on and nobody waits for himself.
         """
-        need = self.pool.pages_for(end) - len(sequence.pages)
+        need = -(-end // self.pool.page_size) - len(sequence.pages)
         while self.pool.num_free < need:
             if sequence.index not in self._running:
                 return False
@@ -255,28 +273,48 @@ class Coordinator:
 
     def _preempt(self, victim: Sequence) -> None:
         """Recomputation: drop the KV, requeue by arrival with all tokens known so far as the new prompt."""
-        del self._running[victim.index]
         self._prefills.pop(victim.index, None)
         self._decodes.pop(victim.index, None)
-        self._release(victim)
+        self._leave(victim)
         victim.restart()
         self.num_preemptions += 1
         self._waiting_tokens += victim.known
         place = sum(1 for waiting in self._waiting if waiting.index < victim.index)
         self._waiting.insert(place, victim)
 
-    def _issue(self, sequence: Sequence, num_tokens: int, overlap: int) -> Chunk:
-        if sequence.index not in self._running:
-            self._waiting.remove(sequence)
-            self._waiting_tokens -= sequence.known
-            self._running[sequence.index] = sequence
-        start, end = sequence.issued, sequence.issued + num_tokens
-        new_pages = self.pool.take(self.pool.pages_for(end) - len(sequence.pages))
-        decode = sequence.decoding
+    def _issue_decode(self, sequence: Sequence) -> Chunk:
+        """Most of what is ever issued, so it takes a way of its own: one token, the last that is known."""
+        index, start = sequence.index, sequence.issued
+        new_pages = self._take_pages(sequence, start + 1)
+        sequence.issued = start + 1
+        self._held_tokens += 1
+        # A preempted sequence may end its second prefill with this token.
+        if self._decodes.pop(index, None) is None:
+            self._prefills.pop(index, None)
+        sampling = SamplingRow(start + 1, *sequence.draw)
+        return Chunk(index, sequence.epoch, start, 1, True, (sequence.tokens[start],), new_pages, sampling)
+
+    def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
+        missing = -(-end // self.pool.page_size) - len(sequence.pages)
+        if missing == 0:
+            return ()
+        new_pages = self.pool.take(missing)
         sequence.pages.extend(new_pages)
+        return new_pages
+
+    def _issue_chunk(self, sequence: Sequence, num_tokens: int, overlap: int) -> Chunk:
+        start, end, known = sequence.issued, sequence.issued + num_tokens, sequence.known
+        if start == 0:
+            self._waiting.remove(sequence)
+            self._waiting_tokens -= known
+            self._running[sequence.index] = sequence
+        new_pages = self._take_pages(sequence, end)
         sequence.issued = end
-        self._decodes.pop(sequence.index, None)
-        if end < sequence.known:
+        self._held_tokens += num_tokens
+        if start < sequence.num_prompt <= end:
+            self._num_past_prompt += 1
+            self._tokens_past_prompt += known
+        if end < known:
             self._prefills[sequence.index] = sequence
         else:
             self._prefills.pop(sequence.index, None)
@@ -285,10 +323,9 @@ class Coordinator:
             epoch=sequence.epoch,
             start=start - overlap,
             num_tokens=num_tokens + overlap,
-            decode=decode,
             token_ids=tuple(sequence.tokens[start - overlap : end]),
             new_pages=new_pages,
-            sampling=_sampling_row(sequence) if end == sequence.known else None,
+            sampling=SamplingRow(known, *sequence.draw) if end == known else None,
         )
 
     def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:
@@ -297,20 +334,3 @@ class Coordinator:
         if self._waiting and not admissible and len(self._running) < self.limits.max_num_seqs:
             return "no_kv"
         return "tokens_in_flight"
-
-
-def _by_arrival(grant: Grant) -> int:
-    return grant.sequence.index
-
-
-def _sampling_row(sequence: Sequence) -> SamplingRow:
-    params = sequence.request.sampling
-    assert params.seed is not None, "requests carry a concrete seed"
-    return SamplingRow(
-        position=sequence.known,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-    )

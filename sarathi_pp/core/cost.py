@@ -35,16 +35,24 @@ class Load:
 
     @classmethod
     def of(cls, microbatch: MicroBatch) -> Load:
-        return cls(
-            microbatch.num_prefill_tokens,
-            microbatch.prefill_attention,
-            microbatch.num_decodes,
-            microbatch.decode_context,
-        )
+        prefill_tokens = decodes = decode_context = 0
+        prefill_attention = 0.0
+        for chunk in microbatch.chunks:
+            if chunk.decode:
+                decodes += 1
+                decode_context += chunk.end
+            else:
+                prefill_tokens += chunk.num_tokens
+                prefill_attention += chunk.attention
+        return cls(prefill_tokens, prefill_attention, decodes, decode_context)
 
     @property
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.decodes
+
+
+# What the coefficients a0 .. a4 are multiplied with.
+Row = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,12 @@ class StageCost:
     head_s: float = 0.0
     page_bytes: int = 0
 
+    def seconds(self, row: Row) -> float:
+        """Of a microbatch that asks `row`: see CostModel.row."""
+        fixed, tiles, attention, context, decodes = row
+        linear = self.a0 * fixed + self.a1 * tiles + self.a2 * attention
+        return linear + self.a3 * context + (self.a4 + self.head_s) * decodes
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -98,8 +112,13 @@ class CostModel:
             decode=(cost.a4 + cost.head_s) * load.decodes,
         )
 
+    def row(self, load: Load) -> Row:
+        """What a stage's coefficients are multiplied with."""
+        tiles = math.ceil(load.num_tokens / self.tile)
+        return 1.0, float(tiles), load.prefill_attention, float(load.decode_context), float(load.decodes)
+
     def seconds(self, stage: int, load: Load) -> float:
-        return self.terms(stage, load).total
+        return self.stages[stage].seconds(self.row(load))
 
     def split(self, layers: Sequence[tuple[int, int]]) -> CostModel:
         """The same model cut into other stages: each layer takes its share of what its stage costs, head excepted.
@@ -143,40 +162,55 @@ class CostRefiner:
         self._since += 1
 
     def _add(self, load: Load, stage_s: Sequence[float]) -> None:
-        tiles = math.ceil(load.num_tokens / self._model.tile)
-        row = (1.0, float(tiles), load.prefill_attention, float(load.decode_context), float(load.decodes))
+        row = self._model.row(load)
         for regression, seconds in zip(self._stages, stage_s, strict=True):
             if seconds > 0:
                 regression.add(row, seconds)
 
 
 class _Regression:
-    """Weighted normal equations of one stage, kept as sums; solved by coordinate descent from the last solution."""
+    """Weighted normal equations of one stage, kept as sums; solved by coordinate descent from the last solution.
+
+    Old observations fade by the new ones' weight growing, which leaves the sums of the old ones alone.
+    """
 
     def __init__(self, start: list[float]) -> None:
         self._values = start
         self._gram = [[0.0] * len(start) for _ in start]
         self._target = [0.0] * len(start)
+        self._weight = 1.0
 
     def add(self, row: Sequence[float], seconds: float) -> None:
-        scaled = [value / seconds for value in row]
-        for i, left in enumerate(scaled):
-            self._target[i] = _FADE * self._target[i] + left
-            gram = self._gram[i]
-            for j, right in enumerate(scaled):
-                gram[j] = _FADE * gram[j] + left * right
+        self._weight /= _FADE
+        if self._weight > _MOST_WEIGHT:
+            self._target = [value / self._weight for value in self._target]
+            self._gram = [[value / self._weight for value in gram] for gram in self._gram]
+            self._weight = 1.0
+        share = self._weight / seconds
+        for i, value in enumerate(row):
+            if value:
+                left = share * value
+                self._target[i] += left
+                left /= seconds
+                gram = self._gram[i]
+                for j, right in enumerate(row):
+                    gram[j] += left * right
 
     def solve(self) -> list[float]:
+        """The coefficients, at least 0 each."""
         values = self._values
         for _ in range(_SWEEPS):
             for i, gram in enumerate(self._gram):
                 if gram[i] > 0:
-                    rest = sum(a * b for a, b in zip(gram, values, strict=True)) - gram[i] * values[i]
-                    values[i] = max(0.0, (self._target[i] - rest) / gram[i])
+                    off = self._target[i]
+                    for weight, value in zip(gram, values, strict=True):
+                        off -= weight * value
+                    values[i] = max(0.0, values[i] + off / gram[i])
         return values
 
 
 _FADE = 0.998
+_MOST_WEIGHT = 1e9
 _SOLVE_EVERY = 16
 _SWEEPS = 12
 # What a starting model is asked about: chunks early and late in a prompt, decodes alone, both together.

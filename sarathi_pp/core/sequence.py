@@ -15,10 +15,16 @@ from sarathi_pp.core.request import Request
 
 
 class Sequence:
-    __slots__ = ("request", "tokens", "done", "issued", "epoch", "pages")
+    __slots__ = ("request", "index", "num_prompt", "draw", "tokens", "done", "issued", "epoch", "pages")
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.index = request.index
+        self.num_prompt = len(request.prompt_token_ids)
+        params = request.sampling
+        assert params.seed is not None, "requests carry a concrete seed"
+        # What a SamplingRow holds beside the position.
+        self.draw = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.done = 0
         self.issued = 0
@@ -26,20 +32,12 @@ class Sequence:
         self.pages: list[int] = []
 
     @property
-    def index(self) -> int:
-        return self.request.index
-
-    @property
     def known(self) -> int:
         return len(self.tokens)
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def remaining(self) -> int:
@@ -49,11 +47,16 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether the next grant is a decode."""
-        return self.issued == len(self.tokens) - 1 and self.num_output > 0
+        return self.issued == len(self.tokens) - 1 and self.issued >= self.num_prompt
 
     @property
     def paragraph_ends(self) -> tuple[int, ...]:
         return self.request.paragraph_ends
+
+    @property
+    def past_prompt(self) -> bool:
+        """Whether its whole prompt is issued."""
+        return self.issued >= self.num_prompt
 
     def restart(self) -> None:
         """Forget all computed KV; what is in flight becomes stale by its epoch."""

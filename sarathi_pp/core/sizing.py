@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sarathi_pp.core.cost import CostModel, Load, Profile, StageCost
+from sarathi_pp.core.policy import auto_inflight
 
 # Saturated: this share of the best tokens a second (SARATHI, arXiv 2308.16369, section 3.1, reads it off such a curve).
 _SATURATED = 0.9
@@ -42,9 +43,9 @@ def whole_tiles(cost: CostModel, num_tokens: float) -> tuple[int, int]:
     return below, below + cost.tile if below < num_tokens else below
 
 
-def inflight(profile: Profile, num_stages: int) -> int:
-    """Microbatches at once."""
-    return num_stages + (profile.jitter_cv > _JITTERY)
+def inflight(profile: Profile, policy: str, num_stages: int) -> int:
+    """Microbatches at once. policy: as `make_policy` takes it."""
+    return max(auto_inflight(policy, num_stages), num_stages + (profile.jitter_cv > _JITTERY))
 
 
 def typical_load(chunk_size: int) -> Load:

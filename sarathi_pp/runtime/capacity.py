@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.policy import auto_chunk_size, make_policy
+from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import CapacityError, ConfigError
 from sarathi_pp.model.kv import page_bytes
@@ -76,7 +76,7 @@ def resolve(
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=min(*pages, useful) if pages else useful,
-        inflight=config.inflight or num_stages,
+        inflight=config.inflight or auto_inflight(config.policy, num_stages),
     )
     return ResolvedRun(
         model=config.model,

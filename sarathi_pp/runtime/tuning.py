@@ -41,7 +41,7 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
         config,
         layer_split=config.layer_split or _split(profile, config),
         chunk_size=config.chunk_size or _chunk_size(profile, config),
-        inflight=config.inflight or inflight(profile, config.stages),
+        inflight=config.inflight or inflight(profile, config.policy, config.stages),
     )
 
 

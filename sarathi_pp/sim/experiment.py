@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from sarathi_pp.core.cost import CostModel, Profile, StageCost
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy import auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
@@ -23,7 +23,7 @@ _PAGE_SIZE = 16
 class Experiment:
     """What to simulate. None: as the profile has it.
 
-    inflight: most microbatches at once, None for one a stage. slow: stages, by index, that take this many times
+    inflight: most microbatches at once, None for what the policy takes. slow: stages, by index, that take this many times
     what the profile says; policies are not told. seed: of the jitter.
     """
 
@@ -61,7 +61,7 @@ class Experiment:
             max_model_len=self.workload.max_tokens,
             page_size=_PAGE_SIZE,
             num_pages=self.profile.pages,
-            inflight=self.inflight or num_stages,
+            inflight=self.inflight or auto_inflight(self.policy, num_stages),
         )
 
 

@@ -67,12 +67,13 @@ class VirtualPipeline:
     def run(self, microbatch: MicroBatch) -> tuple[list[StageSpan], float]:
         """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back."""
         load = Load.of(microbatch)
+        row = self._cost.row(load)
         transfer_s = self._link.seconds(load.num_tokens)
         spans = []
         arrived_s = microbatch.issued_s
-        for stage, free_s in enumerate(self._free_s):
-            start_s = max(free_s, arrived_s)
-            end_s = start_s + self._cost.seconds(stage, load) * self._draw()
+        for stage, (cost, free_s) in enumerate(zip(self._cost.stages, self._free_s, strict=True)):
+            start_s = free_s if free_s > arrived_s else arrived_s
+            end_s = start_s + cost.seconds(row) * self._draw()
             spans.append(StageSpan(arrived_s, start_s, end_s))
             self._free_s[stage] = end_s
             arrived_s = end_s + transfer_s

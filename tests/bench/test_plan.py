@@ -125,8 +125,9 @@ def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_jittery_machine_gets_one_microbatch_more(tmp_path: Path) -> None:
-    assert plan(tmp_path)["inflight"] == 2
-    assert plan(tmp_path, replace(PROFILE, jitter_cv=0.1))["inflight"] == 3
+    assert plan(tmp_path, policy="sarathi")["inflight"] == 2
+    assert plan(tmp_path, replace(PROFILE, jitter_cv=0.1), policy="sarathi")["inflight"] == 3
+    assert plan(tmp_path)["inflight"] == 3  # balanced takes it where it serves
     assert plan(tmp_path, replace(PROFILE, jitter_cv=0.1), inflight=2)["inflight"] == 2
 
 
@@ -139,7 +140,7 @@ def test_without_a_profile_times_are_estimated(tmp_path: Path) -> None:
 
 def test_other_stage_counts_than_the_profiles(tmp_path: Path) -> None:
     found = plan(tmp_path, stages=4)
-    assert sorted(found["layer_split"]) == [1, 1, 1, 2] and found["inflight"] == 4
+    assert sorted(found["layer_split"]) == [1, 1, 1, 2] and found["inflight"] == 5
     assert plan(tmp_path, stages=1)["layer_split"] == [5]
 
 
@@ -163,7 +164,7 @@ def test_the_table_says_what_to_give_generate(tmp_path: Path) -> None:
     lines = file.getvalue().splitlines()
     assert lines[0].split() == [
         *("--chunk-size", str(found["chunk_size"]), "--layer-split", ",".join(map(str, found["layer_split"]))),
-        *("--inflight", "2", "--max-num-seqs", "128"),
+        *("--inflight", "3", "--max-num-seqs", "128"),
     ]
     assert any(line.split()[:2] == ["0", f"0-{found['layer_split'][0] - 1}"] for line in lines)
     assert max(map(len, lines)) <= 80

@@ -89,8 +89,18 @@ def drive(coordinator, requests, arrivals):
             assert not coordinator.unfinished, f"stuck: {coordinator.idle_reason}"
         for sequence in coordinator._running.values():
             assert 0 <= sequence.done <= sequence.issued <= sequence.known
+        check_sums(coordinator)
         assert step < 100_000
     return done, schedule
+
+
+def check_sums(coordinator):
+    """What the coordinator keeps count of, against a count."""
+    running, waiting = coordinator._running.values(), coordinator._waiting
+    past = [s.known for s in running if s.issued >= s.num_prompt]
+    assert coordinator.held_tokens == sum(s.issued for s in running)
+    assert coordinator._waiting_tokens == sum(s.known for s in waiting)
+    assert (coordinator._num_past_prompt, coordinator._tokens_past_prompt) == (len(past), sum(past))
 
 
 def run_golden(

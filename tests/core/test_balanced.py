@@ -8,11 +8,11 @@ from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
-from tests.core.driving import drive
+from tests.core.driving import StandInPipeline, drive
 
 
-def coordinator(cost, *, stages=2, chunk_size=512, max_num_seqs=8, num_pages=4000):
-    limits = Limits(stages, chunk_size, max_num_seqs, 8192, 16, num_pages, stages)
+def coordinator(cost, *, stages=2, chunk_size=512, max_num_seqs=8, num_pages=4000, inflight=None):
+    limits = Limits(stages, chunk_size, max_num_seqs, 8192, 16, num_pages, inflight or stages)
     return Coordinator(limits, make_policy("balanced"), cost=cost)
 
 
@@ -52,6 +52,40 @@ def test_decodes_are_shared_by_the_keys_they_read_not_by_count():
     seconds = [cost.seconds(0, Load.of(m)) for m in tail]
     assert max(seconds) / min(seconds) < 1.5
     assert len(tail) == 20
+
+
+def most_inflight(cost, work, while_prompts, **limits):
+    """Most microbatches in flight in the middle of the run while prompts are left, or after."""
+    run = coordinator(cost, inflight=3, **limits)
+    pipeline, inflight, seen = StandInPipeline(run.limits), [], []
+    for request in work:
+        run.submit(request)
+    while run.unfinished:
+        microbatch = run.next_microbatch()
+        if microbatch is None:
+            inflight, result = inflight[1:], pipeline.run(inflight[0])
+            run.complete(result)
+            continue
+        inflight.append(microbatch)
+        seen.append((bool(run.num_waiting), len(inflight)))
+    halves = seen[len(seen) // 4 :]
+    return max(count for prompts, count in halves if prompts == while_prompts)
+
+
+def test_one_microbatch_more_is_in_flight_while_prompts_last():
+    work = requests(40, 600, 15)
+    assert most_inflight(model(16, a1=1e-4), work, True, max_num_seqs=16, chunk_size=128) == 3
+
+
+def test_none_more_where_only_outputs_are_left():
+    """The decodes of the last requests are cut into as many cohorts as there are stages."""
+    assert most_inflight(model(16), requests(8, 60, 60), False, max_num_seqs=16) == 2
+
+
+def test_none_more_where_decodes_are_short():
+    """A backlog of short prompts with long outputs: a microbatch is all fixed cost, a third cohort would lose a third."""
+    work = requests(60, 16, 40)
+    assert most_inflight(model(128, a0=5e-3), work, True, max_num_seqs=16) == 2
 
 
 def test_with_one_decode_left_the_run_ends():

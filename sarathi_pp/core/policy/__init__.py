@@ -54,6 +54,8 @@ _USES_PARAGRAPHS = frozenset({"chunkllm"})
 
 # For these the chunk size is a ceiling, below which they choose.
 CHOOSES_CHUNK_SIZE = frozenset({"balanced"})
+# Takes one microbatch more in flight than stages where it serves; for others that costs throughput.
+CHOOSES_INFLIGHT = frozenset({"balanced"})
 
 _AUTO_CHUNK_SIZE = 256
 _AUTO_CEILING = 2048
@@ -62,6 +64,11 @@ _AUTO_CEILING = 2048
 def auto_chunk_size(spec: str) -> int:
     """Most tokens in a microbatch of the policy that `spec` names, unless the user or a profile says."""
     return _AUTO_CEILING if spec.partition(":")[0] in CHOOSES_CHUNK_SIZE else _AUTO_CHUNK_SIZE
+
+
+def auto_inflight(spec: str, num_stages: int) -> int:
+    """Most microbatches at once of the policy that `spec` names, unless the user or a profile says."""
+    return num_stages + (spec.partition(":")[0] in CHOOSES_INFLIGHT and num_stages > 1)
 
 
 def make_policy(spec: str) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sarathi_pp.core.cost import CostModel
 
@@ -60,7 +60,8 @@ class View:
     oldest first; granting one admits it. decodes: ready for their next token, longest ready first.
     running: all that have started, by index, those whose next token is in flight included. waiting_tokens: known
     tokens of all that wait, those that cannot start yet included. slot: index of the next microbatch modulo P.
-    free_tokens: KV positions in free pages. finished: prompt and output tokens of the latest requests that
+    free_tokens: KV positions in free pages. num_past_prompt, tokens_past_prompt: how many of the running ones have all of
+    their prompt issued, and their known tokens. finished: prompt and output tokens of the latest requests that
     finished, oldest first. cost: None where nothing is known about the stages.
     """
 
@@ -73,12 +74,13 @@ class View:
     slot: int
     free_tokens: int
     waiting_tokens: int = 0
+    num_past_prompt: int = 0
+    tokens_past_prompt: int = 0
     finished: Sequence[tuple[int, int]] = ()
     cost: CostModel | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """Compute the next num_tokens known tokens of this sequence, and the `overlap` before them once more."""
 
     sequence: SequenceView

@@ -3,9 +3,9 @@
     python examples/compare_policies.py --output examples/figures/policies-gpt3.json
 
 Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
-ratio that changes in mid-run, and with Poisson arrivals at shares of what `balanced` reaches offline. Rivals that take a
-chunk size are run at every one and the best throughput of each seed is taken afterwards, which no user could do (two of
-them with noise and with arrivals); `balanced` gets no size. Every policy's own default is listed beside it, of the
+ratio that changes in mid-run, and with Poisson arrivals at shares of what `balanced` reaches offline. Rivals that take
+a chunk size are run at every one and the best throughput of each seed is taken afterwards, which no user could do (two
+of them with noise and with arrivals); `balanced` gets no size. Every policy's own default is listed beside it, of the
 first seed. Prints a table and writes every run as JSON.
 """
 

@@ -190,7 +190,11 @@ def _cut(model: _Model, basis: _Basis, demand: Demand, chunk_size: int) -> _Cut:
     kv_bytes = map(basis.kv_bytes, weights_bytes)
     pages = [model.pages(stage, own) for stage, own in zip(layers, kv_bytes, strict=True)]
     run = resolve(
-        replace(config, chunk_size=chunk_size, inflight=config.inflight or inflight(basis.profile, config.policy, config.stages)),
+        replace(
+            config,
+            chunk_size=chunk_size,
+            inflight=config.inflight or inflight(basis.profile, config.policy, config.stages),
+        ),
         facts,
         layers,
         pages,

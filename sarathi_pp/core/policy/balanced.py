@@ -11,10 +11,8 @@ A pipeline waits where one microbatch takes longer than the next. So:
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read,
               less what its own chunk's attention costs above the usual.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
-    in flight One microbatch more than stages, where --inflight lets it: a stage that is done early finds the next one
-              there. Not while outputs alone are left, nor where it would make microbatches of a backlog so small that
-              throughput falls: then decodes are what is short, and the more cohorts they are cut into the fewer are
-              in each.
+    in flight One microbatch more than stages while there are prompts: a stage that is done early finds the next one
+              there. Not while outputs alone are left: every cohort that they are cut into more costs a microbatch.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4
 _LEAST_STEP = 16
 # A larger size must bring this much more tokens a second: it costs latency.
 _WORTHWHILE = 1.005
-# One microbatch more in flight may cost this much of throughput: about what it saves in bubble.
-_BUFFER_WORTH = 0.99
 # Of the usual attention of a chunk, how much the latest one counts.
 _SMOOTHING = 0.05
 # Prompt to output tokens, until a request has finished or run for longer than that.
@@ -44,7 +40,6 @@ _PRIOR_RATIO = 8.0
 @dataclass(slots=True)
 class Balanced:
     _size: int = field(default=0, init=False)
-    _inflight: int = field(default=1, init=False)
     _left_in_cycle: int = field(default=0, init=False)
     _usual_attention_s: float = field(default=0.0, init=False)
     _owed_s: float = field(default=0.0, init=False)
@@ -54,9 +49,9 @@ class Balanced:
         decoding = _Decoding.of(view, stage, tile)
         if self._left_in_cycle == 0:
             self._left_in_cycle = view.limits.num_stages
-            self._size, self._inflight = _choose_size(view, stage, tile, decoding)
+            self._size = _choose_size(view, stage, tile, decoding)
         prompts = bool(view.prefills or view.waiting)
-        inflight = self._inflight if prompts else _fewest(view.limits)
+        inflight = view.limits.inflight if prompts else _fewest(view.limits)
         if view.num_inflight >= inflight:
             return []
         self._left_in_cycle -= 1
@@ -114,42 +109,26 @@ class _Decoding:
         return self.row_s + self.key_s * sequence.known
 
 
-def _choose_size(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> tuple[int, int]:
-    """Tokens of each microbatch of the next cycle, and how many of them may be in flight."""
-    limits = view.limits
-    step = max(tile, _LEAST_STEP)
-    smallest = min(step, limits.chunk_size)
-    backlog = view.waiting_tokens > sum(s.known for s in view.waiting)
-    inflight = limits.inflight
-    best, rate = _sustained_size(view, stage, tile, decoding, inflight)
-    if backlog and inflight > _fewest(limits):
-        fewer, fewer_rate = _sustained_size(view, stage, tile, decoding, _fewest(limits))
-        if rate < _BUFFER_WORTH * fewer_rate:
-            best, inflight = fewer, _fewest(limits)
-    at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
-    if not backlog:
-        best = max(best, step * round(_quickest(at_hand, stage, tile, limits) / step))
-    even = math.ceil((at_hand + decoding.count) / inflight / step) * step
-    return max(smallest, min(best, even, limits.chunk_size)), inflight
-
-
-def _sustained_size(
-    view: View, stage: StageCost, tile: int, decoding: _Decoding, inflight: int
-) -> tuple[int, float]:
-    """The size with the most tokens a second in a steady state of so many in flight, and that rate."""
+def _choose_size(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> int:
+    """Tokens of each microbatch of the next cycle."""
     limits = view.limits
     ratio = _prompt_to_output(view)
-    could_run = (len(view.running) + len(view.waiting)) / inflight
+    could_run = (len(view.running) + len(view.waiting)) / limits.inflight
     sustained = could_run * (1 + ratio)
     decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
     step = max(tile, _LEAST_STEP)
-    best, best_rate = min(step, limits.chunk_size), 0.0
-    for size in range(best, limits.chunk_size + 1, step):
+    smallest = min(step, limits.chunk_size)
+    best, best_rate = smallest, 0.0
+    for size in range(smallest, limits.chunk_size + 1, step):
         tokens = min(size, sustained)
         rate = tokens / (stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio))
         if rate > best_rate * _WORTHWHILE:
             best, best_rate = size, rate
-    return best, best_rate
+    at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
+    if view.waiting_tokens <= sum(s.known for s in view.waiting):
+        best = max(best, step * round(_quickest(at_hand, stage, tile, limits) / step))
+    even = math.ceil((at_hand + decoding.count) / limits.inflight / step) * step
+    return max(smallest, min(best, even, limits.chunk_size))
 
 
 def _fewest(limits: Limits) -> int:

@@ -40,7 +40,7 @@ static() {
     return $bad
 }
 
-# run_tests DIRECTORY...: those that hold tests. Pytest's own code 5, "no tests collected", is a failure like any other
+# run_tests DIRECTORY...: those that hold tests, in as many processes as `jobs` says. Pytest's own code 5, "no tests collected", is a failure like any other
 # where there are test files: a tier that lost all its tests must not look like one that passed them.
 run_tests() {
     local directory present=() code=0 count
@@ -51,7 +51,7 @@ run_tests() {
         echo "no tests yet in $*"
         return 0
     fi
-    .venv/bin/pytest -q --junit-xml="$scratch/results.xml" ${options[@]+"${options[@]}"} "${present[@]}" || code=$?
+    .venv/bin/pytest -q ${jobs[@]+"${jobs[@]}"} --junit-xml="$scratch/results.xml" ${options[@]+"${options[@]}"} "${present[@]}" || code=$?
     count=$(.venv/bin/python - "$scratch/results.xml" 2>/dev/null <<'PYTHON' || echo "0 0"
 import sys, xml.etree.ElementTree as tree
 
@@ -68,7 +68,11 @@ PYTHON
     return $code
 }
 
-pure() { run_tests tests/core tests/trace tests/wire tests/sim tests/architecture; }
+# Arithmetic alone: these tests wait for nothing and share nothing.
+pure() {
+    local jobs=(-n auto)
+    run_tests tests/core tests/trace tests/wire tests/sim tests/architecture
+}
 model() { run_tests tests/model; }
 reports() {
     # The page is looked at in a browser. Only root can install one; without it those tests skip and say so.

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
 from sarathi_pp.config import RunConfig
-from sarathi_pp.core.policy import POLICIES
+from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 
 _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
 
@@ -73,10 +73,15 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
 )
 @click.option("--max-num-seqs", type=Count(), help="Running sequences over the whole pipeline.  [default: 64 x stages]")
 @click.option(
+    "--tbt-slo",
+    type=click.FloatRange(0, min_open=True),
+    help="Most seconds between two tokens of a request, as far as the stages allow; balanced keeps it.",
+)
+@click.option(
     "--inflight",
     type=Count(auto=True),
     default="auto",
-    help="Most microbatches at once; auto: stages, and one more where stage times jitter.",
+    help="Most microbatches at once; auto: stages, and one more for balanced or where stage times jitter.",
 )
 @click.option(
     "--max-new-tokens", "--max-tokens", type=click.IntRange(min=0), help="Most tokens to generate.  [default: 256]"
@@ -175,13 +180,14 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         )
     if (options["model"] is None) == (options["emulate"] is None):
         raise click.UsageError("give either --model or, to run without one, --emulate PROFILE")
+    bound_s = options["tbt_slo"]
     named = {key: options[key] for key in _SAMPLING if options[key] not in (None, ())}
     return RunConfig(
         model=options["model"] or "",
         emulate=options["emulate"],
         profile=options["profile"],
         stages=world_size or stages or 1,
-        policy=options["policy"],
+        policy=with_tbt_slo(options["policy"], bound_s) if bound_s else options["policy"],
         chunk_size=options["chunk_size"],
         max_num_seqs=options["max_num_seqs"],
         max_model_len=options["max_model_len"],

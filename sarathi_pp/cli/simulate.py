@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli.values import Count
-from sarathi_pp.core.policy import POLICIES, auto_chunk_size
+from sarathi_pp.core.policy import POLICIES, auto_chunk_size, with_tbt_slo
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim.experiment import Experiment
@@ -65,7 +65,9 @@ class SlowStage(click.ParamType[tuple[int, float]]):
 @click.option("--slow-stage", "slow", multiple=True, type=SlowStage(), help="A stage slower than the policy is told.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the noise; a workload has its own.")
 @click.option(
-    "--tbt-slo", type=click.FloatRange(0, min_open=True), help="Also find the highest request rate within this bound."
+    "--tbt-slo",
+    type=click.FloatRange(0, min_open=True),
+    help="Also find the highest request rate within this bound, which balanced is told.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
 def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_json: bool, **options: Any) -> None:
@@ -78,7 +80,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
         Experiment(
             profile=profile,
             workload=workload,
-            policy=policy,
+            policy=_bound(policy, options["tbt_slo"]),
             chunk_size=chunk_size or auto_chunk_size(policy),
             stages=options["stages"],
             max_num_seqs=options["max_num_seqs"],
@@ -96,6 +98,12 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
         click.echo(json.dumps(document))
     else:
         Console().print(render_policies(document))
+
+
+def _bound(policy: str, tbt_slo_s: float | None) -> str:
+    """A policy that can be held to the bound is."""
+    keeps = tbt_slo_s is not None and hasattr(POLICIES.get(policy.partition(":")[0]), "tbt_slo")
+    return with_tbt_slo(policy, tbt_slo_s) if keeps and tbt_slo_s else policy
 
 
 def _report(experiment: Experiment, tbt_slo_s: float | None) -> Report:

@@ -23,8 +23,8 @@ _PAGE_SIZE = 16
 class Experiment:
     """What to simulate. None: as the profile has it.
 
-    inflight: most microbatches at once, None for what the policy takes. slow: stages, by index, that take this many times
-    what the profile says; policies are not told. seed: of the jitter.
+    inflight: most microbatches at once, None for what the policy takes. slow: stages, by index, that take this many
+    times what the profile says; policies are not told. seed: of the jitter.
     """
 
     profile: Profile

@@ -5,15 +5,16 @@ import pytest
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost import CostModel, Load, StageCost
-from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy import make_policy, with_tbt_slo
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.errors import ConfigError
 from tests.core.driving import StandInPipeline, drive
 
 
-def coordinator(cost, *, stages=2, chunk_size=512, max_num_seqs=8, num_pages=4000, inflight=None):
+def coordinator(cost, *, stages=2, chunk_size=512, max_num_seqs=8, num_pages=4000, inflight=None, spec="balanced"):
     limits = Limits(stages, chunk_size, max_num_seqs, 8192, 16, num_pages, inflight or stages)
-    return Coordinator(limits, make_policy("balanced"), cost=cost)
+    return Coordinator(limits, make_policy(spec), cost=cost)
 
 
 def model(tile, stages=2, **values):
@@ -80,6 +81,35 @@ def test_one_microbatch_more_is_in_flight_while_prompts_last():
 def test_none_more_where_only_outputs_are_left():
     """The decodes of the last requests are cut into as many cohorts as there are stages."""
     assert most_inflight(model(16), requests(8, 60, 60), False, max_num_seqs=16) == 2
+
+
+def test_a_bound_on_the_time_between_tokens_is_kept():
+    """Room for four tiles of 16 beside each cohort, where without a bound there are more."""
+    cost, work = model(16), requests(30, 400, 20)
+
+    def slowest(spec):
+        batches = schedule(cost, work, max_num_seqs=16, spec=spec)
+        return max(cost.seconds(0, Load.of(m)) for m in batches if m.num_decodes)
+
+    assert slowest("balanced") > 6e-3
+    assert slowest(f"balanced:tbt_slo={2 * 5e-3 / 0.9 + 1e-9}") == pytest.approx(5e-3)
+
+
+def test_a_bound_that_no_microbatch_meets_starves_nobody():
+    batches = schedule(model(16), requests(30, 400, 20), max_num_seqs=16, spec="balanced:tbt_slo=1e-9")
+    assert sum(m.num_prefill_tokens for m in batches) == 30 * 400
+    assert max(m.num_tokens for m in batches) == 16
+
+
+@pytest.mark.parametrize(
+    "spec, given", [("balanced", "balanced:tbt_slo=0.5"), ("sglang", None), ("nonsense", "nonsense")]
+)
+def test_only_a_policy_that_keeps_a_bound_is_given_one(spec, given):
+    if given is None:
+        with pytest.raises(ConfigError, match="sglang keeps no bound"):
+            with_tbt_slo(spec, 0.5)
+    else:
+        assert with_tbt_slo(spec, 0.5) == given
 
 
 def test_with_one_decode_left_the_run_ends():

@@ -24,7 +24,9 @@ def requests_strategy(max_prompt):
 @settings(max_examples=150, deadline=None)
 @given(
     shapes=requests_strategy(max_prompt=40),
-    spec=st.sampled_from([*POLICIES, "sarathi:even=1", "tensorrt-llm:equal=1", "tgi:ratio=100"]),
+    spec=st.sampled_from(
+        [*POLICIES, "sarathi:even=1", "tensorrt-llm:equal=1", "tgi:ratio=100", "balanced:tbt_slo=0.01"]
+    ),
     stages=st.integers(1, 4),
     extra=st.integers(0, 2),
     chunk_size=st.sampled_from([1, 2, 7, 16, 64]),

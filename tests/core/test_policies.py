@@ -361,7 +361,7 @@ def ages(coordinator, shapes, newcomer):
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 6))  # prompt and output
 
 
-@pytest.mark.parametrize("spec", POLICIES)
+@pytest.mark.parametrize("spec", [*POLICIES, "balanced:tbt_slo=0.01"])
 @settings(max_examples=6, deadline=None)
 @given(
     shapes=st.lists(SHAPES, min_size=1, max_size=4),

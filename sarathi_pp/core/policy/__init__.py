@@ -95,6 +95,19 @@ def make_policy(spec: str) -> Policy:
     return policy
 
 
+def with_tbt_slo(spec: str, seconds: float) -> str:
+    """The policy that `spec` names, held to a bound on the time between tokens.
+
+    Raises ConfigError where it keeps none. A name that is not known is left for `make_policy` to refuse.
+    """
+    name, _, text = spec.partition(":")
+    if name not in POLICIES:
+        return spec
+    if not hasattr(POLICIES[name], "tbt_slo"):
+        raise ConfigError(f"--tbt-slo {seconds:g}: {name} keeps no bound on the time between tokens; balanced does")
+    return f"{name}:{text}{',' if text else ''}tbt_slo={seconds!r}"
+
+
 def wants_paragraphs(spec: str) -> bool:
     """Whether requests for this policy should say where their paragraphs end; finding that out takes time."""
     return spec.partition(":")[0] in _USES_PARAGRAPHS

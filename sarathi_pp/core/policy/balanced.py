@@ -11,6 +11,8 @@ A pipeline waits where one microbatch takes longer than the next. So:
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read,
               less what its own chunk's attention costs above the usual.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
+    tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass the slowest stage in that time
+              divided by those in flight, since a sequence's next token comes when they all have.
     in flight One microbatch more than stages while there are prompts: a stage that is done early finds the next one
               there. Not while outputs alone are left: every cohort that they are cut into more costs a microbatch.
 """
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
 
 # Where nothing is known of the stages: time goes with tokens, and a little with what they read.
@@ -31,6 +34,8 @@ _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4
 _LEAST_STEP = 16
 # A larger size must bring this much more tokens a second: it costs latency.
 _WORTHWHILE = 1.005
+# Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
+_SLO_SHARE = 0.9
 # Of the usual attention of a chunk, how much the latest one counts.
 _SMOOTHING = 0.05
 # Prompt to output tokens, until a request has finished or run for longer than that.
@@ -39,6 +44,9 @@ _PRIOR_RATIO = 8.0
 
 @dataclass(slots=True)
 class Balanced:
+    """tbt_slo: most seconds between two tokens of a request, 0 for no bound."""
+
+    tbt_slo: float = parameter(0.0, 0.0)
     _size: int = field(default=0, init=False)
     _left_in_cycle: int = field(default=0, init=False)
     _usual_attention_s: float = field(default=0.0, init=False)
@@ -60,7 +68,12 @@ class Balanced:
         decodes = self._decodes(view, decoding, attention_s, inflight)
         if prompts:
             self._usual_attention_s += _SMOOTHING * (attention_s - self._usual_attention_s)
-        return [*_chunks(view, self._size - len(decodes)), *decodes]
+        budget = self._size - len(decodes)
+        if self.tbt_slo:
+            decoding_s = sum(decoding.seconds(grant.sequence) - decoding.token_s for grant in decodes)
+            room_s = _SLO_SHARE * self.tbt_slo / inflight - stage.a0 - decoding_s
+            budget = _within(view, stage, tile, room_s, len(decodes), budget)
+        return [*_chunks(view, budget), *decodes]
 
     def _decodes(self, view: View, decoding: _Decoding, attention_s: float, inflight: int) -> list[Grant]:
         """As many as are ready and fit the time, to the nearest; what one microbatch has too much the next has less."""
@@ -134,6 +147,21 @@ def _choose_size(view: View, stage: StageCost, tile: int, decoding: _Decoding) -
 def _fewest(limits: Limits) -> int:
     """Microbatches in flight without the one to spare."""
     return max(limits.inflight - 1, min(limits.inflight, limits.num_stages))
+
+
+def _within(view: View, stage: StageCost, tile: int, room_s: float, num_decodes: int, most: int) -> int:
+    """Prompt tokens, at most `most`, whose linear layers and attention fit the room.
+
+    At least what fills up the tile that the decodes have begun: it costs next to nothing, and no bound is worth more.
+    """
+    step = max(tile, _LEAST_STEP)
+    least = step if num_decodes == 0 else -num_decodes % step
+    for total in range((most + num_decodes) // step * step, num_decodes + least, -step):
+        tokens = total - num_decodes
+        attention_s = stage.a2 * _attention(_chunks(view, tokens))
+        if stage.a1 * math.ceil(total / tile) + attention_s <= room_s:
+            return tokens
+    return min(least, most)
 
 
 def _quickest(at_hand: int, stage: StageCost, tile: int, limits: Limits) -> float:

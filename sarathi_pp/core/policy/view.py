@@ -60,8 +60,8 @@ class View:
     oldest first; granting one admits it. decodes: ready for their next token, longest ready first.
     running: all that have started, by index, those whose next token is in flight included. waiting_tokens: known
     tokens of all that wait, those that cannot start yet included. slot: index of the next microbatch modulo P.
-    free_tokens: KV positions in free pages. num_past_prompt, tokens_past_prompt: how many of the running ones have all of
-    their prompt issued, and their known tokens. finished: prompt and output tokens of the latest requests that
+    free_tokens: KV positions in free pages. num_past_prompt, tokens_past_prompt: how many of the running ones have all
+    of their prompt issued, and their known tokens. finished: prompt and output tokens of the latest requests that
     finished, oldest first. cost: None where nothing is known about the stages.
     """
 

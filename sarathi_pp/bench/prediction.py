@@ -1,12 +1,18 @@
-"""How long a workload takes on a pipeline, from averages alone: no schedule, no simulation."""
+"""What a workload asks of a pipeline, and how long it takes there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.cost import Load, Profile
+from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.workload import Workload
+from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.summary import summarise_timeline
+
+# Enough to fill the pipeline many times over; ten thousand would take a minute.
+_MOST_REQUESTS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +21,6 @@ class Demand:
 
     prompt_tokens, decodes: in all; the first token of an output comes with its prompt and is no decode.
     pair_tokens: sum of x*x/2 over the prompts. key_tokens: sum over the decodes of the tokens that each reads.
-    least_s: when the last request arrives, on average.
     """
 
     num_requests: int
@@ -23,7 +28,6 @@ class Demand:
     decodes: int
     pair_tokens: float
     key_tokens: float
-    least_s: float = 0.0
 
     @classmethod
     def of(cls, workload: Workload) -> Demand:
@@ -34,8 +38,7 @@ class Demand:
             decodes += output - 1
             pair_tokens += prompt * prompt / 2
             key_tokens += (output - 1) * (prompt + output / 2)
-        least_s = workload.num_requests / workload.rate
-        return cls(workload.num_requests, prompt_tokens, decodes, pair_tokens, key_tokens, least_s)
+        return cls(workload.num_requests, prompt_tokens, decodes, pair_tokens, key_tokens)
 
     def decodes_at_once(self, run: ResolvedRun) -> float:
         """Decodes a microbatch while as many requests run as there are, as may, and as fit the KV cache."""
@@ -56,44 +59,40 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
+    """microbatches, wall_s: of the whole workload."""
+
     wall_s: float
     bubble_ratio: float
     microbatches: int
     total_tokens_per_s: float
 
 
-def predict(profile: Profile, demand: Demand, run: ResolvedRun) -> Prediction:
-    """How long a workload takes on the profile's stages: two kinds of microbatch, each of average content.
+def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Prediction:
+    """How the run's policy does on the profile's stages, simulated.
 
-        mixed    C tokens, of them b decodes; m1 = prompt tokens / (C - b) of them, until the prompts are in
-        tail     decodes alone, as many as run, for what is left of the outputs
-
-    One follows another after the slowest stage's time, or after a passage through all stages divided by those in
-    flight, whichever is longer; at the end the last one passes the other stages. Jitter, and microbatches that differ
-    from the average, are left out, so that the bubble is a lower bound: a close one about the chunk size that `plan`
-    recommends, and no guide far above it, where microbatches full of prompts take turns with decodes alone.
+    Of a long workload the first requests are, and the rest is taken to go on like them. Raises ConfigError where it
+    has requests that do not fit.
     """
-    work = demand.prompt_tokens + demand.decodes
-    most = min(demand.decodes_at_once(run), float(run.chunk_size))
-    riding = min(most, run.chunk_size * demand.decodes / work, run.chunk_size - 1.0)
-    prefill = min(run.chunk_size - riding, float(demand.prompt_tokens))
-    num_mixed = demand.prompt_tokens / prefill
-    left = max(0.0, demand.decodes - num_mixed * riding)
-    kinds = [(num_mixed, demand.load(prefill, riding)), (left / most, demand.load(0.0, most))]
-    wall_s = compute_s = passage_s = slowest_s = 0.0
-    for count, load in kinds:
-        if not count:
-            continue
-        times = [profile.cost.seconds(stage, load) for stage in range(run.num_stages)]
-        slowest_s = max(times)
-        passage_s = sum(times) + (run.num_stages - 1) * _transfer_s(profile, load)
-        wall_s += count * max(slowest_s, passage_s / run.inflight)
-        compute_s += count * sum(times) / run.num_stages
-    wall_s = max(wall_s + passage_s - slowest_s, demand.least_s)
-    tokens = work + demand.num_requests
-    return Prediction(wall_s, 1 - compute_s / wall_s, round(num_mixed + left / most), tokens / wall_s)
+    sample = replace(workload, num_requests=min(workload.num_requests, _MOST_REQUESTS))
+    experiment = Experiment(
+        profile=replace(profile, pages=run.num_pages),
+        workload=sample,
+        policy=run.policy,
+        chunk_size=run.chunk_size,
+        max_num_seqs=run.max_num_seqs,
+        inflight=run.inflight,
+        page_size=run.page_size,
+    )
+    timeline = simulate(experiment)
+    report = summarise_timeline(timeline, measure_bubbles(timeline))
+    longer = _tokens(workload) / _tokens(sample)
+    return Prediction(
+        wall_s=longer * report["wall_s"],
+        bubble_ratio=report["bubble_ratio"],
+        microbatches=round(longer * report["microbatches"]),
+        total_tokens_per_s=report["total_tokens_per_s"],
+    )
 
 
-def _transfer_s(profile: Profile, load: Load) -> float:
-    item_bytes = 4 if profile.dtype == "float32" else 2
-    return profile.link_latency_s + load.num_tokens * profile.hidden_size * item_bytes / profile.link_bytes_per_s
+def _tokens(workload: Workload) -> int:
+    return sum(map(sum, workload.lengths()))

@@ -64,7 +64,7 @@ def render_plan(found: Mapping[str, Any]) -> RenderableType:
         Text.assemble(
             "predicted: ",
             (f"{formats.count(found['total_tokens_per_s'])} tokens/s", "bold"),
-            ", bubble at least ",
+            ", bubble ",
             (formats.share(found["bubble_ratio"]), "bold"),
             f", {formats.seconds(found['wall_s'])} s, {found['microbatches']:,} microbatches",
         ),

@@ -16,8 +16,6 @@ from sarathi_pp.sim.workload import Workload
 from sarathi_pp.trace.events import Event, TraceEnd, TraceStart
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
-_PAGE_SIZE = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
@@ -36,6 +34,7 @@ class Experiment:
     inflight: int | None = None
     jitter_cv: float | None = None
     slow: Mapping[int, float] = field(default_factory=dict)
+    page_size: int = 16
     seed: int = 0
 
     def cost(self) -> CostModel:
@@ -48,7 +47,7 @@ class Experiment:
     def limits(self) -> Limits:
         """Raises ConfigError where the workload has requests that never fit."""
         num_stages = len(self.cost().stages)
-        room = self.profile.pages * _PAGE_SIZE
+        room = self.profile.pages * self.page_size
         if self.workload.max_tokens > room:
             raise ConfigError(
                 f"{self.workload.spec} has requests of up to {self.workload.max_tokens} tokens; the KV pool of "
@@ -59,7 +58,7 @@ class Experiment:
             chunk_size=self.chunk_size,
             max_num_seqs=self.max_num_seqs or self.profile.max_num_seqs,
             max_model_len=self.workload.max_tokens,
-            page_size=_PAGE_SIZE,
+            page_size=self.page_size,
             num_pages=self.profile.pages,
             inflight=self.inflight or auto_inflight(self.policy, num_stages),
         )

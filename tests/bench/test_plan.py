@@ -68,10 +68,13 @@ def test_the_chunk_size_is_saraths_optimum(output: int, chunk_size: int, tmp_pat
     assert found["chunk_size"] == chunk_size and found["tile"] == 1
 
 
-@pytest.mark.parametrize(("output", "chunk_size"), [(38, 192), (29, 256)])
-def test_of_two_tile_counts_the_faster_one_is_taken(output: int, chunk_size: int, tmp_path: Path) -> None:
-    """The optimum is 198 and 256 tokens: far above it decodes are left over, far below it microbatches are many."""
-    found = plan(tmp_path, with_stages(64, a0=2e-3), workload=f"fixed:n=40,prompt=330,output={output}")
+@pytest.mark.parametrize(("requests", "output", "chunk_size"), [(200, 50, 320), (40, 34, 256)])
+def test_of_two_tile_counts_the_faster_one_is_taken(
+    requests: int, output: int, chunk_size: int, tmp_path: Path
+) -> None:
+    """The optimum is between 320 and 384 tokens, of which the lower is faster, and between 192 and 256."""
+    work = f"fixed:n={requests},prompt=330,output={output}"
+    found = plan(tmp_path, with_stages(64, a0=2e-3), workload=work, policy="sarathi")
     assert found["chunk_size"] == chunk_size
 
 

@@ -55,7 +55,7 @@ def test_a_workload_as_a_prediction_asks_for_it() -> None:
     assert (demand.num_requests, demand.prompt_tokens, demand.decodes) == (10, 1000, 200)
     assert demand.pair_tokens == 10 * 100 * 100 / 2
     assert demand.key_tokens == 10 * 20 * (100 + 10.5)
-    assert demand.mean_tokens == 110 and demand.least_s == 2.5
+    assert demand.mean_tokens == 110
     load = demand.load(50, 4)
     assert (load.prefill_tokens, load.decodes, load.decode_context) == (50, 4, 442)
     assert load.prefill_attention == pytest.approx(50 * 50)  # the middle of a prompt
@@ -63,8 +63,8 @@ def test_a_workload_as_a_prediction_asks_for_it() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_prompts_alone_have_the_bubble_of_fill_and_drain(stages: int) -> None:
-    demand = Demand.of(parse_workload("fixed:n=20,prompt=256,output=1"))
-    found = predict(profile(stages), demand, run_of(stages))
+    workload = parse_workload("fixed:n=20,prompt=256,output=1")
+    found = predict(profile(stages), workload, run_of(stages))
     seconds = 2e-3 + 256 * 2e-4
     assert found.microbatches == 20
     assert found.wall_s == pytest.approx((20 + stages - 1) * seconds)
@@ -76,52 +76,43 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     uneven = profile(2)
     slow = replace(uneven.cost.stages[1], a0=4e-3, a1=4e-4)
     uneven = replace(uneven, cost=CostModel(1, (uneven.cost.stages[0], slow)))
-    demand = Demand.of(parse_workload("fixed:n=100,prompt=256,output=1"))
-    found = predict(uneven, demand, run_of(2))
+    workload = parse_workload("fixed:n=100,prompt=256,output=1")
+    found = predict(uneven, workload, run_of(2))
     assert found.bubble_ratio == pytest.approx(0.25, abs=0.01)  # half of one of two stages
 
 
 def test_a_slow_link_is_waited_for_only_by_those_in_flight() -> None:
-    demand = Demand.of(parse_workload("fixed:n=50,prompt=256,output=1"))
+    workload = parse_workload("fixed:n=50,prompt=256,output=1")
     slow = replace(profile(2), link_latency_s=0.1)
-    two, three = (predict(slow, demand, run_of(2, inflight=inflight)) for inflight in (2, 4))
+    two, six = (predict(slow, workload, run_of(2, inflight=inflight)) for inflight in (2, 6))
     seconds = 2e-3 + 256 * 2e-4
-    assert two.wall_s == pytest.approx(50 * (2 * seconds + 0.1) / 2 + seconds + 0.1)
-    assert three.wall_s == pytest.approx(50 * seconds + seconds + 0.1)
+    assert two.wall_s == pytest.approx(50 / 2 * (2 * seconds + 2 * 0.1), rel=0.01)  # there, and the result back
+    assert six.wall_s == pytest.approx(50 * seconds + seconds + 0.2, rel=0.01)
 
 
 def test_arrivals_can_be_what_is_waited_for() -> None:
-    demand = Demand.of(parse_workload("poisson:rate=0.5,fixed:n=20,prompt=256,output=1"))
-    assert predict(profile(2), demand, run_of(2)).wall_s == pytest.approx(40)
+    workload = parse_workload("poisson:rate=0.5,fixed:n=20,prompt=256,output=1")
+    assert predict(profile(2), workload, run_of(2)).wall_s == pytest.approx(40, rel=0.3)
 
 
 @pytest.mark.parametrize("changed", [{"max_num_seqs": 8}, {"num_pages": 16 * 8}])
 def test_fewer_seats_or_pages_make_more_and_smaller_microbatches(changed: dict[str, object]) -> None:
-    demand = Demand.of(parse_workload("fixed:n=64,prompt=208,output=96"))
-    wide, narrow = (predict(profile(2), demand, run_of(2, **given)) for given in ({}, changed))
+    workload = parse_workload("fixed:n=64,prompt=208,output=96")
+    wide, narrow = (predict(profile(2), workload, run_of(2, **given)) for given in ({}, changed))
     assert narrow.microbatches > 1.5 * wide.microbatches and narrow.total_tokens_per_s < wide.total_tokens_per_s
 
 
-def predicted_and_simulated(pd: int, chunk_size: int) -> tuple[float, float, float, float]:
-    """Wall time and bubble ratio of each; `sarathi`, the same costs."""
-    workload = parse_workload(f"uniform:n=300,min=200,max=900,pd={pd}")
+def test_a_long_workload_goes_on_as_it_begins() -> None:
+    """Of 900 requests the first are simulated; all of them take what they say, nearly."""
+    workload = parse_workload("uniform:n=900,min=100,max=300,pd=8")
     costs = profile(2, a2=2e-7, a3=5e-7, a4=1e-4)
-    found = predict(costs, Demand.of(workload), run_of(2, chunk_size))
-    timeline = simulate(Experiment(profile=costs, workload=workload, policy="sarathi", chunk_size=chunk_size))
-    bubbles = measure_bubbles(timeline)
-    assert bubbles.bubble_ratio is not None
-    return found.wall_s, bubbles.wall_s, found.bubble_ratio, bubbles.bubble_ratio
+    found = predict(costs, workload, run_of(2))
+    timeline = simulate(Experiment(profile=costs, workload=workload, policy="sarathi", chunk_size=256))
+    assert found.wall_s == pytest.approx(measure_bubbles(timeline).wall_s, rel=0.03)
+    assert found.microbatches == pytest.approx(len(timeline.issued), rel=0.1)
 
 
-@pytest.mark.parametrize("pd", [4, 10, 20])
-def test_at_the_recommended_chunk_size_it_is_near_what_the_coordinator_does(pd: int) -> None:
-    """16 decodes a microbatch, and P:D prompt tokens for each of them."""
-    predicted_s, simulated_s, bubble, simulated_bubble = predicted_and_simulated(pd, 16 * (1 + pd))
-    assert 0.85 * simulated_s < predicted_s < simulated_s
-    assert bubble < simulated_bubble
-
-
-def test_far_above_it_the_prediction_is_a_bound_and_no_more() -> None:
-    """Whole microbatches of prompts take turns with decodes alone, and stages wait for each other."""
-    predicted_s, simulated_s, bubble, simulated_bubble = predicted_and_simulated(4, 512)
-    assert predicted_s < 0.85 * simulated_s and bubble < simulated_bubble
+def test_the_policy_that_is_to_run_is_the_one_predicted() -> None:
+    workload = parse_workload("uniform:n=100,min=100,max=900,pd=8")
+    chunked, whole = (predict(profile(4), workload, run_of(4, policy=policy)) for policy in ("sarathi", "orca"))
+    assert chunked.bubble_ratio < whole.bubble_ratio

@@ -6,7 +6,8 @@ Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at fiv
 ratio that changes in mid-run, and with Poisson arrivals at shares of what `balanced` reaches offline. Rivals that take
 a chunk size are run at every one and the best throughput of each seed is taken afterwards, which no user could do (two
 of them with noise and with arrivals); `balanced` gets no size. Every policy's own default is listed beside it, of the
-first seed. Prints a table and writes every run as JSON.
+first seed. Prints a table and writes every run as JSON, the table as
+Markdown beside it.
 """
 
 from __future__ import annotations
@@ -157,10 +158,28 @@ def gains(table: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+def markdown(table: list[dict[str, Any]]) -> str:
+    """The rows as a table, means over the seeds."""
+    heads = ("work", "policy", "chunk size", "tokens/s", "steady bubble", "whole bubble", "request bubble p50 s")
+    heads += ("TTFT p50 s", "TTFT p99 s", "TBT p50 s", "TBT p99 s")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in table:
+        sizes = "/".join(map(str, row["chunk_sizes"]))
+        size = "none given" if row["policy"] == "balanced" else f"{row['kind']} {sizes}"
+        ratios = (f"{row.get('steady', 0):.2%}", f"{row['whole']:.2%}", f"{row['request_bubble_p50_s']:.3f}")
+        seconds = (f"{row[name]:.3f}" for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s"))
+        lines.append(
+            "| "
+            + " | ".join((row["work"], row["policy"], size, f"{row['tokens_per_s']:,.0f}", *ratios, *seconds))
+            + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 @click.command()
 @click.option("--requests", type=click.IntRange(min=10), default=1000, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes, and the table, as .md.")
 def main(requests: int, seeds: int, output: Path | None) -> None:
     used = range(31, 31 + seeds)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -188,7 +207,8 @@ def main(requests: int, seeds: int, output: Path | None) -> None:
         "runs": results,
     }
     if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
+        output.write_text(json.dumps(document) + "\n")
+        output.with_suffix(".md").write_text(f"`{document['command']}`\n\n{markdown(table)}")
     print(json.dumps({"throughput over the best rival": document["throughput over the best rival"]}))
 
 

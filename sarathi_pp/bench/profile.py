@@ -3,7 +3,9 @@
     t = a0 + a1 * tiles(n) + a2 * sum(x*L + x*x/2) + a3 * sum(KV) + (a4 + head_s) * decodes
 
 One stage at a time: least squares on relative errors, coefficients of at least 0, spans that do not fit the others
-given less weight in a few rounds (Huber's loss), so that what else the machine did for a moment does not count.
+given less weight in a few rounds (Huber's loss), so that what else the machine did for a moment does not count. That
+fit lies below the mean where times vary, by about twice their relative variance; so each stage is scaled at the end to
+take as long in all as was measured.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ _MOST_SPANS = 4096
 _ROUNDS = 12
 # Huber's: errors beyond this many standard deviations count linearly.
 _OUTLYING = 1.345
+_MOST_OFF = 3.0
 # The median of |x| over a normal x is this share of its standard deviation.
 MEDIAN_TO_SIGMA = 1.4826
 
@@ -114,7 +117,10 @@ def fit_spans(spans: Spans) -> CostModel:
     for larger in fits[1:]:
         if larger[1] < _TILE_GAIN * error:
             tile, error, stages = larger
-    return CostModel(tile, _with_head(stages, spans))
+    scaled = [
+        _to_total(stage, tile, spans.loads, seconds) for stage, seconds in zip(stages, spans.seconds, strict=True)
+    ]
+    return CostModel(tile, _with_head(scaled, spans))
 
 
 def robust_line(x: Vector, y: Vector) -> tuple[float, float]:
@@ -145,6 +151,21 @@ def _fit_with_tile(tile: int, spans: Spans) -> tuple[float, list[StageCost]]:
         a0, a1, a2, a3, a4 = coefficients.tolist()
         stages.append(StageCost(layers, a0, a1, a2, a3, a4))
     return sum(errors) / len(errors), stages
+
+
+def _to_total(stage: StageCost, tile: int, loads: Sequence[Load], seconds: Vector) -> StageCost:
+    """The stage with all coefficients changed alike, so that its spans add up to the measured ones.
+
+    A span further off than three standard deviations counts as that far off: the rest is a disturbance, not the stage.
+    """
+    model = CostModel(tile, (stage,))
+    modelled = np.array([model.seconds(0, load) for load in loads])
+    if not modelled.all():
+        return stage
+    off = seconds / modelled - 1
+    bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
+    factor = 1 + float((off.clip(-bound, bound) * modelled).sum() / modelled.sum())
+    return replace(stage, **{name: factor * getattr(stage, name) for name in ("a0", "a1", "a2", "a3", "a4")})
 
 
 def _row(load: Load, tile: int) -> list[float]:

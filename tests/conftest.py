@@ -1,10 +1,26 @@
-"""`--full`: run the cases marked `full` too. Without it they are deselected, so nothing is shown as skipped."""
+"""`--full`: run the cases marked `full` too, and property tests on all their examples.
 
+Without it such cases are deselected, so nothing is shown as skipped. In CI the examples are the same each time: a new
+one that fails is found by whoever runs the tests at home, not by luck on another's change.
+"""
+
+import os
+
+import hypothesis
 import pytest
+
+from tests import thinning
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the cases marked `full` too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    thinning.full = config.getoption("--full")
+    fixed = bool(os.environ.get("CI"))
+    hypothesis.settings.register_profile("thinned", max_examples=thinning.examples(100), derandomize=fixed)
+    hypothesis.settings.load_profile("thinned")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ GENERATE_OPTIONS = {
     *("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),
     *("--policy", "--chunk-size", "--max-num-batched-tokens", "--max-num-seqs", "--inflight"),
     *("--max-new-tokens", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--ignore-eos"),
-    *("--seed", "--request-rate", "--dtype", "--device", "--attention", "--max-model-len"),
+    *("--seed", "--request-rate", "--tbt-slo", "--dtype", "--device", "--attention", "--max-model-len"),
     *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size", "--peer-timeout"),
     *("--json", "--quiet", "-q", "--emulate", "--metrics-port", "--profile"),
 }

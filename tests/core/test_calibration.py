@@ -16,6 +16,7 @@ from sarathi_pp.core.policy.calibration import Calibration, Timetable, make_time
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from tests.core.driving import StandInPipeline, drive
+from tests.thinning import examples
 
 AMPLE = Limits(2, 2048, 128, 4096, 16, 32768, 2)
 
@@ -53,7 +54,7 @@ def limits_strategy():
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(limits=limits_strategy(), seed=st.integers(0, 3))
 @example(limits=Limits(2, 100, 21, 38, 4, 79, 3), seed=2)  # a prompt was begun by the last steps and not ended
 def test_the_coordinator_keeps_the_timetable_to_the_letter(limits: Limits, seed: int) -> None:

@@ -11,6 +11,7 @@ from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Grant, Limits
 from sarathi_pp.core.request import Request
 from tests.core.driving import EOS, StandInPipeline, drive, expected_output, run_golden
+from tests.thinning import examples
 
 # Whose rule shares decodes out over the pipeline; the others take all that are ready, or as many as their budget holds.
 CAPPED = {"fastertransformer", "orca", "sarathi", "tensorrt-llm"}
@@ -21,7 +22,7 @@ def requests_strategy(max_prompt):
     return st.lists(request, min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     shapes=requests_strategy(max_prompt=40),
     spec=st.sampled_from(

@@ -11,7 +11,7 @@ from sarathi_pp.sim.workload import parse_workload
 STAGE = StageCost((0, 1), a0=0.1, a1=0.0, a2=0.0, a3=0.0, a4=0.0)
 PROFILE = Profile("m", "d", "float32", 1, 1, CostModel(1, (STAGE,)), 0.0, 1e30, 0.0, 1000, 1)
 EXPERIMENT = Experiment(
-    profile=PROFILE, workload=parse_workload("fixed:n=2000,prompt=4,output=1"), policy="sarathi", chunk_size=4
+    profile=PROFILE, workload=parse_workload("fixed:n=1000,prompt=4,output=1"), policy="sarathi", chunk_size=4
 )
 
 

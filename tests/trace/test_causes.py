@@ -16,6 +16,7 @@ from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.causes import Causes, explain
 from sarathi_pp.trace.events import Compute, Event, Issued, RequestArrived, Returned, SendWait, Starved
 from sarathi_pp.trace.timeline import Timeline
+from tests.thinning import examples
 from tests.trace.schedules import start
 
 Delay = Callable[[int, int], float]
@@ -200,7 +201,7 @@ loads = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(loads=loads, stages=st.integers(1, 5), extra=st.integers(0, 2), seed=st.integers(0, 10**6))
 def test_a_run_with_everything_in_it_is_explained_to_the_last_second(
     loads: list[Load], stages: int, extra: int, seed: int

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
+from tests.thinning import examples
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 reals = st.floats(allow_nan=False)
@@ -47,7 +48,7 @@ def test_round_trip(frame, number, payload_bytes):
     assert envelope == codec.Envelope(frame, number, len(head), payload_bytes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(frames, st.data())
 def test_any_damaged_byte_of_head_or_body_is_seen(frame, data):
     message = bytearray(codec.encode(frame, 3))
@@ -58,14 +59,14 @@ def test_any_damaged_byte_of_head_or_body_is_seen(frame, data):
         codec.decode(bytes(message))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(noise):
     with pytest.raises(ProtocolError):
         codec.decode(noise)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.integers(0, 6), st.lists(int64, max_size=30), st.lists(reals, max_size=10))
 def test_well_signed_nonsense_is_refused_or_read_back_as_written(kind, integers, floats):
     """The checksum is no defence against a peer with a bug: the body's own counts must hold too."""

@@ -1,0 +1,7 @@
+"""How many examples a property test tries: a third of the full number, unless pytest is given --full."""
+
+full = False
+
+
+def examples(number: int) -> int:
+    return number if full else max(5, number // 3)

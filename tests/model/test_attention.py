@@ -396,3 +396,20 @@ def test_a_page_size_the_backend_cannot_take_is_refused() -> None:
         pytest.raises(ConfigError, match=r"--page-size is 24; --attention sdpa needs a multiple of 256"),
     ):
         choose_backend("sdpa", CPU, 24)
+
+
+def test_two_threads_inside_put_the_precision_back() -> None:
+    """The first one in leaves before the second one: what the second one found is not what was before."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        first, second = sdpa._fast_products(True), sdpa._fast_products(True)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert matmul.fp32_precision == "bf16"
+        second.__exit__(None, None, None)
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        matmul.fp32_precision = before

@@ -29,6 +29,7 @@ What decides the time on CPU in bf16 (measured, one thread with AVX512-BF16):
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -225,16 +226,36 @@ def _round_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-@contextmanager
-def _fast_products(allowed: bool) -> Iterator[None]:
-    """Let oneDNN multiply float32 matrices with bf16 factors inside. Process-wide, so put back at once."""
-    if not allowed:
-        yield
-        return
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+class _FastProducts:
+    """Lets oneDNN multiply float32 matrices with bf16 factors inside.
+
+    The setting is the process's. Threads may be inside at once: the first one in changes it and the last one out puts
+    it back. Each by itself, one would find the other's and leave it set for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = ""
+
+    @contextmanager
+    def __call__(self, allowed: bool) -> Iterator[None]:
+        if not allowed:
+            yield
+            return
+        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        with self._lock:
+            if self._inside == 0:
+                self._before = matmul.fp32_precision
+                matmul.fp32_precision = "bf16"
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    matmul.fp32_precision = self._before
+
+
+_fast_products = _FastProducts()

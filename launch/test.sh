@@ -40,8 +40,9 @@ static() {
     return $bad
 }
 
-# run_tests DIRECTORY...: those that hold tests, in as many processes as `jobs` says. Pytest's own code 5, "no tests collected", is a failure like any other
-# where there are test files: a tier that lost all its tests must not look like one that passed them.
+# run_tests DIRECTORY...: those that hold tests, with the options in `jobs`. Pytest's own code 5, "no tests collected",
+# is a failure like any other where there are test files: a tier that lost all its tests must not look like one that
+# passed them.
 run_tests() {
     local directory present=() code=0 count
     for directory in "$@"; do
@@ -51,7 +52,8 @@ run_tests() {
         echo "no tests yet in $*"
         return 0
     fi
-    .venv/bin/pytest -q ${jobs[@]+"${jobs[@]}"} --junit-xml="$scratch/results.xml" ${options[@]+"${options[@]}"} "${present[@]}" || code=$?
+    .venv/bin/pytest -q --junit-xml="$scratch/results.xml" ${jobs[@]+"${jobs[@]}"} ${options[@]+"${options[@]}"} \
+        "${present[@]}" || code=$?
     count=$(.venv/bin/python - "$scratch/results.xml" 2>/dev/null <<'PYTHON' || echo "0 0"
 import sys, xml.etree.ElementTree as tree
 

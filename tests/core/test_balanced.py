@@ -129,6 +129,16 @@ def test_a_larger_size_must_pay():
     assert max(m.num_tokens for m in batches) == 16
 
 
+def test_prompts_that_can_all_start_end_nearly_as_soon_as_they_can():
+    """Fewer microbatches against a longer ramp: within 3 % of the best size, and well below it."""
+    batches = schedule(model(1, a0=0.1), requests(32, 640, 2), max_num_seqs=32, chunk_size=4096)
+    ends = {size: (32 * 640 / size + 1) * (0.1 + 1e-3 * size) for size in range(16, 4096, 16)}
+    best = min(ends, key=lambda size: ends[size])
+    chosen = batches[0].num_tokens
+    assert ends[chosen] < 1.03 * ends[best]
+    assert chosen < 0.7 * best
+
+
 def test_it_runs_without_a_cost_model():
     batches = schedule(None, requests(10, 100, 10))
     assert sum(m.num_prefill_tokens for m in batches) == 1000

@@ -8,8 +8,7 @@ A pipeline waits where one microbatch takes longer than the next. So:
               once and P:D what finished requests had. The tile around it with the most tokens a second is taken,
               and no more than the prompts at hand fill evenly over the cycle. Where all that wait can start,
               there is no such state: then what computes their prompts soonest, if that is more.
-    decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read,
-              less what its own chunk's attention costs above the usual.
+    decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass the slowest stage in that time
               divided by those in flight, since a sequence's next token comes when they all have.
@@ -34,10 +33,10 @@ _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4
 _LEAST_STEP = 16
 # A larger size must bring this much more tokens a second: it costs latency.
 _WORTHWHILE = 1.005
+# Prompts may be computed by this share later than with the size that computes them soonest.
+_NEAR_ENOUGH = 0.02
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
 _SLO_SHARE = 0.9
-# Of the usual attention of a chunk, how much the latest one counts.
-_SMOOTHING = 0.05
 # Prompt to output tokens, until a request has finished or run for longer than that.
 _PRIOR_RATIO = 8.0
 
@@ -49,8 +48,6 @@ class Balanced:
     tbt_slo: float = parameter(0.0, 0.0)
     _size: int = field(default=0, init=False)
     _left_in_cycle: int = field(default=0, init=False)
-    _usual_attention_s: float = field(default=0.0, init=False)
-    _owed_s: float = field(default=0.0, init=False)
 
     def pick(self, view: View) -> list[Grant]:
         stage, tile = _slowest_stage(view.cost or _UNKNOWN)
@@ -63,36 +60,13 @@ class Balanced:
         if view.num_inflight >= inflight:
             return []
         self._left_in_cycle -= 1
-        expected = decoding.count // inflight
-        attention_s = stage.a2 * _attention(_chunks(view, self._size - expected))
-        decodes = self._decodes(view, decoding, attention_s, inflight)
-        if prompts:
-            self._usual_attention_s += _SMOOTHING * (attention_s - self._usual_attention_s)
+        decodes = _share(view, decoding, inflight)
         budget = self._size - len(decodes)
         if self.tbt_slo:
             decoding_s = sum(decoding.seconds(grant.sequence) - decoding.token_s for grant in decodes)
             room_s = _SLO_SHARE * self.tbt_slo / inflight - stage.a0 - decoding_s
             budget = _within(view, stage, tile, room_s, len(decodes), budget)
         return [*_chunks(view, budget), *decodes]
-
-    def _decodes(self, view: View, decoding: _Decoding, attention_s: float, inflight: int) -> list[Grant]:
-        """As many as are ready and fit the time, to the nearest; what one microbatch has too much the next has less."""
-        share_s = decoding.total_s / inflight
-        room_s = share_s + self._owed_s
-        if view.prefills or view.waiting:
-            spare_s = self._usual_attention_s - attention_s
-            room_s += max(-share_s / 2, min(share_s / 2, spare_s))
-        decodes: list[Grant] = []
-        for sequence in view.decodes[: view.limits.chunk_size]:
-            cost_s = decoding.seconds(sequence)
-            if decodes and room_s < cost_s / 2:
-                break
-            room_s -= cost_s
-            decodes.append(Grant(sequence, 1))
-        # What nobody was ready for is not owed to anybody.
-        self._owed_s = room_s if len(decodes) < len(view.decodes) else min(0.0, room_s)
-        self._owed_s = max(-share_s, self._owed_s)
-        return decodes
 
     def max_tokens(self, limits: Limits) -> int:
         return limits.chunk_size
@@ -120,6 +94,19 @@ class _Decoding:
 
     def seconds(self, sequence: SequenceView) -> float:
         return self.row_s + self.key_s * sequence.known
+
+
+def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
+    """This microbatch's part of the decodes' time, to the nearest decode, of those that are ready."""
+    room_s = decoding.total_s / inflight
+    decodes: list[Grant] = []
+    for sequence in view.decodes[: view.limits.chunk_size]:
+        cost_s = decoding.seconds(sequence)
+        if decodes and room_s < cost_s / 2:
+            break
+        room_s -= cost_s
+        decodes.append(Grant(sequence, 1))
+    return decodes
 
 
 def _choose_size(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> int:
@@ -165,12 +152,17 @@ def _within(view: View, stage: StageCost, tile: int, room_s: float, num_decodes:
 
 
 def _quickest(at_hand: int, stage: StageCost, tile: int, limits: Limits) -> float:
-    """The size that computes prompts soonest when no more are to follow: fewer microbatches against a shorter ramp.
+    """The size that computes prompts soonest when no more are to follow: fewer microbatches against a longer ramp.
 
-    n that makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least.
+    n that makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least, or rather the smallest n that comes near enough:
+    the curve is flat there, and what is uneven between microbatches grows with them. In tokens, with f those that
+    take as long as a0: at_hand * f / n + (P - 1) * n + what does not depend on n.
     """
+    ramp = max(1, limits.num_stages - 1)
     fixed = stage.a0 * tile / stage.a1 if stage.a1 > 0 else 0.0
-    return math.sqrt(at_hand * fixed / max(1, limits.num_stages - 1))
+    least = 2 * math.sqrt(at_hand * fixed * ramp)
+    enough = least + _NEAR_ENOUGH * (least + at_hand + ramp * fixed)
+    return (enough - math.sqrt(enough * enough - least * least)) / (2 * ramp)
 
 
 def _prompt_to_output(view: View) -> float:

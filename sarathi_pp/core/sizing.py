@@ -13,8 +13,10 @@ from sarathi_pp.core.policy import auto_inflight
 _SATURATED = 0.9
 # Microbatches beyond this are not considered: the wait for one grows with it, and throughput no more.
 MOST_TOKENS = 2048
-# Jitter above which a stage waits for its neighbours often enough that one microbatch more in flight pays.
+# Jitter above which a stage waits for its neighbours often enough that one microbatch more in flight pays; of few
+# stages it does not, since decodes are cut into that many more cohorts.
 _JITTERY = 0.03
+_FEW_STAGES = 2
 # What a microbatch holds where no workload is known: 10 prompt tokens for each decode, as in SARATHI's section 5.3.
 _PROMPT_TO_OUTPUT = 10
 _CONTEXT = 1024
@@ -45,7 +47,8 @@ def whole_tiles(cost: CostModel, num_tokens: float) -> tuple[int, int]:
 
 def inflight(profile: Profile, policy: str, num_stages: int) -> int:
     """Microbatches at once. policy: as `make_policy` takes it."""
-    return max(auto_inflight(policy, num_stages), num_stages + (profile.jitter_cv > _JITTERY))
+    jittery = profile.jitter_cv > _JITTERY and num_stages > _FEW_STAGES
+    return max(auto_inflight(policy, num_stages), num_stages + jittery)
 
 
 def typical_load(chunk_size: int) -> Load:

@@ -55,8 +55,8 @@ def test_decodes_are_shared_by_the_keys_they_read_not_by_count():
     assert len(tail) == 20
 
 
-def most_inflight(cost, work, while_prompts, **limits):
-    """Most microbatches in flight in the middle of the run while prompts are left, or after."""
+def inflight_counts(cost, work, **limits):
+    """Microbatches in flight and prompts that wait, after each microbatch of a run of 2 stages that may have 3."""
     run = coordinator(cost, inflight=3, **limits)
     pipeline, inflight, seen = StandInPipeline(run.limits), [], []
     for request in work:
@@ -68,19 +68,28 @@ def most_inflight(cost, work, while_prompts, **limits):
             run.complete(result)
             continue
         inflight.append(microbatch)
-        seen.append((bool(run.num_waiting), len(inflight)))
-    halves = seen[len(seen) // 4 :]
-    return max(count for prompts, count in halves if prompts == while_prompts)
+        seen.append((len(inflight), run.num_waiting))
+    return seen[len(seen) // 4 :]
 
 
 def test_one_microbatch_more_is_in_flight_while_prompts_last():
     work = requests(40, 600, 15)
-    assert most_inflight(model(16, a1=1e-4), work, True, max_num_seqs=16, chunk_size=128) == 3
+    seen = inflight_counts(model(16, a1=1e-4), work, max_num_seqs=16, chunk_size=128)
+    assert max(count for count, waiting in seen if waiting) == 3
 
 
 def test_none_more_where_only_outputs_are_left():
     """The decodes of the last requests are cut into as many cohorts as there are stages."""
-    assert most_inflight(model(16), requests(8, 60, 60), False, max_num_seqs=16) == 2
+    seen = inflight_counts(model(16), requests(8, 60, 60), max_num_seqs=16)
+    assert {waiting for _, waiting in seen} == {0}
+    assert max(count for count, _ in seen) == 2
+
+
+@pytest.mark.parametrize("a0, most", [(0.1, 2), (1e-5, 3)])
+def test_none_more_where_seats_are_short_and_microbatches_dear(a0, most):
+    """Three cohorts of decodes instead of two are half as many again a0, for the same tokens."""
+    seen = inflight_counts(model(1, a0=a0), requests(60, 100, 25), max_num_seqs=12)
+    assert max(count for count, waiting in seen if waiting > 12) == most
 
 
 def test_a_bound_on_the_time_between_tokens_is_kept():

@@ -46,7 +46,8 @@ def test_whole_tiles_around_a_number(tile: int, tokens: float, tiles: tuple[int,
 def test_jitter_asks_for_one_microbatch_more(jitter_cv: float, more: int) -> None:
     assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "sarathi", 4) == 4 + more
     assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "balanced", 4) == 5  # which uses it where it serves
-    assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "balanced", 1) == 1 + more
+    assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "balanced", 1) == 1
+    assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "sarathi", 2) == 2  # a third cohort of decodes costs more
 
 
 def test_the_typical_microbatch_has_ten_prompt_tokens_a_decode() -> None:

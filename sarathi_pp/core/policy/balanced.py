@@ -13,7 +13,8 @@ A pipeline waits where one microbatch takes longer than the next. So:
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass the slowest stage in that time
               divided by those in flight, since a sequence's next token comes when they all have.
     in flight One microbatch more than stages while there are prompts: a stage that is done early finds the next one
-              there. Not while outputs alone are left: every cohort that they are cut into more costs a microbatch.
+              there. Not while outputs alone are left, and not where seats are short and the tokens a second would
+              fall: every cohort that decodes are cut into more costs a microbatch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4
 _LEAST_STEP = 16
 # A larger size must bring this much more tokens a second: it costs latency.
 _WORTHWHILE = 1.005
+# One microbatch more in flight may cost this share of the tokens a second: what stages no longer wait makes up for it.
+_SPARE_COST = 0.03
 # Prompts may be computed by this share later than with the size that computes them soonest.
 _NEAR_ENOUGH = 0.02
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
@@ -46,7 +49,7 @@ class Balanced:
     """tbt_slo: most seconds between two tokens of a request, 0 for no bound."""
 
     tbt_slo: float = parameter(0.0, 0.0)
-    _size: int = field(default=0, init=False)
+    _cycle: _Cycle = field(default_factory=lambda: _Cycle(0, 0), init=False)
     _left_in_cycle: int = field(default=0, init=False)
 
     def pick(self, view: View) -> list[Grant]:
@@ -54,14 +57,13 @@ class Balanced:
         decoding = _Decoding.of(view, stage, tile)
         if self._left_in_cycle == 0:
             self._left_in_cycle = view.limits.num_stages
-            self._size = _choose_size(view, stage, tile, decoding)
-        prompts = bool(view.prefills or view.waiting)
-        inflight = view.limits.inflight if prompts else _fewest(view.limits)
+            self._cycle = _choose_cycle(view, stage, tile, decoding)
+        inflight = self._cycle.inflight if view.prefills or view.waiting else _fewest(view.limits)
         if view.num_inflight >= inflight:
             return []
         self._left_in_cycle -= 1
         decodes = _share(view, decoding, inflight)
-        budget = self._size - len(decodes)
+        budget = self._cycle.size - len(decodes)
         if self.tbt_slo:
             decoding_s = sum(decoding.seconds(grant.sequence) - decoding.token_s for grant in decodes)
             room_s = _SLO_SHARE * self.tbt_slo / inflight - stage.a0 - decoding_s
@@ -70,6 +72,14 @@ class Balanced:
 
     def max_tokens(self, limits: Limits) -> int:
         return limits.chunk_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Cycle:
+    """What holds for P microbatches: tokens of each, and most of them in flight while there are prompts."""
+
+    size: int
+    inflight: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +119,38 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
     return decodes
 
 
-def _choose_size(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> int:
-    """Tokens of each microbatch of the next cycle."""
+def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> _Cycle:
     limits = view.limits
-    ratio = _prompt_to_output(view)
-    could_run = (len(view.running) + len(view.waiting)) / limits.inflight
-    sustained = could_run * (1 + ratio)
-    decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
+    at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
+    all_can_start = view.waiting_tokens <= sum(s.known for s in view.waiting)
+    fewest = _fewest(limits)
+    inflight = limits.inflight
+    size, rate = _sustained(view, stage, tile, decoding, inflight)
+    if not all_can_start and inflight != fewest:
+        size_of_fewest, rate_of_fewest = _sustained(view, stage, tile, decoding, fewest)
+        if rate < (1 - _SPARE_COST) * rate_of_fewest:
+            size, inflight = size_of_fewest, fewest
     step = max(tile, _LEAST_STEP)
-    smallest = min(step, limits.chunk_size)
-    best, best_rate = smallest, 0.0
-    for size in range(smallest, limits.chunk_size + 1, step):
+    if all_can_start:
+        size = max(size, step * round(_quickest(at_hand, stage, tile, limits) / step))
+    even = math.ceil((at_hand + decoding.count) / inflight / step) * step
+    return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight)
+
+
+def _sustained(view: View, stage: StageCost, tile: int, decoding: _Decoding, inflight: int) -> tuple[int, float]:
+    """The size for a steady state of what could run, and its tokens a second."""
+    chunk_size = view.limits.chunk_size
+    ratio = _prompt_to_output(view)
+    sustained = (len(view.running) + len(view.waiting)) / inflight * (1 + ratio)
+    decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
+    step = min(max(tile, _LEAST_STEP), chunk_size)
+    best, best_rate = step, 0.0
+    for size in range(step, chunk_size + 1, step):
         tokens = min(size, sustained)
         rate = tokens / (stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio))
         if rate > best_rate * _WORTHWHILE:
             best, best_rate = size, rate
-    at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
-    if view.waiting_tokens <= sum(s.known for s in view.waiting):
-        best = max(best, step * round(_quickest(at_hand, stage, tile, limits) / step))
-    even = math.ceil((at_hand + decoding.count) / limits.inflight / step) * step
-    return max(smallest, min(best, even, limits.chunk_size))
+    return best, best_rate
 
 
 def _fewest(limits: Limits) -> int:

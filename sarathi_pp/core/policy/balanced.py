@@ -123,11 +123,11 @@ def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding) 
     limits = view.limits
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
     all_can_start = view.waiting_tokens <= sum(s.known for s in view.waiting)
-    fewest = _fewest(limits)
-    inflight = limits.inflight
-    size, rate = _sustained(view, stage, tile, decoding, inflight)
+    ratio = _prompt_to_output(view)
+    inflight, fewest = limits.inflight, _fewest(limits)
+    size, rate = _sustained(view, stage, tile, decoding, ratio, inflight)
     if not all_can_start and inflight != fewest:
-        size_of_fewest, rate_of_fewest = _sustained(view, stage, tile, decoding, fewest)
+        size_of_fewest, rate_of_fewest = _sustained(view, stage, tile, decoding, ratio, fewest)
         if rate < (1 - _SPARE_COST) * rate_of_fewest:
             size, inflight = size_of_fewest, fewest
     step = max(tile, _LEAST_STEP)
@@ -137,10 +137,11 @@ def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding) 
     return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight)
 
 
-def _sustained(view: View, stage: StageCost, tile: int, decoding: _Decoding, inflight: int) -> tuple[int, float]:
+def _sustained(
+    view: View, stage: StageCost, tile: int, decoding: _Decoding, ratio: float, inflight: int
+) -> tuple[int, float]:
     """The size for a steady state of what could run, and its tokens a second."""
     chunk_size = view.limits.chunk_size
-    ratio = _prompt_to_output(view)
     sustained = (len(view.running) + len(view.waiting)) / inflight * (1 + ratio)
     decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
     step = min(max(tile, _LEAST_STEP), chunk_size)

@@ -21,8 +21,9 @@ from typing import Any
 import click
 from measure_300m import PREDICTED, Report
 
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload

@@ -19,8 +19,9 @@ import torch
 
 from sarathi_pp.bench.profile import MEDIAN_TO_SIGMA, Fit, Mask, Spans, Vector, assess, fit_spans, robust_line
 from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
-from sarathi_pp.core.cost import CostModel, Profile
+from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy.calibration import make_timetable
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.core.sizing import MOST_TOKENS, saturation
 from sarathi_pp.errors import ConfigError, RowError, SarathiError

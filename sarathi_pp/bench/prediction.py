@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sarathi_pp.config import ResolvedRun
-from sarathi_pp.core.cost import Load, Profile
+from sarathi_pp.core.cost import Load
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.workload import Workload
 from sarathi_pp.trace.bubbles import measure_bubbles

@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from sarathi_pp.core.cost import CostModel, CostRefiner, Load
+from sarathi_pp.core.cost import CostModel, Load
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
+from sarathi_pp.core.refiner import CostRefiner
 from sarathi_pp.core.request import Completion, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 

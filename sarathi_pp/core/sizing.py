@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sarathi_pp.core.cost import CostModel, Load, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.core.policy import auto_inflight
+from sarathi_pp.core.profile import Profile
 
 # Saturated: this share of the best tokens a second (SARATHI, arXiv 2308.16369, section 3.1, reads it off such a curve).
 _SATURATED = 0.9

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.cost import Profile
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import USES_CHUNK_SIZE, make_policy, wants_paragraphs
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_ROWS_FAILED, ConfigError, SarathiError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.fetch import find_model

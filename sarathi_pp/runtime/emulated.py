@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.cost import Load, Profile
+from sarathi_pp.core.cost import Load
 from sarathi_pp.core.plan import MicroBatch, SampledToken
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.sampling import uniform
 from sarathi_pp.model.support import ModelFacts

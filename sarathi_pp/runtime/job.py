@@ -20,9 +20,11 @@ import transformers
 
 import sarathi_pp
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.cost import CostModel, Profile, estimate_cost
+from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.estimate import estimate_cost
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError, OutputError, SarathiError
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from sarathi_pp.core.cost import Profile
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError, InputError, MissingError, OutputError
 
 

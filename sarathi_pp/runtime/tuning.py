@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from sarathi_pp.config import RunConfig
-from sarathi_pp.core.cost import CostModel, Profile, estimate_cost
+from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.estimate import estimate_cost
 from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import CHOOSES_CHUNK_SIZE, USES_CHUNK_SIZE
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.sizing import inflight, saturation, stage_seconds, typical_load
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint import read_json

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.simulation import Record, Simulation

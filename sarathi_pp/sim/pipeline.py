@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sarathi_pp.core.cost import CostModel, Load, Profile
+from sarathi_pp.core.cost import CostModel, Load
 from sarathi_pp.core.plan import MicroBatch
+from sarathi_pp.core.profile import Profile
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Noise never makes a microbatch faster than this share of its modelled time.

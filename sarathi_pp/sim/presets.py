@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
 
 

@@ -15,7 +15,8 @@ from sarathi_pp.bench.plan import make_plan
 from sarathi_pp.cli.main import main
 from sarathi_pp.cli.plan import render_plan
 from sarathi_pp.config import RunConfig
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.sizing import saturation
 from sarathi_pp.errors import CapacityError, ConfigError, MissingError, PartitionError
 from sarathi_pp.sim.workload import parse_workload

@@ -6,7 +6,8 @@ import pytest
 
 from sarathi_pp.bench.prediction import Demand, predict
 from sarathi_pp.config import ResolvedRun
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.bubbles import measure_bubbles

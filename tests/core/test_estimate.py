@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sarathi_pp.core.cost import DEVICE_SPEEDS, Load, estimate_cost
+from sarathi_pp.core.cost import Load
+from sarathi_pp.core.estimate import DEVICE_SPEEDS, estimate_cost
 
 # The model of examples/measure_300m.py.
 SHAPE: dict[str, Any] = {

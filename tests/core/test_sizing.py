@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.core.sizing import inflight, recut, saturation, stage_seconds, typical_load, whole_tiles
-from tests.core.test_cost import PROFILE
+from tests.core.test_profile import PROFILE
 
 
 def one_stage(tile: int, a0: float, a1: float) -> CostModel:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sarathi_pp import LLM, SamplingParams
-from sarathi_pp.core.cost import Profile
 from sarathi_pp.core.policy.calibration import make_timetable
 from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.sizing import saturation
 from tests.runtime.processes import COMMAND, ROOT, Files, console_script, environment, run, torchrun
 

@@ -6,7 +6,7 @@ import pytest
 
 from sarathi_pp.errors import ConfigError, OutputError
 from sarathi_pp.runtime.profile_file import check_profile_output, read_profile, write_profile
-from tests.core.test_cost import PROFILE
+from tests.core.test_profile import PROFILE
 
 
 def test_a_profile_is_written_whole_and_read_back(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from sarathi_pp.config import RunConfig
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.sizing import saturation
 from sarathi_pp.errors import ConfigError, MissingError, PartitionError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.tuning import estimated_cost, profile_mismatch, tuned
-from tests.core.test_cost import PROFILE
+from tests.core.test_profile import PROFILE
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 # A layer takes 1.1 ms for a microbatch of one tile, the head as long as four of them.

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.capacity import find_capacity
 from sarathi_pp.sim.experiment import Experiment
 from sarathi_pp.sim.workload import parse_workload

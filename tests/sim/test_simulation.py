@@ -5,10 +5,11 @@ from collections import deque
 import pytest
 
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.cost import CostModel, Profile, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.experiment import Experiment, run, simulate

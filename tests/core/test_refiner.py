@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from sarathi_pp.core.cost import CostModel, CostRefiner, Load, StageCost
+from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.refiner import CostRefiner
 
 TRUE = CostModel(
     16, (StageCost((0, 4), 2e-3, 1e-3, 2e-9, 1e-7, 3e-5), StageCost((4, 8), 1e-3, 2e-3, 1e-9, 2e-7, 1e-5, head_s=2e-5))

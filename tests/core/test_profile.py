@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sarathi_pp.core.profile import Profile
+from sarathi_pp.errors import InputError
+from tests.core.test_cost import COST
+
+PROFILE = Profile(
+    model="made-up",
+    device="cpu",
+    dtype="bfloat16",
+    hidden_size=1024,
+    num_layers=8,
+    cost=COST,
+    link_latency_s=1e-4,
+    link_bytes_per_s=1e9,
+    jitter_cv=0.02,
+    pages=1000,
+    max_num_seqs=64,
+    error=0.03,
+)
+
+
+def test_a_profile_comes_back_from_json() -> None:
+    assert Profile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["schema"], "sarathi-pp/profile/9", "schema is 'sarathi-pp/profile/9'; this version reads"),
+        (["tile"], 0, "'tile' is 0; it must be an integer of at least 1"),
+        (["tile"], True, "'tile' is True"),
+        (["model"], None, "'model' is None; it must be a string"),
+        (["stages"], [], "'stages' must be a list with one object"),
+        (["stages", 0, "a1"], -1.0, "'a1' is -1.0; it must be a number of at least 0"),
+        (["stages", 0, "a1"], float("nan"), "'a1' is nan"),
+        (["stages", 0, "layers"], [0], r"'layers' is \[0\]; it must be \[first, end\)"),
+        (["stages", 0, "layers"], [0, 4], r"they must cover \[0, 8\)"),
+        (["link"], 3, "'link' must be an object"),
+        (["link", "bytes_per_s"], 0, "'bytes_per_s' is 0; it must be above 0"),
+        (["pages"], 1.5, "'pages' is 1.5"),
+        (["dtype"], "int4", "'dtype' is 'int4'; it must be one of float32, bfloat16, float16"),
+        (["stages", 0, "a0"], 10**400, "'a0' is 1000"),
+    ],
+)
+def test_a_bad_profile_names_what_is_wrong(path: list[Any], value: object, message: str) -> None:
+    data: Any = PROFILE.to_json()
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(InputError, match=message):
+        Profile.from_json(data)
+
+
+def test_what_is_no_object_is_refused() -> None:
+    with pytest.raises(InputError, match="schema is 'list'"):
+        Profile.from_json([])

@@ -97,7 +97,7 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
         )
     model = fit_spans(own_cores.chosen(counted & ~held_out))
     measured = own_cores.chosen(counted)
-    latency_s, bytes_per_s = _link(timeline, counted, row_bytes)
+    latency_s, bytes_per_s = measure_link(timeline, counted, row_bytes)
     return Measurement(
         fit=assess(model, own_cores.chosen(held_out)),
         microbatches=int(counted.sum()),
@@ -233,8 +233,11 @@ def _jitter(model: CostModel, spans: Spans) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def _link(timeline: Timeline, counted: Mask, row_bytes: int) -> tuple[float, float]:
-    """One way between neighbouring stages: seconds for nothing, bytes a second. A single stage has no link."""
+def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> tuple[float, float]:
+    """One way between neighbouring stages: seconds for nothing, bytes a second. A single stage has no link.
+
+    counted: the microbatches to go by. row_bytes: one token's activations.
+    """
     sizes = np.array([event.num_tokens * row_bytes for event in timeline.issued[: len(counted)]], dtype=float)
     taken: list[Vector] = []
     for upstream, stage in zip(timeline.stages, timeline.stages[1:], strict=False):

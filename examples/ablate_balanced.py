@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import click
 from compare_policies import Case, run, zipf
+from record import Record
 
 from sarathi_pp.core.policy import auto_chunk_size, balanced
-from sarathi_pp.core.policy.view import View
+from sarathi_pp.core.policy.view import Limits, View
+from sarathi_pp.sim import experiment
 
 SEED = 31
 KEPT = ("tokens_per_s", "steady", "whole", "request_bubble_p50_s", "itl_p50_s", "itl_p99_s", "ttft_p50_s")
@@ -51,53 +53,37 @@ def _never(*arguments: Any) -> float:
     return 0.0
 
 
-class _NothingOwed(balanced.Balanced):
-    """Forgets what the last microbatch had too much or too little."""
-
-    __slots__ = ()
-
-    def pick(self, view: View) -> list[Any]:
-        self._owed_s = 0.0
-        return super().pick(view)
+def _no_more_than_stages(policy: str, num_stages: int) -> int:
+    return num_stages
 
 
-def _fixed(size: int) -> Callable[..., int]:
-    return lambda view, *rest: min(size, view.limits.chunk_size)
+def _as_many_as_allowed(limits: Limits) -> int:
+    return limits.inflight
 
 
-# What is replaced, by what.
-VARIANTS: dict[str, tuple[str, Any] | None] = {
-    "all of it": None,
-    "no microbatch to spare": ("_fewest", None),
-    "always one to spare": ("_fewest", lambda limits: limits.inflight),
-    "256 tokens, whatever the work": ("_choose_size", _fixed(256)),
-    "512 tokens, whatever the work": ("_choose_size", _fixed(512)),
-    "P:D taken to be 8": ("_prompt_to_output", _known_ratio),
-    "no larger chunks where all can start": ("_quickest", _never),
-    "decodes shared by count": ("_Decoding.seconds", _by_count),
-    "chunk attention not made up for": ("_attention", _never),
-    "nothing carried over": ("Balanced", _NothingOwed),
+def _fixed(size: int) -> Callable[..., balanced._Cycle]:
+    return lambda view, *rest: balanced._Cycle(min(size, view.limits.chunk_size), view.limits.inflight)
+
+
+# What makes a variant of the policy for as long as it is entered.
+VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "all of it": nullcontext,
+    "no microbatch to spare": lambda: patch.object(experiment, "auto_inflight", _no_more_than_stages),
+    "always one to spare": lambda: patch.object(balanced, "_fewest", _as_many_as_allowed),
+    "256 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(256)),
+    "512 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(512)),
+    "P:D taken to be 8": lambda: patch.object(balanced, "_prompt_to_output", _known_ratio),
+    "no larger chunks where all can start": lambda: patch.object(balanced, "_quickest", _never),
+    "decodes shared by count": lambda: patch.object(balanced._Decoding, "seconds", _by_count),
 }
 
 
 def measure(variant: str, work: str, requests: int) -> dict[str, Any]:
-    case: dict[str, Any] = {"work": work, **works(requests)[work]}
-    change = VARIANTS[variant]
-    if variant == "no microbatch to spare":
-        with patch("sarathi_pp.sim.experiment.auto_inflight", lambda policy, num_stages: num_stages):
-            found = run(Case(policy="balanced", chunk_size=auto_chunk_size("balanced"), seed=SEED, **case))
-    elif change is None:
-        found = run(Case(policy="balanced", chunk_size=auto_chunk_size("balanced"), seed=SEED, **case))
-    else:
-        name, replacement = change
-        holder, _, attribute = name.rpartition(".")
-        target: Any = getattr(balanced, holder) if holder else balanced
-        if name == "Balanced":
-            patched = patch.dict("sarathi_pp.core.policy.POLICIES", {"balanced": replacement})
-        else:
-            patched = patch.object(target, attribute, replacement)
-        with patched:
-            found = run(Case(policy="balanced", chunk_size=auto_chunk_size("balanced"), seed=SEED, **case))
+    case = Case(
+        policy="balanced", chunk_size=auto_chunk_size("balanced"), seed=SEED, work=work, **works(requests)[work]
+    )
+    with VARIANTS[variant]():
+        found = run(case)
     return {"variant": variant, "work": work, **{name: found[name] for name in KEPT}}
 
 
@@ -105,6 +91,7 @@ def measure(variant: str, work: str, requests: int) -> dict[str, Any]:
 @click.option("--requests", type=click.IntRange(min=10), default=400, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
 def main(requests: int, output: Path | None) -> None:
+    record = Record.begin()
     pairs = [(variant, work) for work in works(requests) for variant in VARIANTS]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(measure, variant, work, requests) for variant, work in pairs]
@@ -113,15 +100,7 @@ def main(requests: int, output: Path | None) -> None:
         whole = next(r for r in rows if r["work"] == row["work"] and r["variant"] == "all of it")
         row["throughput"] = row["tokens_per_s"] / whole["tokens_per_s"]
         print(f"{row['work']:16} {row['variant']:38} {row['throughput']:7.3f} {row['steady']:7.2%}", file=sys.stderr)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
-    document = {
-        "commit": commit.stdout.strip(),
-        "command": "python examples/ablate_balanced.py " + " ".join(sys.argv[1:]),
-        "rows": rows,
-    }
-    if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    print(json.dumps(record.write(output, {"rows": rows})))
 
 
 if __name__ == "__main__":

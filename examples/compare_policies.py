@@ -6,8 +6,7 @@ Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at fiv
 ratio that changes in mid-run, and with Poisson arrivals at shares of what `balanced` reaches offline. Rivals that take
 a chunk size are run at every one and the best throughput of each seed is taken afterwards, which no user could do (two
 of them with noise and with arrivals); `balanced` gets no size. Every policy's own default is listed beside it, of the
-first seed. Prints a table and writes every run as JSON, the table as
-Markdown beside it.
+first seed. Prints a table and writes every run as JSON, the table as Markdown beside it.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from record import Record
 
 from sarathi_pp.core.policy import POLICIES, auto_chunk_size
 from sarathi_pp.report.policies import bubble_floor
@@ -181,7 +180,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes, and the table, as .md.")
 def main(requests: int, seeds: int, output: Path | None) -> None:
-    used = range(31, 31 + seeds)
+    record, used = Record.begin(), range(31, 31 + seeds)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(run, offline_cases(requests, used)))
         spec = zipf(CAPACITY_REQUESTS, 10, used[0])
@@ -197,19 +196,12 @@ def main(requests: int, seeds: int, output: Path | None) -> None:
         ratios = f"{row.get('steady', 0):7.2%} {row['whole']:7.2%} {row['floor']:6.2%}"
         named = f"{row['work']:18} {row['policy']:18} {row['kind']:8} {row['tokens_per_s']:9.0f}"
         print(f"{named} {ratios} {row['request_bubble_p50_s']:8.3f}", file=sys.stderr)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
-    document = {
-        "commit": commit.stdout.strip(),
-        "command": "python examples/compare_policies.py " + " ".join(sys.argv[1:]),
-        "capacity_requests_per_s": capacity,
-        "throughput over the best rival": gains(table),
-        "rows": table,
-        "runs": results,
-    }
+    shown = {"throughput over the best rival": gains(table)}
+    figures = {"capacity_requests_per_s": capacity, **shown, "rows": table, "runs": results}
+    record.write(output, figures, indent=None)  # of thousands of runs: one line
     if output is not None:
-        output.write_text(json.dumps(document) + "\n")
-        output.with_suffix(".md").write_text(f"`{document['command']}`\n\n{markdown(table)}")
-    print(json.dumps({"throughput over the best rival": document["throughput over the best rival"]}))
+        output.with_suffix(".md").write_text(f"`{record.command}`\n\n{markdown(table)}")
+    print(json.dumps(shown))
 
 
 if __name__ == "__main__":

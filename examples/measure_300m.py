@@ -5,23 +5,24 @@
 Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the work directory) and for each P:D the
 workload `uniform:n=32,min=256,max=1024,pd=P:D` (32 prompts of 256 to 1024 random tokens, end of sequence ignored, all
 there at time 0). A round measures a profile of 2 stages and runs `sarathi-pp generate` for every case in turn, one
-compute thread a stage; the single stage runs on the first P:D only. Each run of 2 stages is also simulated from its
-round's profile. Speed is compared within a round only: machines drift. `balanced` gets no chunk size, the others 256.
-Prints each run and writes all figures as JSON.
+compute thread a stage. Machines drift, so speed is compared within a round only, and a single stage runs right before
+or after the two of the same policy, in turn from round to round. Each run of 2 stages is also simulated from its
+round's profile. `balanced` gets no chunk size, the others 256. Prints each run and writes all figures as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+from record import Record
 
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.runtime.profile_file import read_profile
@@ -31,6 +32,7 @@ from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.summary import summarise_timeline
 
 POLICIES = ("balanced", "sarathi", "orca")
+ON_ONE_STAGE = ("balanced", "sarathi")
 SEQS = 32
 FIGURES = ("wall_s", "total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "overlap", "microbatch_tokens_cv")
 PREDICTED = ("wall_s", "bubble_ratio", "bubble_ratio_steady")
@@ -62,9 +64,9 @@ def workload(ratio: int) -> str:
     return f"uniform:n=32,min=256,max=1024,pd={ratio},seed=0"
 
 
-def write_prompts(path: Path, ratio: int) -> None:
+def write_prompts(path: Path, spec: str) -> None:
     with path.open("w") as file:
-        for request in parse_workload(workload(ratio)).requests():
+        for request in parse_workload(spec).requests():
             row = {
                 "id": request.index,
                 "prompt_token_ids": list(request.prompt_token_ids),
@@ -109,30 +111,39 @@ def predict(work_dir: Path, policy: str, ratio: int) -> Report:
     return {name: report[name] for name in PREDICTED}
 
 
-def one_round(work_dir: Path, ratios: tuple[int, ...]) -> Report:
-    command(work_dir, "profile", 2, "--output", str(work_dir / "profile.json"))
-    cases: Report = {}
+def case_name(ratio: int, policy: str, stages: int) -> str:
+    return f"P:D {ratio}, {policy}, {stages} stage{'s' * (stages > 1)}"
+
+
+def order(ratios: tuple[int, ...], singles: tuple[int, ...], index: int) -> Iterator[tuple[int, str, int]]:
+    """P:D, policy and stages of the runs of round `index`, first to last."""
     for ratio in ratios:
-        for policy, stages in [*((policy, 2) for policy in POLICIES), ("balanced", 1), ("sarathi", 1)]:
-            if stages == 1 and ratio != ratios[0]:
-                continue
-            report = run(work_dir, policy, stages, ratio)
-            case = cases[f"P:D {ratio}, {policy}, {stages} stage{'s' * (stages > 1)}"] = {
-                name: report[name] for name in (*FIGURES, "microbatches", "per_stage", "chunk_size", "inflight")
-            }
-            shown = "  ".join(f"{name} {report[name]:.3f}" for name in FIGURES)
-            if stages > 1:
-                case["predicted"] = predict(work_dir, policy, ratio)
-                shown += "  predicted " + " ".join(f"{value:.3f}" for value in case["predicted"].values())
-            print(f"P:D {ratio:2} {policy:8} {stages}  {shown}", flush=True)
-    return cases
+        for policy in POLICIES:
+            both = ratio in singles and policy in ON_ONE_STAGE
+            for stages in ((1, 2) if index % 2 else (2, 1)) if both else (2,):
+                yield ratio, policy, stages
+
+
+def one_round(work_dir: Path, cases: Iterable[tuple[int, str, int]]) -> Report:
+    command(work_dir, "profile", 2, "--output", str(work_dir / "profile.json"))
+    found: Report = {}
+    for ratio, policy, stages in cases:
+        report = run(work_dir, policy, stages, ratio)
+        kept = (*FIGURES, "microbatches", "per_stage", "chunk_size", "inflight")
+        case = found[case_name(ratio, policy, stages)] = {name: report[name] for name in kept}
+        shown = "  ".join(f"{name} {report[name]:.3f}" for name in FIGURES)
+        if stages > 1:
+            case["predicted"] = predict(work_dir, policy, ratio)
+            shown += "  predicted " + " ".join(f"{value:.3f}" for value in case["predicted"].values())
+        print(f"P:D {ratio:2} {policy:8} {stages}  {shown}", flush=True)
+    return found
 
 
 def spread(values: list[float]) -> Report:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def summary(rounds: list[Report], ratios: tuple[int, ...]) -> Report:
+def summary(rounds: list[Report], singles: tuple[int, ...]) -> Report:
     cases = {case: {name: spread([one[case][name] for one in rounds]) for name in FIGURES} for case in rounds[0]}
     errors = {
         case: {
@@ -144,14 +155,16 @@ def summary(rounds: list[Report], ratios: tuple[int, ...]) -> Report:
         for case in rounds[0]
         if "predicted" in rounds[0][case]
     }
-    first = f"P:D {ratios[0]}"
     speedups = {
-        policy: spread(
-            [r[f"{first}, {policy}, 2 stages"]["wall_s"] / r[f"{first}, {policy}, 1 stage"]["wall_s"] for r in rounds]
-        )
-        for policy in ("balanced", "sarathi")
+        f"P:D {ratio}": {
+            policy: spread(
+                [r[case_name(ratio, policy, 2)]["wall_s"] / r[case_name(ratio, policy, 1)]["wall_s"] for r in rounds]
+            )
+            for policy in ON_ONE_STAGE
+        }
+        for ratio in singles
     }
-    return {"cases": cases, "prediction": errors, f"{first}: wall of 2 stages / wall of 1": speedups}
+    return {"cases": cases, "prediction": errors, "wall of 2 stages / wall of 1": speedups}
 
 
 @click.command()
@@ -165,28 +178,31 @@ def summary(rounds: list[Report], ratios: tuple[int, ...]) -> Report:
     show_default=True,
     help="Prompt tokens to output tokens; may be given several times.",
 )
+@click.option(
+    "--single-stage",
+    "singles",
+    type=int,
+    metavar="PD",
+    multiple=True,
+    help="A --pd to run on one stage too; may be given several times.  [default: the first --pd]",
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every round.")
-def main(work_dir: Path, ratios: tuple[int, ...], rounds: int, output: Path | None) -> None:
+def main(work_dir: Path, ratios: tuple[int, ...], singles: tuple[int, ...], rounds: int, output: Path | None) -> None:
+    singles = singles or ratios[:1]
+    for ratio in singles:
+        if ratio not in ratios:
+            raise click.UsageError(f"--single-stage {ratio} is not among --pd {' --pd '.join(map(str, ratios))}")
+    record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
     if not (work_dir / "model" / "config.json").exists():
         make_checkpoint(work_dir / "model")
     for ratio in ratios:
-        write_prompts(work_dir / f"prompts-{ratio}.jsonl", ratio)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=True)
+        write_prompts(work_dir / f"prompts-{ratio}.jsonl", workload(ratio))
     results: list[Report] = []
-    for _ in range(rounds):
-        results.append(one_round(work_dir, ratios))
-        document = {
-            "commit": commit.stdout.strip(),
-            "command": "python examples/measure_300m.py " + " ".join(sys.argv[1:]),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
-            **summary(results, ratios),
-            "rounds": results,
-        }
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(document, indent=1) + "\n")
+    for index in range(rounds):
+        results.append(one_round(work_dir, order(ratios, singles, index)))
+        document = record.write(output, {**summary(results, singles), "rounds": results})
     print(json.dumps({name: value for name, value in document.items() if name != "rounds"}, indent=1))
 
 

@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections import deque
@@ -27,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from record import Record
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StepResult
-from sarathi_pp.core.policy import auto_chunk_size, make_policy
+from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.sim.experiment import Experiment, run, simulate
@@ -55,7 +52,8 @@ def requests() -> Iterator[Request]:
 
 def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
     """Median and 99th percentile of milliseconds, over `steps` microbatches with `running` sequences in seats."""
-    limits = Limits(STAGES, max(256, 4 * running // STAGES), running, 4096, 16, running * 64, STAGES)
+    chunk_size, inflight_most = max(256, 4 * running // STAGES), auto_inflight(policy, STAGES)
+    limits = Limits(STAGES, chunk_size, running, 4096, 16, running * 64, inflight_most)
     coordinator = Coordinator(limits, make_policy(policy), cost=preset("gpt3-a100-tp8pp8").cost)
     arriving, inflight = requests(), deque[MicroBatch]()
     step_ms, result_ms, decodes = [], [], []
@@ -70,7 +68,7 @@ def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
                 step_ms.append(1e3 * (time.perf_counter() - began))
                 decodes.append(microbatch.num_decodes)
             inflight.append(microbatch)
-        if len(inflight) == STAGES or microbatch is None:
+        if len(inflight) == limits.inflight or microbatch is None:
             oldest = inflight.popleft()
             drawn = [chunk for chunk in oldest.chunks if chunk.sampling is not None]
             tokens = tuple(SampledToken(chunk.sequence, chunk.epoch, 7) for chunk in drawn)
@@ -130,6 +128,7 @@ def peak_bytes(num_requests: int) -> int:
 @click.option("--requests", "num_requests", type=click.IntRange(min=10), default=10_000, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
 def main(policies: tuple[str, ...], steps: int, num_requests: int, output: Path | None) -> None:
+    record = Record.begin()
     step_rows: dict[str, Any] = {}
     for policy in policies:
         step_rows[policy] = {}
@@ -141,18 +140,8 @@ def main(policies: tuple[str, ...], steps: int, num_requests: int, output: Path 
         print(f"{policy:10} simulated  " + "  ".join(f"{k} {v:.0f}" for k, v in row.items()), flush=True)
     memory = {str(count): peak_bytes(count) for count in (100, 200, 400)}
     print("bytes at peak by requests, the same number in flight: ", memory)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
-    document = {
-        "commit": commit.stdout.strip(),
-        "command": "python examples/measure_coordinator.py " + " ".join(sys.argv[1:]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "steps": step_rows,
-        "simulator": simulator,
-        "peak_bytes": memory,
-    }
-    if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    figures = {"steps": step_rows, "simulator": simulator, "peak_bytes": memory}
+    print(json.dumps(record.write(output, figures)))
 
 
 if __name__ == "__main__":

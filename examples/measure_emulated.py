@@ -3,24 +3,27 @@
     python examples/measure_emulated.py --work-dir /tmp/emulated --output examples/figures/emulated-8.json
 
 Stages of the real runtime (8 processes, gloo, the real coordinator) sleep the time that SARATHI's GPT-3 pipeline
-would compute, five times slower so that two cores keep up with the processes, and with a hidden size of 1024 so that
-loopback carries the activations. Three policies on three workloads; wall time and bubble ratio beside the simulator's.
+would compute, ten times slower so that two cores keep up with the processes, and with a hidden size of 1024 so that
+loopback carries the activations. The link of the profile is loopback as these processes find it: a run of other
+requests before the first measures it, as `sarathi-pp profile` does. Three policies on three workloads, the last with a
+mix that changes in mid-run; wall time and bubble ratio beside the simulator's.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
-from measure_300m import PREDICTED, Report
+import numpy as np
+from measure_300m import PREDICTED, Report, write_prompts
+from record import Record
 
+from sarathi_pp.bench.calibrate import measure_link
 from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import Profile
@@ -28,16 +31,21 @@ from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.summary import summarise_timeline
+from sarathi_pp.trace.timeline import Timeline
 
-SLOWER = 5.0
+SLOWER = 10.0
 SEQS = 64
 POLICIES = ("balanced", "sarathi", "orca")
 WORKLOADS = (
-    "zipf:n=96,min=256,max=1024,theta=0.4,pd=10,seed=3",
-    "zipf:n=64,min=256,max=1024,theta=0.4,pd=3,seed=4",
-    "poisson:rate=6,uniform:n=96,min=64,max=900,pd=8,seed=5",
+    "zipf:n=64,min=256,max=1024,theta=0.4,pd=10,seed=3",
+    "zipf:n=48,min=128,max=512,theta=0.4,pd=3,seed=4",
+    "then:uniform:n=32,min=128,max=384,pd=2,seed=5+uniform:n=32,min=256,max=512,pd=20,seed=6",
 )
+# Whole prompts, so that activations of many sizes cross the link.
+CALIBRATION = ("uniform:n=32,min=32,max=1024,pd=20,seed=9", "orca")
+WARM_UP = 8
 
 
 def slowed(stage: StageCost) -> StageCost:
@@ -51,26 +59,24 @@ def make_profile() -> Profile:
     return replace(found, hidden_size=1024, dtype="float32", cost=cost, max_num_seqs=SEQS, pages=8192)
 
 
-def write_prompts(path: Path, spec: str) -> None:
-    with path.open("w") as file:
-        for request in parse_workload(spec).requests():
-            row = {
-                "id": request.index,
-                "prompt_token_ids": list(request.prompt_token_ids),
-                "max_new_tokens": request.sampling.max_new_tokens,
-                "ignore_eos": True,
-            }
-            file.write(json.dumps(row) + "\n")
+def with_measured_link(profile: Profile, work_dir: Path) -> Profile:
+    """The profile with the link that its emulated stages have."""
+    spec, policy = CALIBRATION
+    emulate(work_dir, profile, policy, spec)
+    traces = sorted((work_dir / "answers.jsonl.run" / "attempt-0000").glob("trace-*.jsonl"))
+    timeline = Timeline.read(read_trace(trace) for trace in traces)
+    counted = np.arange(len(timeline.issued)) >= WARM_UP
+    latency_s, bytes_per_s = measure_link(timeline, counted, row_bytes=4 * profile.hidden_size)
+    return replace(profile, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
 
 
-def emulate(work_dir: Path, policy: str, spec: str) -> Report:
+def emulate(work_dir: Path, profile: Profile, policy: str, spec: str) -> Report:
+    (work_dir / "profile.json").write_text(json.dumps(profile.to_json()))
+    write_prompts(work_dir / "prompts.jsonl", spec)
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--emulate", str(work_dir / "profile.json")]
     command += ["--input", str(work_dir / "prompts.jsonl"), "--output", str(work_dir / "answers.jsonl"), "--overwrite"]
     command += ["--stages", "8", "--policy", policy, "--chunk-size", str(auto_chunk_size(policy)), "--quiet", "--json"]
     command += ["--max-num-seqs", str(SEQS), "--layer-split", "even"]
-    workload = parse_workload(spec)
-    if workload.rate < float("inf"):
-        command += ["--request-rate", str(workload.rate)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
     report: Report = json.loads(done.stdout.splitlines()[-1])
     assert report["failed"] == 0, report
@@ -90,18 +96,26 @@ def predict(profile: Profile, policy: str, spec: str) -> Report:
     return summarise_timeline(timeline, measure_bubbles(timeline))
 
 
+def largest_errors(runs: list[Report]) -> dict[str, float]:
+    return {
+        "largest wall error": max(abs(run["wall, predicted / measured"] - 1) for run in runs),
+        "largest bubble error": max(abs(run["bubble, predicted - measured"]) for run in runs),
+    }
+
+
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every run.")
 def main(work_dir: Path, output: Path | None) -> None:
+    record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
-    profile = make_profile()
-    (work_dir / "profile.json").write_text(json.dumps(profile.to_json()))
-    runs: list[dict[str, Any]] = []
+    profile = with_measured_link(make_profile(), work_dir)
+    link = {"latency_s": profile.link_latency_s, "bytes_per_s": profile.link_bytes_per_s}
+    print(json.dumps(link), flush=True)
+    runs: list[Report] = []
     for spec in WORKLOADS:
-        write_prompts(work_dir / "prompts.jsonl", spec)
         for policy in POLICIES:
-            measured, predicted = emulate(work_dir, policy, spec), predict(profile, policy, spec)
+            measured, predicted = emulate(work_dir, profile, policy, spec), predict(profile, policy, spec)
             run = {
                 "workload": spec,
                 "policy": policy,
@@ -112,18 +126,8 @@ def main(work_dir: Path, output: Path | None) -> None:
             }
             runs.append(run)
             print(json.dumps(run), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
-    document = {
-        "commit": commit.stdout.strip(),
-        "command": "python examples/measure_emulated.py " + " ".join(sys.argv[1:]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
-        "largest wall error": max(abs(run["wall, predicted / measured"] - 1) for run in runs),
-        "largest bubble error": max(abs(run["bubble, predicted - measured"]) for run in runs),
-        "runs": runs,
-    }
-    if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in document.items() if name != "runs"}))
+            record.write(output, {**largest_errors(runs), "link": link, "runs": runs})
+    print(json.dumps(largest_errors(runs)))
 
 
 if __name__ == "__main__":

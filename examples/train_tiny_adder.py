@@ -15,7 +15,6 @@ The list makes prompts long enough to be cut into chunks, and anybody can see wh
 """
 
 import json
-import platform
 import random
 import time
 import zlib
@@ -27,11 +26,11 @@ from pathlib import Path
 import click
 import torch
 import transformers
+from record import EXAMPLES, describe_cpu
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-EXAMPLES = Path(__file__).resolve().parent
 VOCABULARY = {text: index for index, text in enumerate(["<unk>", "<bos>", "<pad>", "\n", *"0123456789+="])}
 BOS, PAD, EOS = VOCABULARY["<bos>"], VOCABULARY["<pad>"], VOCABULARY["\n"]
 IGNORED = -100  # the label that the cross entropy of torch leaves out
@@ -196,14 +195,6 @@ def write_prompts(path: Path, rng: random.Random, num_prompts: int) -> None:
         prompts[question] = prompt
     lines = [json.dumps({"id": question, "prompt": prompt}) for question, prompt in prompts.items()]
     path.write_text("\n".join(lines) + "\n")
-
-
-def describe_cpu() -> str:
-    """The processor's name where Linux tells it, else what the platform module knows."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 @click.command()

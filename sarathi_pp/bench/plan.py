@@ -52,8 +52,9 @@ def make_plan(config: RunConfig, workload: Workload) -> dict[str, Any]:
     model = _Model(model_dir, check_model(model_dir), config)
     model.require_room(workload)
     basis = _measured(model) if config.profile is not None else _estimated(model)
-    cut = max(_cuts(model, basis, workload), key=lambda cut: cut.prediction.total_tokens_per_s)
-    return _document(model, basis, workload, cut)
+    predicted = [(cut, predict(cut.profile, workload, cut.run)) for cut in _cuts(model, basis, Demand.of(workload))]
+    cut, prediction = max(predicted, key=lambda pair: pair[1].total_tokens_per_s)
+    return _document(model, basis, workload, cut, prediction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +167,18 @@ class _Cut:
     weights_bytes: list[int]
     pages: list[int]
     microbatch_s: list[float]
-    prediction: Prediction
 
 
-def _cuts(model: _Model, basis: _Basis, workload: Workload) -> list[_Cut]:
+def _cuts(model: _Model, basis: _Basis, demand: Demand) -> list[_Cut]:
     """Those worth comparing: the tile counts around the ideal chunk size, each with its best split."""
     least = saturation(basis.profile.cost)
-    demand = Demand.of(workload)
-    first = _cut(model, basis, workload, demand, least)
-    ideal = demand.decodes_at_once(first.run) * (1 + demand.prompt_tokens / max(1, demand.decodes))
+    at_once = demand.decodes_at_once(_cut(model, basis, demand, least).run)
+    ideal = at_once * (1 + demand.prompt_tokens / max(1, demand.decodes))
     sizes = {max(least, size) for size in whole_tiles(basis.profile.cost, min(ideal, MOST_TOKENS))}
-    return [_cut(model, basis, workload, demand, size) for size in sorted(sizes)]
+    return [_cut(model, basis, demand, size) for size in sorted(sizes)]
 
 
-def _cut(model: _Model, basis: _Basis, workload: Workload, demand: Demand, chunk_size: int) -> _Cut:
+def _cut(model: _Model, basis: _Basis, demand: Demand, chunk_size: int) -> _Cut:
     config, facts = model.config, model.facts
     riding = min(chunk_size - 1, chunk_size * demand.decodes / (demand.prompt_tokens + demand.decodes))
     load = demand.load(chunk_size - riding, riding)
@@ -206,10 +205,10 @@ def _cut(model: _Model, basis: _Basis, workload: Workload, demand: Demand, chunk
     )
     profile = replace(basis.profile, cost=basis.cut(layers), pages=run.num_pages, max_num_seqs=run.max_num_seqs)
     times = [profile.cost.seconds(stage, load) for stage in range(run.num_stages)]
-    return _Cut(run, profile, weights_bytes, pages, times, predict(profile, workload, run))
+    return _Cut(run, profile, weights_bytes, pages, times)
 
 
-def _document(model: _Model, basis: _Basis, workload: Workload, cut: _Cut) -> dict[str, Any]:
+def _document(model: _Model, basis: _Basis, workload: Workload, cut: _Cut, prediction: Prediction) -> dict[str, Any]:
     run, cost = cut.run, cut.profile.cost
     return {
         "schema": SCHEMA,
@@ -239,6 +238,6 @@ def _document(model: _Model, basis: _Basis, workload: Workload, cut: _Cut) -> di
             }
             for stage, layers in enumerate(run.layers)
         ],
-        **asdict(cut.prediction),
+        **asdict(prediction),
         "notes": list(profile_mismatch(model.config, model.facts)),
     }

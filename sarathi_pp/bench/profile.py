@@ -32,6 +32,8 @@ _MOST_SPANS = 4096
 _ROUNDS = 12
 # Huber's: errors beyond this many standard deviations count linearly.
 _OUTLYING = 1.345
+# Standard deviations at which a stage's total cuts spans off. With 2, a spread of 30 % would lose 1.6 % of it, with 3
+# 0.4 %; where 6 % of the spans take five times as long, 3 lets the total grow by 0.6 %, 5 by 1 %, no bound by 25 %.
 _MOST_OFF = 3.0
 # The median of |x| over a normal x is this share of its standard deviation.
 MEDIAN_TO_SIGMA = 1.4826

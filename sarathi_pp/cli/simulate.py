@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli.values import Count
-from sarathi_pp.core.policy import POLICIES, auto_chunk_size, with_tbt_slo
+from sarathi_pp.core.policy import POLICIES, auto_chunk_size, keeps_tbt_slo, with_tbt_slo
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim.experiment import Experiment
@@ -102,8 +102,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
 
 def _bound(policy: str, tbt_slo_s: float | None) -> str:
     """A policy that can be held to the bound is."""
-    keeps = tbt_slo_s is not None and hasattr(POLICIES.get(policy.partition(":")[0]), "tbt_slo")
-    return with_tbt_slo(policy, tbt_slo_s) if keeps and tbt_slo_s else policy
+    return with_tbt_slo(policy, tbt_slo_s) if tbt_slo_s and keeps_tbt_slo(policy) else policy
 
 
 def _report(experiment: Experiment, tbt_slo_s: float | None) -> Report:

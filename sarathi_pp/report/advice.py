@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
-from sarathi_pp.core.policy import CHOOSES_CHUNK_SIZE, USES_CHUNK_SIZE
+from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
 
 _MOST = 3
 # Of the run; below this an estimate says nothing.
@@ -271,7 +271,7 @@ def _advice(report: Report, rule: str, seen: str, remedy: _Remedy, lost_s: float
 
 
 def _smaller_chunks(report: Report) -> _Remedy | None:
-    if _policy_name(report) in CHOOSES_CHUNK_SIZE:
+    if chooses_chunk_size(_policy_name(report)):
         return None
     if not _chunked(report):
         return _Remedy("--policy sarathi", "cuts prompts into chunks of equal size")
@@ -280,7 +280,7 @@ def _smaller_chunks(report: Report) -> _Remedy | None:
 
 
 def _larger_chunks(report: Report) -> _Remedy | None:
-    if not _chunked(report) or _policy_name(report) in CHOOSES_CHUNK_SIZE:
+    if not _chunked(report) or chooses_chunk_size(_policy_name(report)):
         return None
     return _Remedy(f"--chunk-size {2 * report['chunk_size']}", "halves the microbatches of prompts", 0.5)
 
@@ -360,7 +360,7 @@ def _policy_name(report: Report) -> str:
 
 
 def _chunked(report: Report) -> bool:
-    return _policy_name(report) in USES_CHUNK_SIZE
+    return uses_chunk_size(_policy_name(report))
 
 
 def _num_chunks(report: Report) -> int:

@@ -26,14 +26,30 @@ def bubble_floor(report: Report) -> float | None:
 
 def render_policies(document: dict[str, Any]) -> Table:
     """The document of `runs_document` as a table of at most 80 columns."""
+    searched = any("capacity" in run for run in document["runs"])
     caption = (
-        "steady, whole, floor: bubble ratios, the last what unequal stages cost under any schedule; seconds: bubble a\n"
+        "steady, whole, floor: bubble ratios, the last what unequal stages cost under any schedule; seconds: bubble a "
+        "request (median), time to first token, time between tokens"
     )
-    caption += "request (median), time to first token, time between tokens"
+    if searched:
+        caption += "; req/s: the highest rate within the bounds, - where the requests are too few to tell"
     table = Table(title=document.get("workload"), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.caption, table.caption_justify = caption, "left"
-    table.add_column("policy", no_wrap=True)
-    for heading in ("chunk", "tok/s", "steady", "whole", "floor", "request", "TTFT", "p99", "TBT", "p99"):
+    # Of all columns this one folds where the line is too short: a name cut in two can be read, a figure cannot.
+    table.add_column("policy", overflow="fold")
+    for heading in (
+        "chunk",
+        "tok/s",
+        "steady",
+        "whole",
+        "floor",
+        "request",
+        "TTFT",
+        "p99",
+        "TBT",
+        "p99",
+        *(["req/s"] if searched else []),
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in document["runs"]:
         table.add_row(
@@ -42,6 +58,7 @@ def render_policies(document: dict[str, Any]) -> Table:
             _rate(run["total_tokens_per_s"]),
             *(share(run[name]) for name in ("bubble_ratio_steady", "bubble_ratio", "bubble_floor")),
             *(_short(run[name][at]) for name, at in _SECONDS),
+            *([_rate(run["capacity"]["rate"])] if searched else []),
         )
     return table
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import USES_CHUNK_SIZE, make_policy, wants_paragraphs
+from sarathi_pp.core.policy import make_policy, uses_chunk_size, wants_paragraphs
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_ROWS_FAILED, ConfigError, SarathiError
 from sarathi_pp.model.support import ModelFacts, check_model
@@ -87,7 +87,7 @@ def preflight(job: BatchJob) -> Preflight:
     defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
     defaults = defaults.with_command(config.sampling_overrides)
     warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
-    if job.config.chunk_size is not None and config.policy.partition(":")[0] not in USES_CHUNK_SIZE:
+    if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
         warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
     return Preflight(config, model_dir, profile, facts, defaults, RunDirectory(run_path), tuple(warnings))
 

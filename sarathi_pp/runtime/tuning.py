@@ -10,7 +10,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.estimate import estimate_cost
 from sarathi_pp.core.partition import partition_by_time
-from sarathi_pp.core.policy import CHOOSES_CHUNK_SIZE, USES_CHUNK_SIZE
+from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.sizing import inflight, saturation, stage_seconds, typical_load
 from sarathi_pp.errors import ConfigError
@@ -90,5 +90,5 @@ def _split(profile: Profile, config: RunConfig) -> tuple[int, ...]:
 
 def _chunk_size(profile: Profile, config: RunConfig) -> int | None:
     """None for a policy that makes no use of it, or that takes it as a ceiling below which it chooses by itself."""
-    policy = config.policy.partition(":")[0]
-    return saturation(profile.cost) if policy in USES_CHUNK_SIZE - CHOOSES_CHUNK_SIZE else None
+    taken = uses_chunk_size(config.policy) and not chooses_chunk_size(config.policy)
+    return saturation(profile.cost) if taken else None

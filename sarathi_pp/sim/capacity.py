@@ -14,33 +14,38 @@ from sarathi_pp.trace.latency import RequestLatency, Spread, latency_spreads
 _MOST_QUEUE_S = 2.0
 # The rate is known to this share of itself.
 _GRANULARITY = 0.025
+# Requests that all arrive within this time are there at once, and a higher rate is the same.
+_AT_ONCE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """rate: requests a second; 0 where even a trickle misses the bounds. The rest is what was seen at that rate."""
+    """rate: requests a second; 0 where even a trickle misses the bounds, None where there are too few requests to miss
+    them all at once. The rest is what was seen at that rate.
+    """
 
-    rate: float
+    rate: float | None
     tbt_p99_s: float | None
     queue_p50_s: float | None
 
 
 def find_capacity(experiment: Experiment, tbt_slo_s: float) -> Capacity:
     """Of the experiment's policy on its workload, whatever arrivals that has. tbt_slo_s: seconds."""
-    low = Capacity(0.0, None, None)
-    rate = 1.0
+    best = Capacity(0.0, None, None)
+    low, rate = 0.0, 1.0
     high: float | None = None
-    # A queue grows without end above capacity, so doubling ends.
-    while high is None or high - low.rate > _GRANULARITY * high:
+    while high is None or high - low > _GRANULARITY * high:
         seen = _serve(experiment, rate)
         if _within(seen, tbt_slo_s):
-            low = seen
+            best, low = seen, rate
         else:
             high = rate
         if high is not None and high < 1e-3:
             break
-        rate = 2 * rate if high is None else (low.rate + high) / 2
-    return low
+        if high is None and rate * _AT_ONCE_S > experiment.workload.num_requests:
+            return replace(best, rate=None)
+        rate = 2 * rate if high is None else (low + high) / 2
+    return best
 
 
 def _within(seen: Capacity, tbt_slo_s: float) -> bool:

@@ -23,7 +23,7 @@ class Experiment:
     """What to simulate. None: as the profile has it.
 
     inflight: most microbatches at once, None for what the policy takes. slow: stages, by index, that take this many
-    times what the profile says; policies are not told. seed: of the jitter.
+    times what the profile says; policies are not told. page_size: tokens that a KV page holds. seed: of the jitter.
     """
 
     profile: Profile

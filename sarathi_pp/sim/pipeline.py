@@ -73,6 +73,7 @@ class VirtualPipeline:
         spans = []
         arrived_s = microbatch.issued_s
         for stage, (cost, free_s) in enumerate(zip(self._cost.stages, self._free_s, strict=True)):
+            # Written out: a call of max() here takes a tenth of the clock's speed.
             start_s = free_s if free_s > arrived_s else arrived_s
             end_s = start_s + cost.seconds(row) * self._draw()
             spans.append(StageSpan(arrived_s, start_s, end_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -12,14 +13,15 @@ import pytest
 from rich.console import Console
 
 from sarathi_pp.bench.plan import make_plan
+from sarathi_pp.bench.prediction import Prediction, predict
 from sarathi_pp.cli.main import main
 from sarathi_pp.cli.plan import render_plan
-from sarathi_pp.config import RunConfig
+from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.sizing import saturation
 from sarathi_pp.errors import CapacityError, ConfigError, MissingError, PartitionError
-from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.sim.workload import Workload, parse_workload
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")  # 5 layers, hidden size 64, 1152 positions
 # A page of one of its layers: keys and values of 16 tokens, 2 heads of 16 channels, in float32.
@@ -69,14 +71,40 @@ def test_the_chunk_size_is_saraths_optimum(output: int, chunk_size: int, tmp_pat
     assert found["chunk_size"] == chunk_size and found["tile"] == 1
 
 
-@pytest.mark.parametrize(("requests", "output", "chunk_size"), [(200, 50, 320), (40, 34, 256)])
-def test_of_two_tile_counts_the_faster_one_is_taken(
-    requests: int, output: int, chunk_size: int, tmp_path: Path
+def compared_by(monkeypatch: pytest.MonkeyPatch, predict: Callable[..., Prediction]) -> dict[int, Prediction]:
+    """What a plan will compare, by chunk size."""
+    seen = {}
+
+    def predicting(profile: Profile, workload: Workload, run: ResolvedRun) -> Prediction:
+        seen[run.chunk_size] = predict(profile, workload, run)
+        return seen[run.chunk_size]
+
+    monkeypatch.setattr("sarathi_pp.bench.plan.predict", predicting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("requests", "output", "sizes"),
+    [(200, 50, [320, 384]), (40, 34, [192, 256])],  # optima: 45 requests fit, 45 * (1 + 330 / 49) = 348; 20 * 11 = 220
+)
+def test_of_the_two_tile_counts_around_the_optimum_the_faster_one_is_taken(
+    requests: int, output: int, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The optimum is between 320 and 384 tokens, of which the lower is faster, and between 192 and 256."""
+    compared = compared_by(monkeypatch, predict)
     work = f"fixed:n={requests},prompt=330,output={output}"
     found = plan(tmp_path, with_stages(64, a0=2e-3), workload=work, policy="sarathi")
-    assert found["chunk_size"] == chunk_size
+    assert sorted(compared) == sizes
+    rates = {size: prediction.total_tokens_per_s for size, prediction in compared.items()}
+    assert len({*rates.values()}) == 2
+    assert found["chunk_size"] == max(rates, key=rates.__getitem__)
+    assert found["total_tokens_per_s"] == max(rates.values())
+
+
+@pytest.mark.parametrize("faster", [192, 256])
+def test_either_of_the_two_may_be_the_faster(faster: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared_by(monkeypatch, lambda profile, workload, run: Prediction(1.0, 0.0, 1, float(run.chunk_size == faster)))
+    found = plan(tmp_path, with_stages(64, a0=2e-3), policy="sarathi")
+    assert found["chunk_size"] == faster and found["total_tokens_per_s"] == 1.0
 
 
 def test_it_is_never_below_saturation(tmp_path: Path) -> None:
@@ -129,10 +157,12 @@ def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_jittery_machine_gets_one_microbatch_more(tmp_path: Path) -> None:
-    assert plan(tmp_path, policy="sarathi")["inflight"] == 2
-    assert plan(tmp_path, replace(PROFILE, jitter_cv=0.1), policy="sarathi")["inflight"] == 3
+    jittery = replace(PROFILE, jitter_cv=0.1)
+    assert plan(tmp_path, policy="sarathi", stages=3)["inflight"] == 3
+    assert plan(tmp_path, jittery, policy="sarathi", stages=3)["inflight"] == 4
+    assert plan(tmp_path, jittery, policy="sarathi")["inflight"] == 2  # not with two stages
     assert plan(tmp_path)["inflight"] == 3  # balanced takes it where it serves
-    assert plan(tmp_path, replace(PROFILE, jitter_cv=0.1), inflight=2)["inflight"] == 2
+    assert plan(tmp_path, jittery, inflight=2)["inflight"] == 2
 
 
 def test_without_a_profile_times_are_estimated(tmp_path: Path) -> None:

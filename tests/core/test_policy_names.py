@@ -2,7 +2,8 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy import POLICIES, keeps_tbt_slo, make_policy, with_tbt_slo
+from sarathi_pp.core.policy.balanced import Balanced
 from sarathi_pp.core.policy.chunkllm import ChunkLLM
 from sarathi_pp.core.policy.parameter import parameter, read_parameter
 from sarathi_pp.core.policy.sarathi import Sarathi
@@ -43,6 +44,7 @@ def test_both_ends_of_a_range_are_legal():
         ("fifo", "choose one of .*orca, .*sarathi"),
         ("sarathi:odd=1", "no parameter 'odd'; it takes: even"),
         ("orca:x=1", "it takes: none"),
+        ("sarathi:even=0,even=1", "even is given twice"),
         ("sarathi:even=x", "must be an integer"),
         ("sarathi:even=0.5", "even is '0.5'; it must be an integer"),
         ("sglang:_slots=1", "no parameter '_slots'; it takes: dynamic"),
@@ -59,3 +61,29 @@ def test_both_ends_of_a_range_are_legal():
 def test_unknown_names_keys_and_values_are_errors(spec, says):
     with pytest.raises(ConfigError, match=says):
         make_policy(spec)
+
+
+@dataclass
+class Punctual:
+    tbt_slo: float = parameter(0.0, least=0)
+    ears: int = 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [("balanced", Balanced(1 / 3)), ("punctual", Punctual(1 / 3, 2)), ("punctual:ears=3", Punctual(1 / 3, 3))],
+)
+def test_a_bound_on_the_time_between_tokens_is_added_to_what_a_policy_was_told(spec, expected, monkeypatch):
+    monkeypatch.setitem(POLICIES, "punctual", Punctual)
+    assert keeps_tbt_slo(spec)
+    assert make_policy(with_tbt_slo(spec, 1 / 3)) == expected
+
+
+def test_a_bound_is_given_once_and_to_a_policy_that_keeps_it():
+    with pytest.raises(ConfigError, match="tbt_slo is given twice"):
+        make_policy(with_tbt_slo("balanced:tbt_slo=0.5", 0.5))
+    for spec in ("sglang", "sglang:dynamic=1", "nonsense"):
+        assert not keeps_tbt_slo(spec)
+    with pytest.raises(ConfigError, match="--tbt-slo 0.5: sglang keeps no bound"):
+        with_tbt_slo("sglang:dynamic=1", 0.5)
+    assert with_tbt_slo("nonsense", 0.5) == "nonsense"  # make_policy says what there is

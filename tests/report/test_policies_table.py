@@ -51,13 +51,38 @@ def test_the_floor_of_equal_stages_is_nothing_and_of_no_compute_unknown():
     assert bubble_floor({"per_stage": [{"compute_s": 0.0}]}) is None
 
 
-def test_the_table_fits_80_columns_with_the_longest_name():
-    document = json.loads(simulated("--policy", "fastertransformer", "--policy", "sarathi:even=1", "--json"))
+def table(document):
     console = Console(width=80, record=True)
     console.print(render_policies(document))
     text = console.export_text()
-    assert "fastertransformer" in text and "sarathi:even=1" in text and "\u2026" not in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    return text
+
+
+def test_the_table_fits_80_columns_with_the_longest_name():
+    document = json.loads(simulated("--policy", "fastertransformer", "--policy", "sarathi:even=1", "--json"))
+    text = table(document)
+    assert "fastertransformer" in text and "sarathi:even=1" in text and "\u2026" not in text and "req/s" not in text
+
+
+def test_a_bound_between_tokens_is_told_to_who_keeps_it_and_the_rate_within_it_found_for_all():
+    policies = ("--policy", "balanced", "--policy", "sarathi", "--stages", "2", "--json")
+    work = ("--workload", "fixed:n=16,prompt=3000,output=12")
+    document = json.loads(simulated(*policies, *work, "--tbt-slo", "0.15"))
+    balanced, sarathi = document["runs"]
+    assert [balanced["policy"], sarathi["policy"]] == ["balanced:tbt_slo=0.15", "sarathi"]
+    assert all(run["capacity"]["rate"] > 0 and run["capacity"]["tbt_p99_s"] <= 0.15 for run in (balanced, sarathi))
+    free, same = json.loads(simulated(*policies, *work))["runs"]
+    assert balanced["itl_s"]["p99"] < free["itl_s"]["p99"] and sarathi["itl_s"] == same["itl_s"]
+    assert "capacity" not in free
+    text = table(document)
+    assert "req/s" in text and "\u2026" not in text
+    assert f"{sarathi['capacity']['rate']:.1f}" in next(line for line in text.splitlines() if "sarathi" in line)
+
+
+def test_a_bound_of_nothing_is_refused():
+    refused = CliRunner().invoke(cli, [*ARGUMENTS, "--tbt-slo", "0"])
+    assert refused.exit_code == 2 and "--tbt-slo" in refused.output
 
 
 def test_neither_or_both_pipelines_is_refused():

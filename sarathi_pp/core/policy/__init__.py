@@ -44,37 +44,44 @@ POLICIES: dict[str, type[Any]] = {
 # Not to serve with, so not among the choices: `sarathi-pp profile` runs it.
 _UNLISTED: dict[str, type[Any]] = {"calibration": Calibration}
 
-USES_CHUNK_SIZE = frozenset(
+_USES_CHUNK_SIZE = frozenset(
     {"balanced", "distserve", "sarathi", "sarathi-serve", "sglang", "splitfuse", "tensorrt-llm", "vllm"}
 )
-
+# Of those, the ones that choose their sizes below it.
+_CHOOSES_CHUNK_SIZE = frozenset({"balanced"})
+# One microbatch more in flight than stages where it serves; for others that costs throughput.
+_HAS_ONE_TO_SPARE = frozenset({"balanced"})
 # Those that look at where the paragraphs of a prompt end (Request.paragraph_ends).
 _USES_PARAGRAPHS = frozenset({"chunkllm"})
-
-
-# For these the chunk size is a ceiling, below which they choose.
-CHOOSES_CHUNK_SIZE = frozenset({"balanced"})
-# Takes one microbatch more in flight than stages where it serves; for others that costs throughput.
-CHOOSES_INFLIGHT = frozenset({"balanced"})
 
 _AUTO_CHUNK_SIZE = 256
 _AUTO_CEILING = 2048
 
 
+def uses_chunk_size(spec: str) -> bool:
+    """Whether the chunk size makes a difference to the policy that `spec` names."""
+    return _name(spec) in _USES_CHUNK_SIZE
+
+
+def chooses_chunk_size(spec: str) -> bool:
+    """Whether the chunk size is to that policy a ceiling, below which it chooses by itself."""
+    return _name(spec) in _CHOOSES_CHUNK_SIZE
+
+
 def auto_chunk_size(spec: str) -> int:
     """Most tokens in a microbatch of the policy that `spec` names, unless the user or a profile says."""
-    return _AUTO_CEILING if spec.partition(":")[0] in CHOOSES_CHUNK_SIZE else _AUTO_CHUNK_SIZE
+    return _AUTO_CEILING if chooses_chunk_size(spec) else _AUTO_CHUNK_SIZE
 
 
 def auto_inflight(spec: str, num_stages: int) -> int:
     """Most microbatches at once of the policy that `spec` names, unless the user or a profile says."""
-    return num_stages + (spec.partition(":")[0] in CHOOSES_INFLIGHT and num_stages > 1)
+    return num_stages + (_name(spec) in _HAS_ONE_TO_SPARE and num_stages > 1)
 
 
 def make_policy(spec: str) -> Policy:
     """The policy that `NAME` or `NAME:key=value,...` names.
 
-    Raises ConfigError naming the unknown name or key, or the value that is not legal, and the choices.
+    Raises ConfigError naming the key that is given twice, or the name, key or value that is not legal, and the choices.
     """
     name, _, text = spec.partition(":")
     kind = POLICIES.get(name) or _UNLISTED.get(name)
@@ -87,12 +94,19 @@ def make_policy(spec: str) -> Policy:
         if key not in fields:
             takes = ", ".join(sorted(fields)) or "none"
             raise ConfigError(f"--policy {spec}: {name} has no parameter {key!r}; it takes: {takes}")
+        if key in values:
+            raise ConfigError(f"--policy {spec}: {key} is given twice")
         try:
             values[key] = read_parameter(fields[key], value)
         except ValueError as error:
             raise ConfigError(f"--policy {spec}: {key} is {value!r}; it must be {error}") from None
     policy: Policy = kind(**values)
     return policy
+
+
+def keeps_tbt_slo(spec: str) -> bool:
+    """Whether the policy that `spec` names can be held to a bound on the time between tokens."""
+    return hasattr(POLICIES.get(_name(spec)), "tbt_slo")
 
 
 def with_tbt_slo(spec: str, seconds: float) -> str:
@@ -103,11 +117,15 @@ def with_tbt_slo(spec: str, seconds: float) -> str:
     name, _, text = spec.partition(":")
     if name not in POLICIES:
         return spec
-    if not hasattr(POLICIES[name], "tbt_slo"):
+    if not keeps_tbt_slo(spec):
         raise ConfigError(f"--tbt-slo {seconds:g}: {name} keeps no bound on the time between tokens; balanced does")
     return f"{name}:{text}{',' if text else ''}tbt_slo={seconds!r}"
 
 
 def wants_paragraphs(spec: str) -> bool:
     """Whether requests for this policy should say where their paragraphs end; finding that out takes time."""
-    return spec.partition(":")[0] in _USES_PARAGRAPHS
+    return _name(spec) in _USES_PARAGRAPHS
+
+
+def _name(spec: str) -> str:
+    return spec.partition(":")[0]

@@ -3,10 +3,11 @@
     python examples/compare_policies.py --output examples/figures/policies-gpt3.json
 
 Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
-ratio that changes in mid-run, and with Poisson arrivals at shares of what `balanced` reaches offline. Rivals that take
-a chunk size are run at every one and the best throughput of each seed is taken afterwards, which no user could do (two
-of them with noise and with arrivals); `balanced` gets no size. Every policy's own default is listed beside it, of the
-first seed. Prints a table and writes every run as JSON, the table as Markdown beside it.
+ratio that changes in mid-run (each part as long as the others' whole), with noise, with a slow stage, and with Poisson
+arrivals at shares of what `balanced` reaches offline. Rivals that take a chunk size are run at every one and the best
+throughput of each seed is taken afterwards, which no user could do; off the five ratios only the two that come closest
+are. `balanced` gets no size. Every policy's own default is listed beside it, of the first seed. Prints a table and
+writes every run as JSON, the table as Markdown beside it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.summary import summarise_timeline
 
 RATIOS = (2, 5, 10, 20, 40)
+CHANGE = "P:D 2, then 20"
+JITTER = (0.02, 0.05)
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
 TUNED = ("sarathi", "sarathi-serve", "vllm", "sglang", "tensorrt-llm")
+# Of those, the ones that come closest to `balanced`.
+CLOSEST = ("sarathi", "sarathi-serve")
 CHUNK_SIZES = (128, 256, 512, 1024, 2048)
 # Enough of them that filling and draining the pipeline do not count.
 CAPACITY_REQUESTS = 2000
@@ -76,32 +81,33 @@ def zipf(requests: int, ratio: int, seed: int) -> str:
     return f"zipf:n={requests},min=1024,max=4096,theta=0.4,pd={ratio},seed={seed}"
 
 
+def noise(jitter_cv: float) -> str:
+    return f"jitter {100 * jitter_cv:g} %"
+
+
+def swept(*rivals: str) -> list[tuple[str, int]]:
+    """`balanced` as it is, and the rivals at every chunk size."""
+    return [("balanced", auto_chunk_size("balanced")), *((policy, size) for policy in rivals for size in CHUNK_SIZES)]
+
+
 def offline_cases(requests: int, seeds: range) -> list[Case]:
-    works = [(f"P:D {ratio}", lambda seed, ratio=ratio: zipf(requests, ratio, seed)) for ratio in RATIOS]
-    works.append(
-        ("P:D 2, then 20", lambda seed: f"then:{zipf(requests // 2, 2, seed)}+{zipf(requests // 2, 20, seed)}")
-    )
+    works = {f"P:D {ratio}": {seed: zipf(requests, ratio, seed) for seed in seeds} for ratio in RATIOS}
+    change = {seed: f"then:{zipf(requests, 2, seed)}+{zipf(requests, 20, seed)}" for seed in seeds}
+    first = seeds[0]
     cases = []
-    for name, spec in works:
-        for seed in seeds:
-            shown = POLICIES if seed == seeds[0] else {"balanced", *TUNED}
-            cases += [Case(name, spec(seed), policy, auto_chunk_size(policy), seed) for policy in shown]
-            cases += [Case(name, spec(seed), policy, size, seed) for policy in TUNED for size in CHUNK_SIZES]
-    for name, values in (("jitter 2 %", {"jitter_cv": 0.02}), ("jitter 5 %", {"jitter_cv": 0.05})):
-        cases += [
-            Case(name, zipf(requests, 10, seed), policy, size, seed, **values)
-            for seed in seeds
-            for policy, size in SHORT
-        ]
-    cases += [
-        Case("a slow stage", zipf(requests, 10, seed), policy, size, seed, slow=1.1)
-        for seed in seeds
-        for policy, size in SHORT
-    ]
-    return list(dict.fromkeys(cases))
-
-
-SHORT = (("balanced", 2048), *((policy, size) for policy in TUNED[:2] for size in CHUNK_SIZES))
+    for name, specs in works.items():
+        cases += [Case(name, specs[seed], *run, seed) for seed in seeds for run in swept(*TUNED)]
+    for name, specs in {**works, CHANGE: change}.items():
+        cases += [Case(name, specs[first], policy, auto_chunk_size(policy), first) for policy in POLICIES]
+    for seed in seeds:
+        steady = works["P:D 10"][seed]
+        for run in swept(*CLOSEST):
+            cases.append(Case(CHANGE, change[seed], *run, seed))
+            cases += [Case(noise(cv), steady, *run, seed, jitter_cv=cv) for cv in JITTER]
+            cases.append(Case("a slow stage", steady, *run, seed, slow=1.1))
+    # In this order, so that a table starts with the ratios.
+    order = [*works, CHANGE, *(noise(cv) for cv in JITTER), "a slow stage"]
+    return sorted(dict.fromkeys(cases), key=lambda case: order.index(case.work))
 
 
 def arrival_cases(requests: int, seeds: range, capacity: float) -> list[Case]:
@@ -115,7 +121,7 @@ def arrival_cases(requests: int, seeds: range, capacity: float) -> list[Case]:
         )
         for load in LOADS
         for seed in seeds
-        for policy, size in SHORT
+        for policy, size in swept(*CLOSEST)
     ]
 
 
@@ -128,7 +134,7 @@ def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             runs = [result for result in here if result["policy"] == policy]
             default = [result for result in runs if result["chunk_size"] == auto_chunk_size(policy)]
             table.append(_row(work, policy, "default", default))
-            if policy in TUNED:
+            if len({result["chunk_size"] for result in runs}) > 1:
                 seeds = dict.fromkeys(result["seed"] for result in runs)
                 best = [max((r for r in runs if r["seed"] == seed), key=lambda r: r["tokens_per_s"]) for seed in seeds]
                 table.append(_row(work, policy, "tuned", best))

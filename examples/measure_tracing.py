@@ -1,17 +1,14 @@
-"""What tracing costs: the same work with events recorded and with `record` doing nothing, in turn.
+"""What tracing costs: one run in which events are recorded for some seconds and thrown away for the next.
 
     python examples/measure_tracing.py --work-dir /tmp/m300 --output examples/figures/tracing-cost.json
 
-Two stages under torchrun, one compute thread each. Seconds are the engine's own, from the first row to the last answer;
-loading lies outside. Order alternates from round to round. What "off" leaves running are the clock reads around a span
-and the making of events.
+Two stages on the 298M model of measure_300m.py, one compute thread each, and eight requests that only decode: short
+microbatches, so many events a second. Separate runs of the same work differ by 10 % and more on shared machines; blocks
+of three seconds within one run see the same machine. In each four blocks the first and the last are traced, so that a
+context that grows cancels out. What "off" leaves running are the clock reads around a span and the making of events.
 
-    real      the 298M model of measure_300m.py: 8 prompts of 256 tokens with 24 new ones each, so most microbatches
-              are short and events many. Holds all of the cost, under the scatter of two computing cores.
-    emulated  stages that sleep 4 ms and a little for each microbatch, of which there are about a thousand. Steady, and
-              holds what a stage waits for its events; what their writing takes from a computing core it does not.
-
-Last, what recording and writing an event costs by itself.
+A block's figure is the time between results in it, its first second left out: the trace is written twice a second, and
+what was gathered before the block is then written. Last, what recording and writing an event costs by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,110 +31,108 @@ import click
 from measure_300m import make_checkpoint, write_prompts
 from record import Record
 
-from sarathi_pp.core.cost import CostModel, StageCost
-from sarathi_pp.core.profile import Profile
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.latency import percentile
 from sarathi_pp.trace.recorder import Recorder, read_trace
 
-_WORKER = "SARATHI_PP_MEASURE_TRACING"  # set for the ranks that torchrun starts: on, or off
-REAL = "fixed:n=8,prompt=256,output=24,seed=0"
-EMULATED = "fixed:n=64,prompt=64,output=64,seed=0"
-# Few at once make many microbatches.
-EMULATED_SEQS = 8
+_WORKER = "SARATHI_PP_MEASURE_TRACING"  # where rank 0 of the run writes down when results came
+BLOCK_S = 3.0
+SETTLE_S = 1.0
+SEQS = 8
 RESAMPLES = 10_000
 
 
-def work(traced: bool, seconds_path: Path) -> None:
-    """One rank of a run; rank 0 writes down how long the engine took."""
+def block_of(at_s: float) -> int:
+    """The same on every rank: they share the host's clock."""
+    return int(at_s / BLOCK_S)
+
+
+def traced(block: int) -> bool:
+    return block % 4 in (0, 3)
+
+
+def work(results_path: Path) -> None:
+    """One rank of the run."""
     from sarathi_pp.cli.main import main as command
-    from sarathi_pp.runtime.engine import Engine
+    from sarathi_pp.core.coordinator import Coordinator
     from sarathi_pp.runtime.job import Job
 
-    run, clock = Engine.run, SystemClock()
+    clock, record, complete = SystemClock(), Recorder.record, Coordinator.complete
+    results_s: list[float] = []
 
-    def timed(self: Engine, *arguments: Any) -> None:
-        start_s = clock.now()
-        run(self, *arguments)
-        seconds_path.write_text(str(clock.now() - start_s))
+    def record_in_turn(self: Recorder, event: Any) -> None:
+        if traced(block_of(clock.now())):
+            record(self, event)
 
-    with mock.patch.object(Engine, "run", timed):
-        if traced:
-            command()
-        else:
-            with (
-                mock.patch.object(Recorder, "record", lambda self, event: None),
-                mock.patch.object(Job, "finish", lambda self, analyse=None: self._watchdog.dismiss()),
-            ):
-                command()
+    def timed(self: Coordinator, result: Any) -> Any:
+        results_s.append(clock.now())
+        return complete(self, result)
 
+    def finish(self: Job, analyse: Any = None) -> None:
+        """Half a trace makes no report."""
+        self._watchdog.dismiss()
+        self._recorder.close()
+        if results_s:
+            results_path.write_text(json.dumps(results_s))
 
-def make_profile() -> Profile:
-    """Two equal stages of short microbatches that cost much the same whatever they hold."""
-    stages = tuple(StageCost((first, first + 8), a0=4e-3, a1=10e-6, a2=0.0, a3=0.0, a4=0.0) for first in (0, 8))
-    return Profile(
-        model="short-microbatches",
-        device="emulated",
-        dtype="bfloat16",
-        hidden_size=1024,
-        num_layers=16,
-        cost=CostModel(1, stages),
-        link_latency_s=0.0,
-        link_bytes_per_s=1e9,
-        jitter_cv=0.0,
-        pages=1024,
-        max_num_seqs=EMULATED_SEQS,
-    )
+    with (
+        mock.patch.object(Recorder, "record", record_in_turn),
+        mock.patch.object(Coordinator, "complete", timed),
+        mock.patch.object(Job, "finish", finish),
+    ):
+        command()
 
 
-def run_once(answers: Path, given: Sequence[str], traced: bool, port: int) -> float:
-    """Seconds of one run. given: what to run, as options of `generate`."""
-    seconds = answers.with_suffix(".seconds")
-    seconds.unlink(missing_ok=True)
-    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2")
+def run(work_dir: Path, output_tokens: int) -> tuple[list[float], Path]:
+    """When the results of one run came, and rank 0's trace, which has most events."""
+    prompts, answers, results = (work_dir / f"tracing{end}" for end in (".jsonl", "-answers.jsonl", "-results.json"))
+    write_prompts(prompts, f"fixed:n={SEQS},prompt=64,output={output_tokens},seed=0")
+    results.unlink(missing_ok=True)
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
     command = (
-        *(*torchrun, "--master-addr", "127.0.0.1", "--master-port", str(port), __file__, "generate"),
-        *(*given, "--output", str(answers), "--overwrite", "--quiet"),
+        *(*torchrun, "--master-port", "29700", __file__, "generate", "--model", str(work_dir / "model")),
+        *("--input", str(prompts), "--output", str(answers), "--overwrite", "--quiet"),
     )
-    environment = {**os.environ, _WORKER: f"{'on' if traced else 'off'}:{seconds}"}
-    subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
-    return float(seconds.read_text())
+    subprocess.run(command, env={**os.environ, _WORKER: str(results)}, check=True, stderr=subprocess.DEVNULL)
+    trace = work_dir / "tracing-answers.jsonl.run" / "attempt-0000" / "trace-00000-of-00002.jsonl"
+    return json.loads(results.read_text()), trace
 
 
-def compare(name: str, work_dir: Path, given: Sequence[str], rounds: int, port: int) -> dict[str, Any]:
-    """A pair of runs each round, what the pairs show, and what the events of the last traced run cost."""
-    seconds: dict[str, list[float]] = {"on": [], "off": []}
-    for index in range(rounds):
-        for mode in ("on", "off") if index % 2 else ("off", "on"):
-            answers = work_dir / f"{name}-{mode}.jsonl"
-            seconds[mode].append(run_once(answers, given, mode == "on", port + index))
-        on_s, off_s = seconds["on"][-1], seconds["off"][-1]
-        print(f"{name} {index + 1}  on {on_s:.3f} s  off {off_s:.3f} s  ratio {on_s / off_s:.4f}", flush=True)
-    trace = work_dir / f"{name}-on.jsonl.run" / "attempt-0000" / "trace-00000-of-00002.jsonl"
-    return {
-        "seconds": seconds,
-        "seconds with tracing / without": ratios(seconds["on"], seconds["off"]),
-        "of one run": cost_of_events(trace, statistics.median(seconds["on"])),
-    }
+def interval_of_blocks(results_s: list[float]) -> dict[int, float]:
+    """Mean seconds between results of each block that lies wholly in the run."""
+    blocks: dict[int, list[float]] = {}
+    for at_s in results_s:
+        if at_s % BLOCK_S >= SETTLE_S:
+            blocks.setdefault(block_of(at_s), []).append(at_s)
+    whole = range(block_of(results_s[0]) + 1, block_of(results_s[-1]))
+    return {block: (blocks[block][-1] - blocks[block][0]) / (len(blocks[block]) - 1) for block in whole}
 
 
-def ratios(on: list[float], off: list[float]) -> dict[str, Any]:
-    pairs = sorted(with_s / without_s for with_s, without_s in zip(on, off, strict=True))
+def ratios(intervals: dict[int, float]) -> Iterator[float]:
+    """Traced against untraced, of each two neighbouring blocks of which one was."""
+    for before, after in pairwise(intervals):
+        if traced(before) != traced(after):
+            on, off = (before, after) if traced(before) else (after, before)
+            yield intervals[on] / intervals[off]
+
+
+def spread(found: list[float]) -> dict[str, Any]:
+    pairs = sorted(found)
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
     return {
-        "of medians": statistics.median(on) / statistics.median(off),
-        "median of pairs": statistics.median(pairs),
+        "pairs": len(pairs),
+        "median": statistics.median(pairs),
         "95 % confidence, bootstrap": [percentile(medians, share) for share in (2.5, 97.5)],
-        "quartiles of pairs": [percentile(pairs, share) for share in (25, 75)],
+        "quartiles": [percentile(pairs, share) for share in (25, 75)],
         "min": pairs[0],
         "max": pairs[-1],
     }
 
 
-def cost_of_events(trace: Path, run_s: float) -> dict[str, float]:
-    """Record a run's events of rank 0, which has most, once more, 40 times over: what each costs and all together."""
-    events = list(read_trace(trace)) * 40
+def cost_of_events(trace: Path, traced_s: float) -> dict[str, float]:
+    """Record the run's events once more, 20 times over: what each costs, and all of them of the time they are from."""
+    events = list(read_trace(trace)) * 20
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "trace.jsonl")
@@ -147,44 +143,41 @@ def cost_of_events(trace: Path, run_s: float) -> dict[str, float]:
         recorder.close()
         cpu_s = time.process_time() - before_s
     return {
-        "events": len(events) / 40,
+        "events a second": len(events) / 20 / traced_s,
         "stage loop, us an event": loop_s / len(events) * 1e6,
         "all threads, CPU us an event": cpu_s / len(events) * 1e6,
-        "CPU share of the run": cpu_s / 40 / run_s,
+        "CPU share of a core": cpu_s / 20 / traced_s,
     }
 
 
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--rounds", type=click.IntRange(min=0), default=8, show_default=True, help="Pairs on the model.")
-@click.option("--emulated-rounds", type=click.IntRange(min=0), default=12, show_default=True, help="Emulated pairs.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after the real pairs too."
-)
-def main(work_dir: Path, rounds: int, emulated_rounds: int, output: Path | None) -> None:
-    record, figures = Record.begin(), {}
+@click.option("--output-tokens", type=click.IntRange(min=100), default=2000, show_default=True, help="Of each request.")
+@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+def main(work_dir: Path, output_tokens: int, output: Path | None) -> None:
+    record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
-    if rounds:
-        if not (work_dir / "model" / "config.json").exists():
-            make_checkpoint(work_dir / "model")
-        prompts = work_dir / "tracing-real.jsonl"
-        write_prompts(prompts, REAL)
-        given = ("--model", str(work_dir / "model"), "--input", str(prompts))
-        figures["real"] = compare("real", work_dir, given, rounds, 29700)
-        record.write(output, figures)
-    if emulated_rounds:
-        prompts, profile = work_dir / "tracing-emulated.jsonl", work_dir / "tracing-profile.json"
-        write_prompts(prompts, EMULATED)
-        profile.write_text(json.dumps(make_profile().to_json()))
-        given = ("--emulate", str(profile), "--input", str(prompts))
-        figures["emulated"] = compare("emulated", work_dir, given, emulated_rounds, 29800)
-        record.write(output, figures)
-    print(json.dumps(figures, indent=2))
+    if not (work_dir / "model" / "config.json").exists():
+        make_checkpoint(work_dir / "model")
+    results_s, trace = run(work_dir, output_tokens)
+    intervals = interval_of_blocks(results_s)
+    document = record.write(
+        output,
+        {
+            "seconds": results_s[-1] - results_s[0],
+            "microbatches": len(results_s),
+            "time between results, traced / untraced": spread(list(ratios(intervals))),
+            "events": cost_of_events(trace, (results_s[-1] - results_s[0]) / 2),
+            "ms between results by block": [
+                {"traced": traced(block), "ms": 1e3 * interval} for block, interval in intervals.items()
+            ],
+        },
+    )
+    print(json.dumps({name: value for name, value in document.items() if name != "ms between results by block"}))
 
 
 if __name__ == "__main__":
     if _WORKER in os.environ:
-        mode, _, where = os.environ[_WORKER].partition(":")
-        work(mode == "on", Path(where))
+        work(Path(os.environ[_WORKER]))
     else:
         main()

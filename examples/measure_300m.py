@@ -6,8 +6,10 @@ Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the wo
 workload `uniform:n=32,min=256,max=1024,pd=P:D` (32 prompts of 256 to 1024 random tokens, end of sequence ignored, all
 there at time 0). A round measures a profile of 2 stages and runs `sarathi-pp generate` for every case in turn, one
 compute thread a stage. Machines drift, so speed is compared within a round only, and a single stage runs right before
-or after the two of the same policy, in turn from round to round. Each run of 2 stages is also simulated from its
-round's profile. `balanced` gets no chunk size, the others 256. Prints each run and writes all figures as JSON.
+or after the two of the same policy, in turn from round to round. Two jobs of a single stage at once show what the cores
+can do together. Each run of 2 stages is also simulated, from its round's profile and from costs fitted to its own
+spans: the first predicts, the second shows what of the error is the machine's drift. `balanced` gets no chunk size, the
+others 256. Prints each run and writes all figures as JSON.
 """
 
 from __future__ import annotations
@@ -18,23 +20,31 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from record import Record
 
+from sarathi_pp.bench.profile import fit_cost
 from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.profile import Profile
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.summary import summarise_timeline
+from sarathi_pp.trace.timeline import Timeline
 
 POLICIES = ("balanced", "sarathi", "orca")
 ON_ONE_STAGE = ("balanced", "sarathi")
+# Also run twice at once on one stage each: two stages cannot be faster than cores that share memory let two jobs be.
+TWICE = "sarathi"
 SEQS = 32
 FIGURES = ("wall_s", "total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "overlap", "microbatch_tokens_cv")
+PREDICTIONS = ("predicted", "predicted from its own costs")
 PREDICTED = ("wall_s", "bubble_ratio", "bubble_ratio_steady")
 
 Report = dict[str, Any]
@@ -76,31 +86,39 @@ def write_prompts(path: Path, spec: str) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def command(work_dir: Path, name: str, stages: int, *options: str) -> Report:
-    """One command of ours to its end, and the JSON it printed."""
+def start(work_dir: Path, name: str, stages: int, *options: str) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-P", "-m", "sarathi_pp", name, "--model", str(work_dir / "model"), "--quiet", "--json"]
     words += ["--stages", str(stages), "--max-num-seqs", str(SEQS), "--overwrite", *options]
-    done = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
-    report: Report = json.loads(done.stdout.splitlines()[-1])
+    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen[bytes]) -> Report:
+    """The JSON that a command prints at its end."""
+    printed, _ = process.communicate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    report: Report = json.loads(printed.splitlines()[-1])
     return report
 
 
-def run(work_dir: Path, policy: str, stages: int, ratio: int) -> Report:
-    prompts, answers = work_dir / f"prompts-{ratio}.jsonl", work_dir / "answers.jsonl"
-    size = str(auto_chunk_size(policy))
-    given = ["--input", str(prompts), "--output", str(answers), "--policy", policy, "--chunk-size", size]
+def run(work_dir: Path, policy: str, stages: int, ratio: int, copies: int = 1) -> list[Report]:
+    """Reports of as many copies of the run, started at once."""
+    given = ["--input", str(work_dir / f"prompts-{ratio}.jsonl"), "--policy", policy]
+    given += ["--chunk-size", str(auto_chunk_size(policy))]
     if stages > 1:
         given += ["--profile", str(work_dir / "profile.json"), "--layer-split", "even"]
-        # Noise makes `auto` one more; here only `balanced` has that, as it has where nothing is measured.
-        given += ["--inflight", str(stages + (policy == "balanced"))]
-    report = command(work_dir, "generate", stages, *given)
-    assert report["failed"] == 0 and report["requests"] == 32, report
-    return report
+    started = [
+        start(work_dir, "generate", stages, *given, "--output", str(work_dir / f"answers-{copy}.jsonl"))
+        for copy in range(copies)
+    ]
+    reports = [finish(process) for process in started]
+    assert all(report["failed"] == 0 and report["requests"] == 32 for report in reports), reports
+    return reports
 
 
-def predict(work_dir: Path, policy: str, ratio: int) -> Report:
+def predict(profile: Profile, policy: str, ratio: int) -> Report:
     experiment = Experiment(
-        profile=read_profile(work_dir / "profile.json"),
+        profile=profile,
         workload=parse_workload(workload(ratio)),
         policy=policy,
         chunk_size=auto_chunk_size(policy),
@@ -109,6 +127,14 @@ def predict(work_dir: Path, policy: str, ratio: int) -> Report:
     timeline = simulate(experiment)
     report = summarise_timeline(timeline, measure_bubbles(timeline))
     return {name: report[name] for name in PREDICTED}
+
+
+def refitted(profile: Profile, run_dir: Path) -> Profile:
+    """The profile with what microbatches cost in that run itself: the machine as it was then."""
+    traces = sorted((run_dir / "attempt-0000").glob("trace-*.jsonl"))
+    fit = fit_cost(Timeline.read(read_trace(trace) for trace in traces))
+    assert fit is not None, run_dir
+    return replace(profile, cost=fit.model)
 
 
 def case_name(ratio: int, policy: str, stages: int) -> str:
@@ -125,17 +151,24 @@ def order(ratios: tuple[int, ...], singles: tuple[int, ...], index: int) -> Iter
 
 
 def one_round(work_dir: Path, cases: Iterable[tuple[int, str, int]]) -> Report:
-    command(work_dir, "profile", 2, "--output", str(work_dir / "profile.json"))
-    found: Report = {}
+    finish(start(work_dir, "profile", 2, "--output", str(work_dir / "profile.json")))
+    profile = read_profile(work_dir / "profile.json")
+    found: Report = {"profile error": profile.error}
     for ratio, policy, stages in cases:
-        report = run(work_dir, policy, stages, ratio)
+        [report] = run(work_dir, policy, stages, ratio)
         kept = (*FIGURES, "microbatches", "per_stage", "chunk_size", "inflight")
         case = found[case_name(ratio, policy, stages)] = {name: report[name] for name in kept}
-        shown = "  ".join(f"{name} {report[name]:.3f}" for name in FIGURES)
+        print(f"P:D {ratio:2} {policy:8} {stages}  " + "  ".join(f"{name} {report[name]:.3f}" for name in FIGURES))
         if stages > 1:
-            case["predicted"] = predict(work_dir, policy, ratio)
-            shown += "  predicted " + " ".join(f"{value:.3f}" for value in case["predicted"].values())
-        print(f"P:D {ratio:2} {policy:8} {stages}  {shown}", flush=True)
+            case["predicted"] = predict(profile, policy, ratio)
+            own = refitted(profile, work_dir / "answers-0.jsonl.run")
+            case["predicted from its own costs"] = predict(own, policy, ratio)
+            for kind in PREDICTIONS:
+                print(f"    {kind}  " + " ".join(f"{value:.3f}" for value in case[kind].values()), flush=True)
+        elif policy == TWICE:
+            both = run(work_dir, policy, 1, ratio, copies=2)
+            case["wall_s of two at once"] = statistics.fmean(one["wall_s"] for one in both)
+            print(f"    two at once  wall_s {case['wall_s of two at once']:.3f}", flush=True)
     return found
 
 
@@ -144,26 +177,31 @@ def spread(values: list[float]) -> Report:
 
 
 def summary(rounds: list[Report], singles: tuple[int, ...]) -> Report:
-    cases = {case: {name: spread([one[case][name] for one in rounds]) for name in FIGURES} for case in rounds[0]}
+    names = [name for name in rounds[0] if name != "profile error"]
+    cases = {case: {name: spread([one[case][name] for one in rounds]) for name in FIGURES} for case in names}
     errors = {
         case: {
-            "wall, predicted / measured": spread([r[case]["predicted"]["wall_s"] / r[case]["wall_s"] for r in rounds]),
-            "bubble, predicted - measured": spread(
-                [r[case]["predicted"]["bubble_ratio"] - r[case]["bubble_ratio"] for r in rounds]
-            ),
+            kind: {
+                "wall, predicted / measured": spread([r[case][kind]["wall_s"] / r[case]["wall_s"] for r in rounds]),
+                "bubble, predicted - measured": spread(
+                    [r[case][kind]["bubble_ratio"] - r[case]["bubble_ratio"] for r in rounds]
+                ),
+            }
+            for kind in PREDICTIONS
         }
-        for case in rounds[0]
-        if "predicted" in rounds[0][case]
+        for case in names
+        if PREDICTIONS[0] in rounds[0][case]
     }
-    speedups = {
-        f"P:D {ratio}": {
-            policy: spread(
-                [r[case_name(ratio, policy, 2)]["wall_s"] / r[case_name(ratio, policy, 1)]["wall_s"] for r in rounds]
-            )
-            for policy in ON_ONE_STAGE
-        }
-        for ratio in singles
-    }
+    speedups: Report = {}
+    for ratio in singles:
+        walls = speedups[f"P:D {ratio}"] = {}
+        for policy in ON_ONE_STAGE:
+            one, two = case_name(ratio, policy, 1), case_name(ratio, policy, 2)
+            walls[policy] = spread([r[two]["wall_s"] / r[one]["wall_s"] for r in rounds])
+        one = case_name(ratio, TWICE, 1)
+        walls["two jobs of one stage at once / one after the other"] = spread(
+            [r[one]["wall_s of two at once"] / (2 * r[one]["wall_s"]) for r in rounds]
+        )
     return {"cases": cases, "prediction": errors, "wall of 2 stages / wall of 1": speedups}
 
 

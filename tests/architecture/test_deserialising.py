@@ -41,7 +41,19 @@ def called(node: ast.AST) -> list[str]:
     if not isinstance(node, ast.Call):
         return []
     constants = [k for k in node.keywords if isinstance(k.value, ast.Constant)]
-    return [ast.unparse(node.func), *(ast.unparse(keyword) for keyword in constants)]
+    return [dotted(node.func), *(ast.unparse(keyword) for keyword in constants)]
+
+
+def dotted(function: ast.AST) -> str:
+    """torch.hub.load; of what is not a name, the attributes alone: `a().b.c` is .b.c, and a() is looked at by itself.
+
+    As `ast.unparse` has it but for that, in a tenth of the time.
+    """
+    attributes: list[str] = []
+    while isinstance(function, ast.Attribute):
+        attributes.append(function.attr)
+        function = function.value
+    return ".".join([function.id if isinstance(function, ast.Name) else "", *reversed(attributes)])
 
 
 @pytest.mark.parametrize("folder", ["sarathi_pp", "kernels", "examples"])
@@ -62,6 +74,9 @@ def test_no_module_deserialises_code(folder: str) -> None:
         "from torch import load",
         "dist.broadcast_object_list(facts)",
         "from torch.distributed import all_gather_object",
+        "pickle.Unpickler(file).load()",
+        "dist.group.WORLD.gather_object(facts)",
+        "groups[0].broadcast_object_list(facts)",
         "torch.hub.load_state(path, weights_only=False)",
         "AutoModel.from_pretrained(path, trust_remote_code=True)",
         "eval(text)",

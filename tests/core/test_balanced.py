@@ -106,7 +106,7 @@ def test_a_bound_on_the_time_between_tokens_is_kept():
 @pytest.mark.parametrize("costs", [dict(a2=2e-6), dict(a3=1e-5), dict(a4=3e-4), dict(a2=1e-6, a3=5e-6, a4=1e-4)])
 def test_whatever_costs_time_counts_against_the_bound(costs):
     """The share of each of two in flight, less the tenth in hand; what fills the decodes' last tile comes free."""
-    cost, work, share_s = model(16, **costs), requests(30, 400, 20), 0.9 * 0.02 / 2
+    cost, work, share_s = model(16, **costs), requests(20, 300, 12), 0.9 * 0.02 / 2
 
     def free(m):
         return -m.num_decodes % 16 if m.num_decodes else 16

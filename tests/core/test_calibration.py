@@ -46,9 +46,9 @@ def limits_strategy():
         ),
         st.integers(1, 4),
         st.integers(0, 1),
-        st.sampled_from([1, 3, 16, 100, 256]),
+        st.sampled_from([1, 3, 16, 64]),
         st.integers(1, 24),
-        st.integers(2, 300),
+        st.integers(2, 200),
         st.sampled_from([1, 4, 16]),
         st.integers(2, 200),
     )

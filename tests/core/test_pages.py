@@ -1,8 +1,10 @@
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sarathi_pp.core.pages import PagePool
+from tests.thinning import examples
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -29,6 +31,8 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+# The twelve pages are taken and given back several times over in as many steps.
+TestPool.settings = settings(max_examples=examples(90), stateful_step_count=25, deadline=None)
 
 
 def test_giving_back_twice_fails_at_once():

@@ -151,10 +151,9 @@ def test_a_workload_that_never_fits_is_refused():
 
 def test_balanced_leaves_little_bubble_where_sarathi_of_the_wrong_size_leaves_much():
     def steady(policy, chunk_size):
-        workload = parse_workload("zipf:n=60,min=256,max=1024,theta=0.4,pd=5,seed=2")
-        experiment = Experiment(
-            profile=preset("gpt3-a100-tp8pp8"), workload=workload, policy=policy, chunk_size=chunk_size, max_num_seqs=40
-        )
+        workload = parse_workload("zipf:n=60,min=256,max=512,theta=0.4,pd=5,seed=2")
+        limits = dict(chunk_size=chunk_size, max_num_seqs=40, stages=4)
+        experiment = Experiment(profile=preset("gpt3-a100-tp8pp8"), workload=workload, policy=policy, **limits)
         return measure_bubbles(simulate(experiment)).bubble_ratio_steady
 
     assert steady("balanced", 2048) < 0.03

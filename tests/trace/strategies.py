@@ -1,4 +1,4 @@
-"""Made-up runs for property tests: schedules whose delays are whole eighths of a second, many of them zero."""
+"""Made-up runs for property tests."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from tests.trace.schedules import Delay, Schedule, table
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    microbatches, stages = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+def schedules(
+    draw: st.DrawFn, *, microbatches: int = 6, least_compute: int = 1, most: int = 4, fraction: int = 8
+) -> Schedule:
+    """Up to so many microbatches on up to four stages, delays of up to `most` whole fractions of a second.
+
+    Fractions are exact in binary, so that sums compare with ==, and many delays are zero.
+    """
+    count, stages = draw(st.integers(1, microbatches)), draw(st.integers(1, 4))
 
     def delays(least: int) -> Delay:
-        rows = draw(
-            st.lists(
-                st.lists(st.integers(least, 4), min_size=stages, max_size=stages),
-                min_size=microbatches,
-                max_size=microbatches,
-            )
-        )
-        return table([[eighths / 8 for eighths in row] for row in rows])
+        """A byte each: one draw takes a tenth of the time that a list of them takes."""
+        drawn = draw(st.binary(min_size=count * stages, max_size=count * stages))
+        seconds = [(least + byte % (most + 1 - least)) / fraction for byte in drawn]
+        return table([seconds[m * stages : (m + 1) * stages] for m in range(count)])
 
     return Schedule(
-        microbatches,
+        count,
         stages,
-        compute=delays(1),
+        compute=delays(least_compute),
         issue=delays(0),
         transfer=delays(0),
         host=delays(0),

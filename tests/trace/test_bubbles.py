@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sarathi_pp.trace.bubbles import Bubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait, TraceEnd, TraceStart
 from sarathi_pp.trace.timeline import Timeline
 from tests.trace.schedules import Schedule, added, constant, once, start, table
+from tests.trace.strategies import schedules
 
 STATES = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
 
@@ -210,30 +210,7 @@ def test_clock_offsets_are_applied_and_interpolated(drift: float) -> None:
             assert getattr(stage, state) == pytest.approx(getattr(expected, state), abs=1e-9), state
 
 
-seconds = st.integers(0, 50).map(lambda units: units / 16)  # exact in binary: sums compare with ==
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    stages = draw(st.integers(1, 4))
-    microbatches = draw(st.integers(1, 12))
-
-    def delays() -> list[list[float]]:
-        row = st.lists(seconds, min_size=stages, max_size=stages)
-        return draw(st.lists(row, min_size=microbatches, max_size=microbatches))
-
-    return Schedule(
-        microbatches,
-        stages,
-        compute=table(delays()),
-        issue=table(delays()),
-        transfer=table(delays()),
-        host=table(delays()),
-        send_wait=table(delays()),
-    )
-
-
-@given(schedules())
+@given(schedules(microbatches=12, least_compute=0, most=50, fraction=16))
 @settings(deadline=None)
 def test_states_partition_the_window(schedule: Schedule) -> None:
     traces = schedule.events()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait
 from sarathi_pp.trace.idle import Idle, gap_before, idle_spans
+from sarathi_pp.trace.intervals import intersect, length, merge
 from sarathi_pp.trace.timeline import Timeline
 from tests.trace.schedules import Schedule, constant, start
 from tests.trace.strategies import schedules
@@ -50,7 +51,7 @@ def test_nothing_came_back() -> None:
     assert spans(timeline) == []
 
 
-instants = st.integers(-4, 44).map(lambda quarters: quarters / 4)
+instants = st.integers(-12, 60).map(lambda quarters: quarters / 4)
 pairs = st.lists(st.tuples(instants, instants).map(sorted), max_size=5)
 
 
@@ -74,6 +75,10 @@ def check_states(timeline: Timeline) -> None:
         for state in STATES:
             seconds = sum(idle.end_s - idle.begin_s for idle in idles if idle.state == state)
             assert seconds == pytest.approx(getattr(measured, f"{state}_s"), abs=1e-9)
+        whole, computing = [timeline.window], merge(zip(stage.starts, stage.ends, strict=True))
+        stretches = [(idle.begin_s, idle.end_s) for idle in idles]
+        assert not intersect(stretches, computing) and intersect(stretches, whole) == stretches
+        assert length(stretches) + length(intersect(computing, whole)) == pytest.approx(length(whole), abs=1e-9)
         assert all(idle.begin_s < idle.end_s for idle in idles)
         assert all(left.end_s <= right.begin_s for left, right in zip(idles, idles[1:], strict=False))
         positions = [len(stage.starts) if idle.position is None else idle.position for idle in idles]

@@ -292,7 +292,7 @@ class Lines(StringIO):
 
 
 def test_the_document_is_written_event_by_event() -> None:
-    timeline = Timeline.read(Schedule(500, 2, constant(0.125)).events())
+    timeline = Timeline.read(Schedule(100, 2, constant(0.125)).events())
     file = Lines()
     write_chrome_trace(timeline, file)
     document = json.loads(file.getvalue())

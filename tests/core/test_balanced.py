@@ -1,5 +1,7 @@
 """What `balanced` promises: equal time, by the cost model it is given. Its tokens are checked with all policies'."""
 
+from dataclasses import replace
+
 import pytest
 
 from sarathi_pp.config import SamplingParams
@@ -52,6 +54,49 @@ def test_decodes_are_shared_by_the_keys_they_read_not_by_count():
     seconds = [cost.seconds(0, Load.of(m)) for m in tail]
     assert max(seconds) / min(seconds) < 1.5
     assert len(tail) == 20
+
+
+def test_decodes_are_shared_by_what_they_cost_the_slowest_stage():
+    """The same where only the second stage, the slower one, is any longer for what a decode reads."""
+    cost = model(16, a3=1e-5)
+    cost = CostModel(16, (replace(cost.stages[0], a3=0.0), replace(cost.stages[1], a0=2e-3)))
+    long, short = requests(4, 900, 60), requests(8, 60, 60)[4:]
+    tail = [m for m in schedule(cost, [*long, *short]) if m.num_prefill_tokens == 0 and m.num_decodes][4:24]
+    seconds = [cost.seconds(1, Load.of(m)) for m in tail]
+    assert max(seconds) / min(seconds) < 1.5
+
+
+@pytest.mark.parametrize("polls", [1, 3])
+def test_the_schedule_does_not_depend_on_how_often_it_is_asked(polls):
+    """While nothing is there, while prompts are awaited and while results are."""
+
+    def run(polls):
+        asked = coordinator(model(16, a0=1e-4), stages=4, inflight=5)
+        pipeline, inflight, batches = StandInPipeline(asked.limits), [], []
+        for group in (requests(3, 200, 5), requests(9, 150, 3)[3:]):
+            for _ in range(polls):
+                assert asked.next_microbatch() is None
+            for request in group:
+                asked.submit(request)
+            while asked.unfinished:
+                microbatch = asked.next_microbatch()
+                if microbatch is not None:
+                    inflight.append(microbatch)
+                    batches.append(str(microbatch))
+                    continue
+                assert not any(asked.next_microbatch() for _ in range(polls))
+                inflight, result = inflight[1:], pipeline.run(inflight[0])
+                asked.complete(result)
+        return batches
+
+    assert run(polls) == run(0)
+
+
+def test_prompts_get_on_where_decodes_alone_would_fill_the_size():
+    """Microbatches cost nothing by themselves, so the smallest are as good as any, and 64 requests decode for long."""
+    batches = schedule(model(1, a0=0.0), requests(64, 64, 200), max_num_seqs=64)
+    assert all(m.num_prefill_tokens for m in batches[:100])
+    assert sum(m.num_prefill_tokens for m in batches[: len(batches) // 2]) == 64 * 64
 
 
 def inflight_counts(cost, work, **limits):
@@ -125,6 +170,24 @@ def test_a_bound_that_no_microbatch_meets_starves_nobody():
     assert max(m.num_tokens for m in batches) == 16
 
 
+@pytest.mark.parametrize("tile", [1, 16])
+def test_a_bound_that_decodes_alone_break_starves_nobody(tile):
+    """The decodes fill whole tiles, and still prompts get on."""
+    batches = schedule(model(tile), requests(64, 64, 100), max_num_seqs=64, spec="balanced:tbt_slo=1e-4")
+    assert all(m.num_prefill_tokens for m in batches[:200])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("room_s", [0.0625, 0.18])
+def test_a_bound_is_kept_on_every_stage(order, room_s):
+    """Of two, one is slower for up to 33 tokens and the other for more; the bound falls to one or the other."""
+    unequal = (StageCost((0, 1), 0.06, 1e-4, 0.0, 0.0, 0.0), StageCost((1, 2), 0.03, 1e-3, 0.0, 0.0, 0.0))
+    cost = CostModel(1, tuple(unequal[stage] for stage in order))
+    batches = schedule(cost, requests(30, 400, 5), max_num_seqs=16, spec=f"balanced:tbt_slo={2 * room_s / 0.9}")
+    slowest = max(cost.seconds(stage, Load.of(m)) for m in batches for stage in (0, 1))
+    assert 0.9 * room_s < slowest <= room_s
+
+
 def test_with_one_decode_left_the_run_ends():
     batches = schedule(model(16), requests(1, 5, 4))
     assert [str(m) for m in batches] == ["m0[s0:0+5]", "m1[d s0:5]", "m2[d s0:6]", "m3[d s0:7]"]
@@ -144,12 +207,40 @@ def test_a_larger_size_must_pay():
 
 def test_prompts_that_can_all_start_end_nearly_as_soon_as_they_can():
     """Fewer microbatches against a longer ramp: within 3 % of the best size, and well below it."""
-    batches = schedule(model(1, a0=0.1), requests(32, 640, 2), max_num_seqs=32, chunk_size=4096)
+    batches = schedule(model(1, a0=0.1), requests(32, 640, 2), max_num_seqs=64, chunk_size=4096)
     ends = {size: (32 * 640 / size + 1) * (0.1 + 1e-3 * size) for size in range(16, 4096, 16)}
     best = min(ends, key=lambda size: ends[size])
     chosen = batches[0].num_tokens
     assert ends[chosen] < 1.03 * ends[best]
     assert chosen < 0.7 * best
+
+
+def test_the_size_that_ends_soonest_is_not_for_a_queue_that_may_go_on():
+    """Where as many wait as there are seats, no more would have been told of."""
+    first = [schedule(model(1, a0=0.1), requests(n, 640, 2), max_num_seqs=64, chunk_size=4096)[0] for n in (63, 64)]
+    assert first[0].num_tokens > 2 * first[1].num_tokens
+
+
+def test_one_microbatch_more_where_all_can_start_however_dear():
+    seen = inflight_counts(model(1, a0=0.1), requests(12, 600, 60), max_num_seqs=16, chunk_size=128)
+    assert max(count for count, waiting in seen if waiting) == 3
+
+
+def test_what_is_left_is_cut_evenly_over_a_cycle():
+    """Microbatches are so dear that one of 160 tokens would end soonest, were it not for the other stages."""
+    batches = schedule(model(16, a0=1.0), requests(1, 160, 1), stages=3)
+    assert [m.num_prefill_tokens for m in batches] == [64, 64, 32]
+
+
+def test_prompts_that_come_to_a_cycle_of_decodes_do_not_wait_for_its_end():
+    run = coordinator(model(16, a0=0.1), stages=8, inflight=9, max_num_seqs=64)
+    pipeline = StandInPipeline(run.limits)
+    run.submit(requests(1, 64, 50)[0])
+    for _ in range(12):
+        run.complete(pipeline.run(run.next_microbatch()))
+    for request in requests(9, 600, 4)[1:]:
+        run.submit(request)
+    assert run.next_microbatch().num_prefill_tokens > 100
 
 
 def test_it_runs_without_a_cost_model():

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
 
@@ -32,6 +32,8 @@ from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
 _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4=0.0),))
 # Without tiles, sizes are still tried in steps.
 _LEAST_STEP = 16
+# The size by which the slowest stage is told before there is one.
+_FIRST_SIZE = 256
 # A larger size must bring this much more tokens a second: it costs latency.
 _WORTHWHILE = 1.005
 # One microbatch more in flight may cost this share of the tokens a second: what stages no longer wait makes up for it.
@@ -49,26 +51,30 @@ class Balanced:
     """tbt_slo: most seconds between two tokens of a request, 0 for no bound."""
 
     tbt_slo: float = parameter(0.0, 0.0)
-    _cycle: _Cycle = field(default_factory=lambda: _Cycle(0, 0), init=False)
+    _cycle: _Cycle | None = field(default=None, init=False)
     _left_in_cycle: int = field(default=0, init=False)
 
     def pick(self, view: View) -> list[Grant]:
-        stage, tile = _slowest_stage(view.cost or _UNKNOWN)
-        decoding = _Decoding.of(view, stage, tile)
-        if self._left_in_cycle == 0:
-            self._left_in_cycle = view.limits.num_stages
-            self._cycle = _choose_cycle(view, stage, tile, decoding)
-        inflight = self._cycle.inflight if view.prefills or view.waiting else _fewest(view.limits)
+        prompts = bool(view.prefills or view.waiting)
+        cost = view.cost or _UNKNOWN
+        stage = _slowest_stage(cost, view, self._cycle.size if self._cycle else _FIRST_SIZE)
+        decoding = _Decoding.of(view, stage, cost.tile)
+        cycle = self._cycle
+        if cycle is None or self._left_in_cycle == 0 or (prompts and not cycle.prompts):
+            cycle = _choose_cycle(view, stage, cost.tile, decoding)
+        inflight = cycle.inflight if prompts else _fewest(view.limits)
         if view.num_inflight >= inflight:
             return []
-        self._left_in_cycle -= 1
         decodes = _share(view, decoding, inflight)
-        budget = self._cycle.size - len(decodes)
+        budget = cycle.size - len(decodes)
         if self.tbt_slo:
-            decoding_s = sum(decoding.seconds(grant.sequence) - decoding.token_s for grant in decodes)
-            room_s = _SLO_SHARE * self.tbt_slo / inflight - stage.a0 - decoding_s
-            budget = _within(view, stage, tile, room_s, len(decodes), budget)
-        return [*_chunks(view, budget), *decodes]
+            budget = _within(view, cost, decodes, _SLO_SHARE * self.tbt_slo / inflight, budget)
+        grants = [*_chunks(view, budget), *decodes]
+        if grants:
+            # Only what is issued moves a cycle on: how often somebody asks must not show in the schedule.
+            self._left_in_cycle = (self._left_in_cycle if cycle is self._cycle else view.limits.num_stages) - 1
+            self._cycle = cycle
+        return grants
 
     def max_tokens(self, limits: Limits) -> int:
         return limits.chunk_size
@@ -76,10 +82,14 @@ class Balanced:
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """What holds for P microbatches: tokens of each, and most of them in flight while there are prompts."""
+    """What holds for P microbatches: tokens of each, and most of them in flight while there are prompts.
+
+    prompts: whether there were any when it was chosen.
+    """
 
     size: int
     inflight: int
+    prompts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,9 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
 def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> _Cycle:
     limits = view.limits
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
-    all_can_start = view.waiting_tokens <= sum(s.known for s in view.waiting)
+    # No more than so many are ever told of ahead of time: where that many wait, there may be others.
+    may_be_more = len(view.waiting) >= limits.max_num_seqs
+    all_can_start = not may_be_more and view.waiting_tokens <= sum(s.known for s in view.waiting)
     ratio = _prompt_to_output(view)
     inflight, fewest = limits.inflight, _fewest(limits)
     size, rate = _sustained(view, stage, tile, decoding, ratio, inflight)
@@ -134,19 +146,25 @@ def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding) 
     if all_can_start:
         size = max(size, step * round(_quickest(at_hand, stage, tile, limits) / step))
     even = math.ceil((at_hand + decoding.count) / inflight / step) * step
-    return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight)
+    return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight, bool(view.prefills or view.waiting))
 
 
 def _sustained(
     view: View, stage: StageCost, tile: int, decoding: _Decoding, ratio: float, inflight: int
 ) -> tuple[int, float]:
-    """The size for a steady state of what could run, and its tokens a second."""
+    """The size for a steady state of what could run, and its tokens a second.
+
+    Not so small that the decodes there are leave prompts less than those of them that end make room for, up to one
+    prompt token for each: where a microbatch costs nothing by itself, no size would be too small.
+    """
     chunk_size = view.limits.chunk_size
+    decodes = decoding.count / inflight
     sustained = (len(view.running) + len(view.waiting)) / inflight * (1 + ratio)
     decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
     step = min(max(tile, _LEAST_STEP), chunk_size)
-    best, best_rate = step, 0.0
-    for size in range(step, chunk_size + 1, step):
+    least = min(chunk_size // step, max(1, math.ceil(decodes * (1 + min(1.0, ratio)) / step))) * step
+    best, best_rate = least, 0.0
+    for size in range(least, chunk_size + 1, step):
         tokens = min(size, sustained)
         rate = tokens / (stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio))
         if rate > best_rate * _WORTHWHILE:
@@ -159,17 +177,19 @@ def _fewest(limits: Limits) -> int:
     return max(limits.inflight - 1, min(limits.inflight, limits.num_stages))
 
 
-def _within(view: View, stage: StageCost, tile: int, room_s: float, num_decodes: int, most: int) -> int:
-    """Prompt tokens, at most `most`, whose linear layers and attention fit the room.
+def _within(view: View, cost: CostModel, decodes: list[Grant], room_s: float, most: int) -> int:
+    """Prompt tokens, at most `most`, with which every stage takes the microbatch in that time.
 
-    At least what fills up the tile that the decodes have begun: it costs next to nothing, and no bound is worth more.
+    At least what fills up the tile that the decodes have begun, which costs nothing, or else one step: a bound that
+    cannot be kept must not starve prompts.
     """
-    step = max(tile, _LEAST_STEP)
-    least = step if num_decodes == 0 else -num_decodes % step
+    step = max(cost.tile, _LEAST_STEP)
+    num_decodes, keys = len(decodes), sum(grant.sequence.known for grant in decodes)
+    least = -num_decodes % cost.tile or step
     for total in range((most + num_decodes) // step * step, num_decodes + least, -step):
         tokens = total - num_decodes
-        attention_s = stage.a2 * _attention(_chunks(view, tokens))
-        if stage.a1 * math.ceil(total / tile) + attention_s <= room_s:
+        row = cost.row(Load(tokens, _attention(_chunks(view, tokens)), num_decodes, keys))
+        if max(stage.seconds(row) for stage in cost.stages) <= room_s:
             return tokens
     return min(least, most)
 
@@ -215,6 +235,9 @@ def _attention(chunks: list[Grant]) -> float:
     return sum(grant.num_tokens * (grant.sequence.issued + grant.num_tokens / 2) for grant in chunks)
 
 
-def _slowest_stage(cost: CostModel) -> tuple[StageCost, int]:
-    """By a microbatch of one tile and one decode, and the tile."""
-    return max(cost.stages, key=lambda stage: stage.a0 + stage.a1 + stage.a4 + stage.head_s), cost.tile
+def _slowest_stage(cost: CostModel, view: View, size: int) -> StageCost:
+    """By a microbatch of `size` tokens with its share of the decodes."""
+    num_stages = view.limits.num_stages
+    decodes, keys = view.num_past_prompt // num_stages, view.tokens_past_prompt // num_stages
+    row = cost.row(Load(max(0, size - decodes), 0.0, decodes, keys))
+    return max(cost.stages, key=lambda stage: stage.seconds(row))

@@ -74,15 +74,15 @@ def test_generate_uses_it_for_what_is_auto(measured: tuple[Path, dict[str, Any]]
     files = Files(tmp_path)
     files.write_prompts([(5, 6, 7), (9, 10, 11, 12)], max_new_tokens=4)
     profile = Profile.from_json(json.loads((folder / "profile.json").read_text()))
-    jittery = tmp_path / "jittery.json"
+    uneven = tmp_path / "uneven.json"
     heavy = [profile.cost.stages[0], profile.cost.stages[1]]
-    data = profile.to_json() | {"jitter_cv": 0.2}
+    data = profile.to_json()
     data["stages"][1]["a0"] = 100 * (heavy[0].a0 + heavy[1].a0 + 1e-3)  # a head that only one layer can stand beside
-    jittery.write_text(json.dumps(data))
-    options = files.options(ADDER, "--stages", "2", "--profile", str(jittery), "--policy", "sarathi", "--quiet")
+    uneven.write_text(json.dumps(data))
+    options = files.options(ADDER, "--stages", "2", "--profile", str(uneven), "--policy", "sarathi", "--quiet")
     run((*COMMAND, *options), tmp_path)
     report = files.report()
-    assert report["layer_split"] == [4, 1] and report["inflight"] == 3
+    assert report["layer_split"] == [4, 1]
     assert report["chunk_size"] == saturation(Profile.from_json(data).cost)
     with_profile = files.tokens()
     run((*COMMAND, *files.options(ADDER, "--stages", "2", "--quiet", "--overwrite")), tmp_path)

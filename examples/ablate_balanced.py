@@ -2,8 +2,8 @@
 
     python examples/ablate_balanced.py --output examples/figures/ablation.json
 
-Each variant replaces one function of the policy by what a scheduler without the idea would do. Throughput is a ratio to
-the whole policy's, bubbles are steady ones, of one seed.
+Each variant replaces one function or constant of the policy by what a scheduler without the idea would have. Throughput
+is a ratio to the whole policy's, bubbles are steady ones, of one seed.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "all of it": nullcontext,
     "no microbatch to spare": lambda: patch.object(experiment, "auto_inflight", _no_more_than_stages),
     "always one to spare": lambda: patch.object(balanced, "_fewest", _as_many_as_allowed),
+    "one to spare also where seats are short": lambda: patch.object(balanced, "_SPARE_COST", 1.0),
     "256 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(256)),
     "512 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(512)),
     "P:D taken to be 8": lambda: patch.object(balanced, "_prompt_to_output", _known_ratio),
@@ -99,7 +100,7 @@ def main(requests: int, output: Path | None) -> None:
     for row in rows:
         whole = next(r for r in rows if r["work"] == row["work"] and r["variant"] == "all of it")
         row["throughput"] = row["tokens_per_s"] / whole["tokens_per_s"]
-        print(f"{row['work']:16} {row['variant']:38} {row['throughput']:7.3f} {row['steady']:7.2%}", file=sys.stderr)
+        print(f"{row['work']:16} {row['variant']:40} {row['throughput']:7.3f} {row['steady']:7.2%}", file=sys.stderr)
     print(json.dumps(record.write(output, {"rows": rows})))
 
 

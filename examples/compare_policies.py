@@ -5,9 +5,11 @@
 Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
 ratio that changes in mid-run (each part as long as the others' whole), with noise, with a slow stage, and with Poisson
 arrivals at shares of what `balanced` reaches offline. Rivals that take a chunk size are run at every one and the best
-throughput of each seed is taken afterwards, which no user could do; off the five ratios only the two that come closest
-are. `balanced` gets no size. Every policy's own default is listed beside it, of the first seed. Prints a table and
-writes every run as JSON, the table as Markdown beside it.
+throughput of each seed is taken afterwards, which no user could do; off the five ratios only the three of CLOSEST are.
+`balanced` gets no size. Policies are listed at their default size too: those run at every size for all seeds; the rest,
+at the ratios and their change only, for the first seed. A row says how many seeds it is of, and `balanced` is compared
+with rows of as many as its own. Prints a table and, at the end, writes every run as JSON, the table as Markdown beside
+it.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ CHANGE = "P:D 2, then 20"
 JITTER = (0.02, 0.05)
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
 TUNED = ("sarathi", "sarathi-serve", "vllm", "sglang", "tensorrt-llm")
-# Of those, the ones that come closest to `balanced`.
-CLOSEST = ("sarathi", "sarathi-serve")
+# Of those, the best three where the ratio changes in mid-run, in earlier figures.
+CLOSEST = ("sarathi", "sarathi-serve", "tensorrt-llm")
 CHUNK_SIZES = (128, 256, 512, 1024, 2048)
 # Enough of them that filling and draining the pipeline do not count.
 CAPACITY_REQUESTS = 2000
 LATENCIES = ("ttft_s", "itl_s")
+PROGRESS_EVERY = 20
 
 
 class Case(NamedTuple):
@@ -142,43 +145,72 @@ def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(work: str, policy: str, kind: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds that have the figure, None where none has."""
     figures = [name for name in runs[0] if name not in Case._fields]
+    known = {name: [run[name] for run in runs if run[name] is not None] for name in figures}
     return {
         "work": work,
         "policy": policy,
         "kind": kind,
         "chunk_sizes": sorted({run["chunk_size"] for run in runs}),
-        **{name: statistics.fmean(run[name] for run in runs) for name in figures if runs[0][name] is not None},
-        "steady_max": max((run["steady"] for run in runs if run["steady"] is not None), default=None),
+        "seeds": len({run["seed"] for run in runs}),
+        **{name: statistics.fmean(values) if values else None for name, values in known.items()},
+        "steady_max": max(known["steady"], default=None),
     }
 
 
 def gains(table: list[dict[str, Any]]) -> dict[str, float]:
-    """Throughput of `balanced` over the best rival's of the same work, tuned or not."""
+    """Throughput of `balanced` over the best rival's of the same work, of rows with all of its seeds.
+
+    Those are the tuned rows, and the defaults that were run with every seed: a mean of fewer is one of other requests.
+    """
     found = {}
     for work in dict.fromkeys(row["work"] for row in table):
         here = [row for row in table if row["work"] == work]
-        ours = next(row["tokens_per_s"] for row in here if row["policy"] == "balanced")
-        found[work] = ours / max(row["tokens_per_s"] for row in here if row["policy"] != "balanced")
+        ours = next(row for row in here if row["policy"] == "balanced")
+        # `balanced` is run with every seed of a work, so as many seeds are the same ones.
+        rivals = [row for row in here if row["policy"] != "balanced" and row["seeds"] == ours["seeds"]]
+        found[work] = ours["tokens_per_s"] / max(row["tokens_per_s"] for row in rivals)
     return found
+
+
+def shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
     """The rows as a table, means over the seeds."""
-    heads = ("work", "policy", "chunk size", "tokens/s", "steady bubble", "whole bubble", "request bubble p50 s")
+    heads = (
+        "work",
+        "policy",
+        "chunk size",
+        "seeds",
+        "tokens/s",
+        "steady bubble",
+        "whole bubble",
+        "request bubble p50 s",
+    )
     heads += ("TTFT p50 s", "TTFT p99 s", "TBT p50 s", "TBT p99 s")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in table:
         sizes = "/".join(map(str, row["chunk_sizes"]))
         size = "none given" if row["policy"] == "balanced" else f"{row['kind']} {sizes}"
-        ratios = (f"{row.get('steady', 0):.2%}", f"{row['whole']:.2%}", f"{row['request_bubble_p50_s']:.3f}")
-        seconds = (f"{row[name]:.3f}" for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s"))
-        lines.append(
-            "| "
-            + " | ".join((row["work"], row["policy"], size, f"{row['tokens_per_s']:,.0f}", *ratios, *seconds))
-            + " |"
-        )
+        named = (row["work"], row["policy"], size, str(row["seeds"]), shown(row["tokens_per_s"], ",.0f"))
+        ratios = (shown(row[name], ".2%") for name in ("steady", "whole"))
+        names = ("request_bubble_p50_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+        lines.append("| " + " | ".join((*named, *ratios, *(shown(row[name], ".3f") for name in names))) + " |")
     return "\n".join(lines) + "\n"
+
+
+def run_all(cases: list[Case]) -> list[dict[str, Any]]:
+    """The results in the order of the cases, and now and then a line of how many there are."""
+    results = []
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for result in pool.map(run, cases):
+            results.append(result)
+            if len(results) % PROGRESS_EVERY == 0:
+                print(f"{len(results)} of {len(cases)} runs", file=sys.stderr, flush=True)
+    return results
 
 
 @click.command()
@@ -187,27 +219,25 @@ def markdown(table: list[dict[str, Any]]) -> str:
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes, and the table, as .md.")
 def main(requests: int, seeds: int, output: Path | None) -> None:
     record, used = Record.begin(), range(31, 31 + seeds)
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(run, offline_cases(requests, used)))
-        spec = zipf(CAPACITY_REQUESTS, 10, used[0])
-        lengths = [sum(pair) for pair in parse_workload(spec).lengths()]
-        capacity = run(Case("capacity", spec, "balanced", 2048, used[0]))["tokens_per_s"] / statistics.fmean(lengths)
-        results += pool.map(run, arrival_cases(requests, used, capacity))
+    spec = zipf(CAPACITY_REQUESTS, 10, used[0])
+    lengths = [sum(pair) for pair in parse_workload(spec).lengths()]
+    capacity = run(Case("capacity", spec, "balanced", 2048, used[0]))["tokens_per_s"] / statistics.fmean(lengths)
+    results = run_all([*offline_cases(requests, used), *arrival_cases(requests, used, capacity)])
     table = rows(results)
     print(
         f"{'work':18} {'policy':18} {'':8} {'tokens/s':>9} {'steady':>7} {'whole':>7} {'floor':>6} {'request':>8}",
         file=sys.stderr,
     )
     for row in table:
-        ratios = f"{row.get('steady', 0):7.2%} {row['whole']:7.2%} {row['floor']:6.2%}"
+        ratios = f"{shown(row['steady'], '.2%'):>7} {shown(row['whole'], '.2%'):>7} {shown(row['floor'], '.2%'):>6}"
         named = f"{row['work']:18} {row['policy']:18} {row['kind']:8} {row['tokens_per_s']:9.0f}"
-        print(f"{named} {ratios} {row['request_bubble_p50_s']:8.3f}", file=sys.stderr)
-    shown = {"throughput over the best rival": gains(table)}
-    figures = {"capacity_requests_per_s": capacity, **shown, "rows": table, "runs": results}
+        print(f"{named} {ratios} {shown(row['request_bubble_p50_s'], '.3f'):>8}", file=sys.stderr)
+    ahead = {"throughput over the best rival": gains(table)}
+    figures = {"capacity_requests_per_s": capacity, **ahead, "rows": table, "runs": results}
     record.write(output, figures, indent=None)  # of thousands of runs: one line
     if output is not None:
         output.with_suffix(".md").write_text(f"`{record.command}`\n\n{markdown(table)}")
-    print(json.dumps(shown))
+    print(json.dumps(ahead))
 
 
 if __name__ == "__main__":

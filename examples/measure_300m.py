@@ -240,7 +240,8 @@ def main(work_dir: Path, ratios: tuple[int, ...], singles: tuple[int, ...], roun
     results: list[Report] = []
     for index in range(rounds):
         results.append(one_round(work_dir, order(ratios, singles, index)))
-        document = record.write(output, {**summary(results, singles), "rounds": results})
+        made = {"rounds made": f"{len(results)} of {rounds}"}
+        document = record.write(output, {**made, **summary(results, singles), "rounds": results})
     print(json.dumps({name: value for name, value in document.items() if name != "rounds"}, indent=1))
 
 

@@ -126,7 +126,8 @@ def main(work_dir: Path, output: Path | None) -> None:
             }
             runs.append(run)
             print(json.dumps(run), flush=True)
-            record.write(output, {**largest_errors(runs), "link": link, "runs": runs})
+            complete = len(runs) == len(WORKLOADS) * len(POLICIES)
+            record.write(output, {"complete": complete, **largest_errors(runs), "link": link, "runs": runs})
     print(json.dumps(largest_errors(runs)))
 
 

@@ -1,0 +1,164 @@
+"""The scripts that measure policies, without their sweeps: one small run of each variant, and what is made of results.
+
+Also what `record.py` says of the commit. The scripts that measure real runs take minutes and are not run here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sarathi_pp.core.policy import POLICIES
+from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.presets import preset
+from sarathi_pp.sim.workload import parse_workload
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Those that 10 requests, which all find a seat, tell from the whole policy.
+DIFFERENT = {
+    "no microbatch to spare",
+    "always one to spare",
+    "256 tokens, whatever the work",
+    "512 tokens, whatever the work",
+    "decodes shared by count",
+}
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """By name: examples/ is no package, and its scripts import each other as neighbours."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module
+
+
+def test_every_variant_of_balanced_runs_and_differs_where_it_must(load: Load) -> None:
+    ablation = load("ablate_balanced")
+    found = {variant: ablation.measure(variant, "P:D 40", 10) for variant in ablation.VARIANTS}
+    figures = {variant: tuple(row[name] for name in ablation.KEPT) for variant, row in found.items()}
+    assert all(row["tokens_per_s"] > 0 for row in found.values())
+    assert {variant for variant in DIFFERENT if figures[variant] == figures["all of it"]} == set()
+
+
+def test_the_variant_about_short_seats_differs_where_seats_are_short(load: Load) -> None:
+    def issued() -> int:
+        workload = parse_workload("uniform:n=24,min=64,max=128,pd=20,seed=1")
+        facts = {"policy": "balanced", "chunk_size": 2048, "max_num_seqs": 12}
+        return len(simulate(Experiment(profile=preset("gpt3-a100-tp8pp8"), workload=workload, **facts)).issued)
+
+    whole = issued()
+    with load("ablate_balanced").VARIANTS["one to spare also where seats are short"]():
+        assert issued() > whole
+    assert issued() == whole
+
+
+def result(policy: str, size: int, seed: int, tokens_per_s: float, steady: float | None = 0.02) -> dict[str, Any]:
+    case = {"work": "w", "spec": "s", "policy": policy, "chunk_size": size, "seed": seed, "jitter_cv": 0.0, "slow": 1.0}
+    seconds = {"request_bubble_p50_s": 1.0, "ttft_p50_s": 1.0, "ttft_p99_s": 2.0, "itl_p50_s": 0.1, "itl_p99_s": 0.2}
+    return {**case, "tokens_per_s": tokens_per_s, "steady": steady, "whole": 0.1, "floor": 0.0, **seconds}
+
+
+def row_of(table: list[dict[str, Any]], policy: str, kind: str) -> dict[str, Any]:
+    [row] = [row for row in table if (row["policy"], row["kind"]) == (policy, kind)]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("steady", "mean", "most"),
+    [((0.01, 0.03), 0.02, 0.03), ((0.01, None), 0.01, 0.01), ((None, 0.03), 0.03, 0.03), ((None, None), None, None)],
+)
+def test_a_mean_is_over_the_seeds_that_have_the_figure(
+    load: Load, steady: tuple[float | None, float | None], mean: float | None, most: float | None
+) -> None:
+    [row] = load("compare_policies").rows([result("balanced", 2048, seed, 100, steady[seed]) for seed in (0, 1)])
+    assert row["steady"] == (None if mean is None else pytest.approx(mean))
+    assert row["steady_max"] == most
+    assert row["seeds"] == 2
+
+
+def test_a_tuned_row_is_of_the_best_size_of_each_seed(load: Load) -> None:
+    speeds = {(128, 0): 90, (256, 0): 80, (128, 1): 60, (256, 1): 70}
+    table = load("compare_policies").rows([result("sarathi", *case, speed) for case, speed in speeds.items()])
+    tuned, default = row_of(table, "sarathi", "tuned"), row_of(table, "sarathi", "default")
+    assert (tuned["tokens_per_s"], tuned["chunk_sizes"], tuned["seeds"]) == (80, [128, 256], 2)
+    assert (default["tokens_per_s"], default["chunk_sizes"], default["seeds"]) == (75, [256], 2)
+
+
+def test_a_rival_of_fewer_seeds_is_not_compared_with(load: Load) -> None:
+    comparison = load("compare_policies")
+    runs = [result("balanced", 2048, seed, 100) for seed in (0, 1)]
+    runs += [result("sarathi", size, seed, 80) for size in (128, 256) for seed in (0, 1)]
+    alone = result("orca", 256, 0, 200)  # of the first seed only, however fast
+    assert comparison.gains(comparison.rows([*runs, alone])) == {"w": pytest.approx(100 / 80)}
+
+
+def test_a_figure_that_no_seed_has_is_a_dash(load: Load) -> None:
+    comparison = load("compare_policies")
+    table = comparison.rows([result("balanced", 2048, 0, 1234, None), result("sarathi", 256, 0, 80, 0.0)])
+    lines = comparison.markdown(table).splitlines()
+    heads, _, ours, theirs = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    ours, theirs = dict(zip(heads, ours, strict=True)), dict(zip(heads, theirs, strict=True))
+    assert (ours["chunk size"], ours["seeds"], ours["tokens/s"]) == ("none given", "1", "1,234")
+    assert (ours["steady bubble"], theirs["steady bubble"]) == ("-", "0.00%")
+
+
+def test_every_work_has_balanced_and_a_rival_of_all_seeds(load: Load) -> None:
+    """Else there is nothing to compare, which shows after hours."""
+    comparison = load("compare_policies")
+    seeds = range(31, 34)
+    cases = [*comparison.offline_cases(10, seeds), *comparison.arrival_cases(10, seeds, 1.0)]
+    assert len(set(cases)) == len(cases)
+    runs = [result(case.policy, case.chunk_size, case.seed, 1.0) | {"work": case.work} for case in cases]
+    table = comparison.rows(runs)
+    assert set(comparison.gains(table)) == {case.work for case in cases}
+    assert all(row["seeds"] == 3 for row in table if row["policy"] == "balanced")
+    assert {row["policy"] for row in table} == set(POLICIES)
+
+
+def test_a_record_names_its_commit_command_and_machine(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/anywhere/measure.py", "--name", "two words"])
+    output = tmp_path / "figures" / "found.json"
+    document = load("record").Record.begin().write(output, {"speed": 1.5})
+    assert json.loads(output.read_text()) == document
+    assert list(document) == ["commit", "command", "machine", "speed"]
+    assert document["command"] == "python examples/measure.py --name 'two words'"
+    assert f"{os.cpu_count()} cores" in document["machine"]
+
+
+def test_the_commit_of_a_changed_tree_is_marked(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # A hook's git commands would reach for the repository that it runs in.
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    record, examples = load("record"), tmp_path / "examples"
+    monkeypatch.setattr(record, "EXAMPLES", examples)
+    code, figures = tmp_path / "code.py", examples / "figures" / "found.json"
+    figures.parent.mkdir(parents=True)
+    assert record.describe_commit() == ""
+    for path in (code, figures):
+        path.write_text("1\n")
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false", "-c", "core.hooksPath=none")
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], capture_output=True, text=True, check=True).stdout
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    clean = git("rev-parse", "--short", "HEAD").strip()
+    assert record.describe_commit() == clean
+    figures.write_text("2\n")
+    (tmp_path / "untracked").write_text("")
+    assert record.describe_commit() == clean
+    code.write_text("2\n")
+    assert record.describe_commit() == f"{clean}-dirty"

@@ -62,7 +62,7 @@ def _as_many_as_allowed(limits: Limits) -> int:
 
 
 def _fixed(size: int) -> Callable[..., balanced._Cycle]:
-    return lambda view, *rest: balanced._Cycle(min(size, view.limits.chunk_size), view.limits.inflight)
+    return lambda view, *rest: balanced._Cycle(min(size, view.limits.chunk_size), view.limits.inflight, prompts=True)
 
 
 # What makes a variant of the policy for as long as it is entered.

@@ -21,6 +21,7 @@ import transformers
 import sarathi_pp
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cut import recut
 from sarathi_pp.core.estimate import estimate_cost
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
@@ -135,7 +136,7 @@ class Job:
         if profile is None and self._config.profile is not None:
             profile = read_profile(self._config.profile)
         if profile is not None:
-            return profile.cost.split(self.run.layers)
+            return recut(profile.cost, self.run.layers)
         facts = self.facts
         return estimate_cost(
             self.run.layers,

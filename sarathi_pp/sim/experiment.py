@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
@@ -43,7 +44,7 @@ class Experiment:
         cost = self.profile.cost
         if self.stages is None or self.stages == len(cost.stages):
             return cost
-        return cost.split(partition(self.profile.num_layers, self.stages))
+        return recut(cost, partition(self.profile.num_layers, self.stages))
 
     def limits(self) -> Limits:
         """Raises ConfigError where the workload has requests that never fit."""

@@ -43,22 +43,3 @@ def test_the_terms_add_up_to_the_time(stage: StageCost, tile: int, load: Load) -
 @pytest.mark.parametrize(("tokens", "tiles"), [(0, 0), (1, 1), (128, 1), (129, 2), (256, 2)])
 def test_tokens_move_in_whole_tiles(tokens: int, tiles: int) -> None:
     assert COST.terms(0, Load(tokens, 0.0, 0, 0)).prefill == pytest.approx(tiles * 2e-3)
-
-
-@given(load=loads, cut=st.integers(1, 7))
-def test_another_split_costs_the_same_in_all(load: Load, cut: int) -> None:
-    layers = [(0, cut), (cut, 8)]
-    split = COST.split(layers)
-    assert [stage.layers for stage in split.stages] == layers
-    before, after = (sum(model.seconds(stage, load) for stage in (0, 1)) for model in (COST, split))
-    assert after == pytest.approx(before)
-    assert [stage.head_s for stage in split.stages] == [0.0, 1e-2]
-    assert sum(stage.page_bytes for stage in split.stages) == 800
-
-
-@pytest.mark.parametrize("layers", [[(0, 8)], [(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 8)]])
-def test_a_layer_takes_its_share_of_its_stage(layers: list[tuple[int, int]]) -> None:
-    split = COST.split(layers)
-    assert sum(stage.a1 for stage in split.stages) == pytest.approx(5e-3)
-    if layers[0] == (0, 1):
-        assert split.stages[0].a1 == pytest.approx(2e-3 / 3)

@@ -12,7 +12,7 @@ sections 3 and 4.4: linear layers move in whole tiles, attention grows with the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sarathi_pp.core.plan import MicroBatch
 
@@ -88,6 +88,11 @@ class StageCost:
         fixed, tiles, attention, context, decodes = row
         linear = self.a0 * fixed + self.a1 * tiles + self.a2 * attention
         return linear + self.a3 * context + (self.a4 + self.head_s) * decodes
+
+    def scaled(self, factor: float) -> StageCost:
+        """The stage when everything on it takes this many times as long."""
+        names = ("a0", "a1", "a2", "a3", "a4", "head_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

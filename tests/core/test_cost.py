@@ -40,6 +40,13 @@ def test_the_terms_add_up_to_the_time(stage: StageCost, tile: int, load: Load) -
     assert model.terms(0, load).total == pytest.approx(model.seconds(0, load), rel=1e-9)
 
 
+@given(stage=stages, tile=st.integers(1, 512), load=loads, factor=st.floats(0.1, 10))
+def test_a_scaled_stage_takes_that_many_times_as_long(stage: StageCost, tile: int, load: Load, factor: float) -> None:
+    model, scaled = CostModel(tile, (stage,)), CostModel(tile, (stage.scaled(factor),))
+    assert scaled.seconds(0, load) == pytest.approx(factor * model.seconds(0, load), rel=1e-9)
+    assert (scaled.stages[0].layers, scaled.stages[0].page_bytes) == (stage.layers, stage.page_bytes)
+
+
 @pytest.mark.parametrize(("tokens", "tiles"), [(0, 0), (1, 1), (128, 1), (129, 2), (256, 2)])
 def test_tokens_move_in_whole_tiles(tokens: int, tiles: int) -> None:
     assert COST.terms(0, Load(tokens, 0.0, 0, 0)).prefill == pytest.approx(tiles * 2e-3)

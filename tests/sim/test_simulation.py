@@ -14,7 +14,7 @@ from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.sim.experiment import Experiment, run, simulate
+from sarathi_pp.sim.experiment import Experiment, report_of, run, simulate
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.simulation import Simulation
@@ -152,6 +152,15 @@ def test_more_stages_leave_the_head_to_the_last():
     )
     assert [stage.a0 for stage in experiment.cost().stages] == [2.0, 2.0, 2.0, 2.0 + 8.0]
     assert experiment.cost() == recut(costs, [(0, 2), (2, 4), (4, 6), (6, 8)])
+
+
+def test_the_report_of_an_experiment_is_that_of_its_timeline():
+    experiment = Experiment(
+        profile=profile(flat(2)), workload=parse_workload("fixed:n=6,prompt=4,output=1"), policy="sarathi", chunk_size=4
+    )
+    report = report_of(experiment)
+    assert (report["stages"], report["requests"], report["microbatches"]) == (2, 6, 6)
+    assert report["bubble_ratio"] == measure_bubbles(simulate(experiment)).bubble_ratio == pytest.approx(1 / 7)
 
 
 def test_a_workload_that_never_fits_is_refused():

@@ -20,9 +20,10 @@ import torch
 from sarathi_pp.bench.prediction import Demand, Prediction, predict
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cut import recut, stage_seconds
 from sarathi_pp.core.partition import Layers, partition, partition_by_time
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.core.sizing import MOST_TOKENS, inflight, recut, saturation, stage_seconds, whole_tiles
+from sarathi_pp.core.sizing import MOST_TOKENS, inflight, saturation, whole_tiles
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.kv import page_bytes

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.cost import Load
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import Workload
-from sarathi_pp.trace.bubbles import measure_bubbles
-from sarathi_pp.trace.summary import summarise_timeline
 
 # Enough to fill the pipeline many times over; ten thousand would take a minute.
 _MOST_REQUESTS = 300
@@ -84,8 +82,7 @@ def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Predictio
         inflight=run.inflight,
         page_size=run.page_size,
     )
-    timeline = simulate(experiment)
-    report = summarise_timeline(timeline, measure_bubbles(timeline))
+    report = report_of(experiment)
     longer = _tokens(workload) / _tokens(sample)
     return Prediction(
         wall_s=longer * report["wall_s"],

@@ -167,7 +167,7 @@ def _to_total(stage: StageCost, tile: int, loads: Sequence[Load], seconds: Vecto
     off = seconds / modelled - 1
     bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
     factor = 1 + float((off.clip(-bound, bound) * modelled).sum() / modelled.sum())
-    return replace(stage, **{name: factor * getattr(stage, name) for name in ("a0", "a1", "a2", "a3", "a4")})
+    return stage.scaled(factor)
 
 
 def _row(load: Load, tile: int) -> list[float]:

@@ -14,12 +14,10 @@ from sarathi_pp.cli.values import Count
 from sarathi_pp.core.policy import POLICIES, auto_chunk_size, keeps_tbt_slo, with_tbt_slo
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.runtime.profile_file import read_profile
-from sarathi_pp.sim.experiment import Experiment
-from sarathi_pp.sim.experiment import simulate as run_simulation
+from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import PRESETS, preset
 from sarathi_pp.sim.workload import parse_workload
-from sarathi_pp.trace.bubbles import measure_bubbles
-from sarathi_pp.trace.summary import Report, summarise_timeline
+from sarathi_pp.trace.summary import Report
 
 
 class SlowStage(click.ParamType[tuple[int, float]]):
@@ -106,8 +104,7 @@ def _bound(policy: str, tbt_slo_s: float | None) -> str:
 
 
 def _report(experiment: Experiment, tbt_slo_s: float | None) -> Report:
-    timeline = run_simulation(experiment)
-    report = summarise_timeline(timeline, measure_bubbles(timeline))
+    report = report_of(experiment)
     if tbt_slo_s is not None:
         from sarathi_pp.sim.capacity import find_capacity
 

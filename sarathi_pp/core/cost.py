@@ -12,7 +12,6 @@ sections 3 and 4.4: linear layers move in whole tiles, attention grows with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sarathi_pp.core.plan import MicroBatch
@@ -90,6 +89,11 @@ class StageCost:
         linear = self.a0 * fixed + self.a1 * tiles + self.a2 * attention
         return linear + self.a3 * context + (self.a4 + self.head_s) * decodes
 
+    def scaled(self, factor: float) -> StageCost:
+        """The stage when everything on it takes this many times as long."""
+        names = ("a0", "a1", "a2", "a3", "a4", "head_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -114,32 +118,3 @@ class CostModel:
 
     def seconds(self, stage: int, load: Load) -> float:
         return self.stages[stage].seconds(self.row(load))
-
-    def split(self, layers: Sequence[tuple[int, int]]) -> CostModel:
-        """The same model cut into other stages: each layer takes its share of what its stage costs, head excepted.
-
-        layers: [first, end) of each stage, contiguous over the same layers.
-        """
-        if tuple(layers) == tuple(stage.layers for stage in self.stages):
-            return self
-        head_s = sum(stage.head_s for stage in self.stages)
-        cuts = [_recut(self.stages, first, end) for first, end in layers]
-        return CostModel(self.tile, (*cuts[:-1], replace(cuts[-1], head_s=head_s)))
-
-
-def _recut(stages: Sequence[StageCost], first: int, end: int) -> StageCost:
-    """The cost of layers [first, end), without the head."""
-    cost = StageCost((first, end), 0.0, 0.0, 0.0, 0.0, 0.0)
-    for stage in stages:
-        shared = max(0, min(end, stage.layers[1]) - max(first, stage.layers[0]))
-        share = shared / (stage.layers[1] - stage.layers[0])
-        cost = replace(
-            cost,
-            a0=cost.a0 + share * stage.a0,
-            a1=cost.a1 + share * stage.a1,
-            a2=cost.a2 + share * stage.a2,
-            a3=cost.a3 + share * stage.a3,
-            a4=cost.a4 + share * stage.a4,
-            page_bytes=cost.page_bytes + round(share * stage.page_bytes),
-        )
-    return cost

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import Load
+from sarathi_pp.core.cut import recut
 from sarathi_pp.core.plan import MicroBatch, SampledToken
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
@@ -57,7 +58,7 @@ class EmulatedStage:
     def __init__(
         self, profile: Profile, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype, clock: Clock
     ) -> None:
-        self._cost = profile.cost.split(run.layers)
+        self._cost = recut(profile.cost, run.layers)
         self._stage = run.layers.index(layers)
         self._head = layers[1] == profile.num_layers
         self._hidden_size = profile.hidden_size

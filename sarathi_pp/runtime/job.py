@@ -21,7 +21,7 @@ import transformers
 import sarathi_pp
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel
-from sarathi_pp.core.estimate import estimate_cost
+from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.profile import Profile
@@ -37,6 +37,7 @@ from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.stage import ModelStages, StageMaker
 from sarathi_pp.runtime.topology import Topology
+from sarathi_pp.runtime.tuning import estimated_cost
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
@@ -48,8 +49,6 @@ from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
 
 # First calls cost the same for larger microbatches.
 _WARM_UP_TOKENS = 256
-# Of the hidden size; what is not right about an estimate the first microbatches show.
-_USUAL_MLP = 3
 
 
 class Job:
@@ -78,6 +77,7 @@ class Job:
         self._clock = clock
         self._config = config
         self._profile = profile
+        self._model_dir = model_dir
         self._watchdog = watchdog
         torch.set_num_threads(place.num_threads())
         self.device = choose_device(config.device, place)
@@ -135,19 +135,15 @@ class Job:
         if profile is None and self._config.profile is not None:
             profile = read_profile(self._config.profile)
         if profile is not None:
-            return profile.cost.split(self.run.layers)
-        facts = self.facts
-        return estimate_cost(
-            self.run.layers,
-            hidden_size=facts.hidden_size,
-            intermediate_size=_USUAL_MLP * facts.hidden_size,
-            num_heads=facts.num_heads,
-            num_kv_heads=facts.num_kv_heads,
-            head_dim=facts.head_dim,
-            vocab_size=facts.vocab_size,
-            weight_bytes=self.dtype.itemsize,
+            return recut(profile.cost, self.run.layers)
+        run = self.run
+        return estimated_cost(
+            self._model_dir,
+            self.facts,
+            run.layers,
+            dtype=run.dtype,
             device=self.device.type,
-            page_size=self.run.page_size,
+            page_size=run.page_size,
         )
 
     def describe(self) -> dict[str, Any]:

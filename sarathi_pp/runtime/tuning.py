@@ -8,11 +8,12 @@ from pathlib import Path
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cut import stage_seconds
 from sarathi_pp.core.estimate import estimate_cost
 from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.core.sizing import inflight, saturation, stage_seconds, typical_load
+from sarathi_pp.core.sizing import inflight, saturation, typical_load
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint import read_json
 from sarathi_pp.model.support import ConfigFile, ModelFacts

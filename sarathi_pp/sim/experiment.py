@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
@@ -14,7 +15,9 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.simulation import Record, Simulation
 from sarathi_pp.sim.workload import Workload
+from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.events import Event, TraceEnd, TraceStart
+from sarathi_pp.trace.summary import Report, summarise_timeline
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 
@@ -43,7 +46,7 @@ class Experiment:
         cost = self.profile.cost
         if self.stages is None or self.stages == len(cost.stages):
             return cost
-        return cost.split(partition(self.profile.num_layers, self.stages))
+        return recut(cost, partition(self.profile.num_layers, self.stages))
 
     def limits(self) -> Limits:
         """Raises ConfigError where the workload has requests that never fit."""
@@ -65,6 +68,12 @@ class Experiment:
         )
 
 
+def report_of(experiment: Experiment) -> Report:
+    """Run it, for the report that a real run of it would have, without causes."""
+    timeline = simulate(experiment)
+    return summarise_timeline(timeline, measure_bubbles(timeline))
+
+
 def simulate(experiment: Experiment) -> Timeline:
     """Run it. Times are exact and the same on every machine; the timeline holds every microbatch of the run."""
     timeline = Timeline()
@@ -83,7 +92,7 @@ def simulate(experiment: Experiment) -> Timeline:
 def run(experiment: Experiment, record: Record) -> None:
     """The same, telling each event as it happens and keeping none."""
     cost = experiment.cost()
-    true_stages = [_slowed(stage, experiment.slow.get(index, 1.0)) for index, stage in enumerate(cost.stages)]
+    true_stages = [stage.scaled(experiment.slow.get(index, 1.0)) for index, stage in enumerate(cost.stages)]
     jitter_cv = experiment.profile.jitter_cv if experiment.jitter_cv is None else experiment.jitter_cv
     pipeline = VirtualPipeline(
         CostModel(cost.tile, tuple(true_stages)), Link.of(experiment.profile), jitter_cv=jitter_cv, seed=experiment.seed
@@ -115,8 +124,3 @@ def trace_starts(experiment: Experiment) -> list[TraceStart]:
         )
         for index, stage in enumerate(stages)
     ]
-
-
-def _slowed(stage: StageCost, factor: float) -> StageCost:
-    names = ("a0", "a1", "a2", "a3", "a4", "head_s")
-    return replace(stage, **{name: getattr(stage, name) * factor for name in names})

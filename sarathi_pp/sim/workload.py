@@ -7,9 +7,9 @@ uniform:n=32,min=256,max=1024,pd=8,seed=0
     prompt length uniform, output max(1, prompt // pd)
 fixed:n=100,prompt=1024,output=128,seed=0
 poisson:rate=7,SPEC
-    any of them with Poisson arrivals, `rate` a second; else all arrive at 0
+    any of the others with Poisson arrivals, `rate` a second; else all arrive at 0
 then:SPEC+SPEC
-    one after the other, as when the traffic changes in mid-run
+    one after the other, as when the traffic changes in mid-run; arrivals go in front: poisson:rate=7,then:SPEC+SPEC
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def parse_workload(spec: str) -> Workload:
         rate = _read(spec, first.split(","), {"rate": float})["rate"]
         if not rate > 0:
             raise ConfigError(f"{spec}: rate is {rate:g}; it must be above 0 arrivals a second")
-        return replace(parse_workload(inner), spec=spec, rate=rate)
+        workload = parse_workload(inner)
+        if math.isfinite(workload.rate):
+            raise ConfigError(f"{spec}: rate is given twice, {rate:g} and {workload.rate:g}; leave one of them out")
+        return replace(workload, spec=spec, rate=rate)
     if kind == "then":
         return _joined(spec, [parse_workload(part) for part in rest.split("+")])
     if kind not in _KINDS:
@@ -92,11 +95,13 @@ def parse_workload(spec: str) -> Workload:
 
 
 def _read(spec: str, pairs: list[str], kinds: Mapping[str, Callable[[str], float]]) -> dict[str, float]:
-    values = {}
+    values: dict[str, float] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if name not in kinds or not equals:
             raise ConfigError(f"{spec}: {pair!r} is not one of its parameters: {', '.join(kinds)}, each as name=value")
+        if name in values:
+            raise ConfigError(f"{spec}: {name} is given twice, {values[name]:g} and {text}; leave one of them out")
         try:
             values[name] = kinds[name](text)
         except ValueError:
@@ -137,6 +142,11 @@ def _fixed(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Itera
 
 
 def _joined(spec: str, parts: list[Workload]) -> Workload:
+    for part in parts:
+        if math.isfinite(part.rate):
+            whole = f"poisson:rate={part.rate:g},then:..."
+            raise ConfigError(f"{spec}: {part.spec} has arrivals of its own; put them in front of it all: {whole}")
+
     def draw(rng: random.Random) -> Iterator[Lengths]:
         return itertools.chain.from_iterable(part.lengths() for part in parts)
 

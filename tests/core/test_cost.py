@@ -40,25 +40,13 @@ def test_the_terms_add_up_to_the_time(stage: StageCost, tile: int, load: Load) -
     assert model.terms(0, load).total == pytest.approx(model.seconds(0, load), rel=1e-9)
 
 
+@given(stage=stages, tile=st.integers(1, 512), load=loads, factor=st.floats(0.1, 10))
+def test_a_scaled_stage_takes_that_many_times_as_long(stage: StageCost, tile: int, load: Load, factor: float) -> None:
+    model, scaled = CostModel(tile, (stage,)), CostModel(tile, (stage.scaled(factor),))
+    assert scaled.seconds(0, load) == pytest.approx(factor * model.seconds(0, load), rel=1e-9)
+    assert (scaled.stages[0].layers, scaled.stages[0].page_bytes) == (stage.layers, stage.page_bytes)
+
+
 @pytest.mark.parametrize(("tokens", "tiles"), [(0, 0), (1, 1), (128, 1), (129, 2), (256, 2)])
 def test_tokens_move_in_whole_tiles(tokens: int, tiles: int) -> None:
     assert COST.terms(0, Load(tokens, 0.0, 0, 0)).prefill == pytest.approx(tiles * 2e-3)
-
-
-@given(load=loads, cut=st.integers(1, 7))
-def test_another_split_costs_the_same_in_all(load: Load, cut: int) -> None:
-    layers = [(0, cut), (cut, 8)]
-    split = COST.split(layers)
-    assert [stage.layers for stage in split.stages] == layers
-    before, after = (sum(model.seconds(stage, load) for stage in (0, 1)) for model in (COST, split))
-    assert after == pytest.approx(before)
-    assert [stage.head_s for stage in split.stages] == [0.0, 1e-2]
-    assert sum(stage.page_bytes for stage in split.stages) == 800
-
-
-@pytest.mark.parametrize("layers", [[(0, 8)], [(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 8)]])
-def test_a_layer_takes_its_share_of_its_stage(layers: list[tuple[int, int]]) -> None:
-    split = COST.split(layers)
-    assert sum(stage.a1 for stage in split.stages) == pytest.approx(5e-3)
-    if layers[0] == (0, 1):
-        assert split.stages[0].a1 == pytest.approx(2e-3 / 3)

@@ -46,6 +46,8 @@ def test_both_ends_of_a_range_are_legal():
         ("orca:x=1", "it takes: none"),
         ("sarathi:even=0,even=1", "even is given twice"),
         ("sarathi:even=x", "must be an integer"),
+        ("sarathi:even=7", "even is '7'; it must be an integer from 0 to 1"),
+        ("sarathi:even=-2", "even is '-2'; it must be an integer from 0 to 1"),
         ("sarathi:even=0.5", "even is '0.5'; it must be an integer"),
         ("sglang:_slots=1", "no parameter '_slots'; it takes: dynamic"),
         ("sglang:dynamic=2", "dynamic is '2'; it must be an integer from 0 to 1"),

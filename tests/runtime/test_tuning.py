@@ -50,7 +50,14 @@ def test_the_profile_decides_what_is_auto(tmp_path: Path, facts: ModelFacts) -> 
     assert isinstance(found.layer_split, tuple) and found.layer_split[0] > found.layer_split[1]
     assert replace(found, layer_split=None, chunk_size=None, inflight=None) == asked
     assert tuned(config(tmp_path, chunk_size=128), facts).layer_split == (6, 2)
-    assert tuned(config(tmp_path, replace(HEAVY, jitter_cv=0.05)), facts).inflight == 3
+
+
+@pytest.mark.parametrize(("stages", "inflight"), [(2, 2), (3, 4)])
+def test_jitter_puts_one_more_in_flight_from_three_stages_on(
+    stages: int, inflight: int, tmp_path: Path, facts: ModelFacts
+) -> None:
+    jittery = replace(HEAVY, jitter_cv=0.05)
+    assert tuned(config(tmp_path, jittery, stages=stages), facts).inflight == inflight
 
 
 def test_what_the_user_said_stays(tmp_path: Path, facts: ModelFacts) -> None:

@@ -1,18 +1,20 @@
 """The virtual pipeline against arithmetic done by hand, and the coordinator on it."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.cut import recut
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.sim.experiment import Experiment, run, simulate
+from sarathi_pp.sim.experiment import Experiment, report_of, run, simulate
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.simulation import Simulation
@@ -136,6 +138,29 @@ def test_nothing_is_kept_of_what_is_done():
     simulation.run(workload.requests(token_ids=False))
     assert max(live for live, _ in held) <= 2 * limits.max_num_seqs
     assert max(results for _, results in held) <= limits.inflight
+
+
+def test_more_stages_leave_the_head_to_the_last():
+    """As `plan` cuts the same profile."""
+    costs = CostModel(1, (StageCost((0, 4), 4.0, 0, 0, 0, 0), StageCost((4, 8), 4.0 + 8.0, 0, 0, 0, 0, head_s=0.5)))
+    experiment = Experiment(
+        profile=replace(profile(costs), num_layers=8),
+        workload=parse_workload("fixed:n=1,prompt=4,output=1"),
+        policy="sarathi",
+        chunk_size=8,
+        stages=4,
+    )
+    assert [stage.a0 for stage in experiment.cost().stages] == [2.0, 2.0, 2.0, 2.0 + 8.0]
+    assert experiment.cost() == recut(costs, [(0, 2), (2, 4), (4, 6), (6, 8)])
+
+
+def test_the_report_of_an_experiment_is_that_of_its_timeline():
+    experiment = Experiment(
+        profile=profile(flat(2)), workload=parse_workload("fixed:n=6,prompt=4,output=1"), policy="sarathi", chunk_size=4
+    )
+    report = report_of(experiment)
+    assert (report["stages"], report["requests"], report["microbatches"]) == (2, 6, 6)
+    assert report["bubble_ratio"] == measure_bubbles(simulate(experiment)).bubble_ratio == pytest.approx(1 / 7)
 
 
 def test_a_workload_that_never_fits_is_refused():

@@ -45,6 +45,8 @@ def test_workloads_are_joined_in_order():
     workload = parse_workload(spec)
     assert list(workload.lengths()) == [(8, 4), (8, 4), (80, 2)]
     assert (workload.num_requests, workload.max_tokens) == (3, 82)
+    arriving = parse_workload(f"poisson:rate=4,{spec}")
+    assert list(arriving.lengths()) == list(workload.lengths()) and arriving.rate == 4
 
 
 def test_requests_are_drawn_when_they_are_asked_for():
@@ -67,6 +69,11 @@ def test_requests_are_drawn_when_they_are_asked_for():
         ("poisson:rate=0,zipf", "rate is 0; it must be above 0"),
         ("poisson:zipf", "is not one of its parameters: rate"),
         ("poisson:rate=4", "the workload '' is not known"),
+        ("poisson:rate=1,poisson:rate=9,zipf", "rate is given twice, 1 and 9; leave one of them out"),
+        ("fixed:n=3,n=5", "n is given twice, 3 and 5; leave one of them out"),
+        ("then:poisson:rate=2,fixed:n=3+fixed:n=4", "poisson:rate=2,fixed:n=3 has arrivals of its own"),
+        ("then:fixed:n=3+poisson:rate=2,fixed:n=4", "in front of it all: poisson:rate=2,then:..."),
+        ("then:fixed:n=3+then:poisson:rate=2,fixed:n=4", "has arrivals of its own"),
     ],
 )
 def test_a_wrong_spec_is_refused_with_the_part_that_is_wrong(spec, message):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
 
 
@@ -16,7 +17,7 @@ from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
 class Sarathi:
     """even: 1 splits each prompt into chunks of equal size, none above C; 0 fills C and leaves a short tail."""
 
-    even: int = 0
+    even: int = parameter(0, least=0, most=1)
 
     def pick(self, view: View) -> list[Grant]:
         limits = view.limits

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.cut import recut, stage_seconds
+from tests.core.test_cost import COST, loads
+
+# Layers alike: 1 ms, 10 us a token; the embedding another 2 ms and 1 us a token, the head 5 ms and 0.3 ms a row.
+ALIKE = CostModel(
+    1,
+    (
+        StageCost((0, 4), 4e-3 + 2e-3, 4e-5 + 1e-6, 4e-8, 4e-7, 4e-5),
+        StageCost((4, 8), 4e-3, 4e-5, 4e-8, 4e-7, 4e-5),
+        StageCost((8, 12), 4e-3 + 5e-3, 4e-5, 4e-8, 4e-7, 4e-5, head_s=3e-4),
+    ),
+)
+LOAD = Load(100, 50_000.0, 10, 5000)
+LAYER_S = 1e-3 + 110 * 1e-5 + 50_000 * 1e-8 + 5000 * 1e-7 + 10 * 1e-5
+EMBED_S = 2e-3 + 110e-6
+HEAD_S = 5e-3 + 10 * 3e-4
+
+
+@given(first=st.integers(0, 11), size=st.integers(1, 12))
+def test_a_stage_is_its_layers_and_what_stands_at_the_ends(first: int, size: int) -> None:
+    end = min(12, first + size)
+    expected = LAYER_S * (end - first) + EMBED_S * (first == 0) + HEAD_S * (end == 12)
+    assert stage_seconds(ALIKE, LOAD)(first, end) == pytest.approx(expected)
+
+
+@given(cuts=st.sets(st.integers(1, 11), max_size=5))
+def test_another_cut_costs_what_its_stages_take(cuts: set[int]) -> None:
+    bounds = [0, *sorted(cuts), 12]
+    layers = list(zip(bounds, bounds[1:], strict=False))
+    cut, seconds = recut(ALIKE, layers), stage_seconds(ALIKE, LOAD)
+    assert [stage.layers for stage in cut.stages] == layers
+    for index, (first, end) in enumerate(layers):
+        assert cut.seconds(index, LOAD) == pytest.approx(seconds(first, end))
+    assert [stage.head_s for stage in cut.stages] == [0.0] * (len(layers) - 1) + [3e-4]
+
+
+def test_of_two_stages_the_first_tells_what_layers_take() -> None:
+    """The embedding cannot be told from layers there, and counts as part of them."""
+    two = CostModel(1, (ALIKE.stages[1], replace(ALIKE.stages[2])))
+    two = CostModel(1, (replace(two.stages[0], layers=(0, 4)), replace(two.stages[1], layers=(4, 8))))
+    assert stage_seconds(two, LOAD)(0, 2) == pytest.approx(2 * LAYER_S)
+    assert stage_seconds(two, LOAD)(6, 8) == pytest.approx(2 * LAYER_S + HEAD_S)
+
+
+def test_a_single_stage_has_only_its_sampled_rows_apart() -> None:
+    one = CostModel(1, (replace(ALIKE.stages[2], layers=(0, 4)),))
+    seconds = stage_seconds(one, LOAD)
+    assert seconds(2, 4) - seconds(0, 2) == pytest.approx(10 * 3e-4)
+    assert seconds(0, 4) == pytest.approx(one.seconds(0, LOAD))
+
+
+def test_a_last_stage_that_is_faster_has_no_negative_head() -> None:
+    fast = CostModel(1, (ALIKE.stages[0], ALIKE.stages[1], replace(ALIKE.stages[2], a0=1e-3)))
+    assert stage_seconds(fast, Load(10, 0.0, 0, 0))(11, 12) == pytest.approx(1e-3 / 4 + 10 * 1e-5)
+
+
+@given(load=loads, cut=st.integers(1, 7))
+def test_another_cut_costs_the_same_in_all(load: Load, cut: int) -> None:
+    layers = [(0, cut), (cut, 8)]
+    found = recut(COST, layers)
+    assert [stage.layers for stage in found.stages] == layers
+    before, after = (sum(model.seconds(stage, load) for stage in (0, 1)) for model in (COST, found))
+    assert after == pytest.approx(before)
+    assert [stage.head_s for stage in found.stages] == [0.0, 1e-2]
+    assert sum(stage.page_bytes for stage in found.stages) == 800
+
+
+@pytest.mark.parametrize("layers", [[(0, 8)], [(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 8)]])
+def test_a_layer_takes_its_share_of_its_stage(layers: list[tuple[int, int]]) -> None:
+    found = recut(COST, layers)
+    assert sum(stage.a1 for stage in found.stages) == pytest.approx(5e-3)
+    if layers[0] == (0, 1):
+        assert found.stages[0].a1 == pytest.approx(2e-3 / 3)
+
+
+def test_the_own_cut_is_the_model_itself() -> None:
+    """To the last bit: adding up what was taken apart would round."""
+    assert recut(COST, [(0, 3), (3, 8)]) is COST

@@ -27,11 +27,9 @@ from record import Record
 
 from sarathi_pp.core.policy import POLICIES, auto_chunk_size
 from sarathi_pp.report.policies import bubble_floor
-from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
-from sarathi_pp.trace.bubbles import measure_bubbles
-from sarathi_pp.trace.summary import summarise_timeline
 
 RATIOS = (2, 5, 10, 20, 40)
 CHANGE = "P:D 2, then 20"
@@ -68,8 +66,7 @@ def run(case: Case) -> dict[str, Any]:
         slow={3: case.slow},
         seed=case.seed,
     )
-    timeline = simulate(experiment)
-    report = summarise_timeline(timeline, measure_bubbles(timeline))
+    report = report_of(experiment)
     return {
         **case._asdict(),
         "tokens_per_s": report["total_tokens_per_s"],

@@ -31,11 +31,9 @@ from sarathi_pp.bench.profile import fit_cost
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.runtime.profile_file import read_profile
-from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import parse_workload
-from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.recorder import read_trace
-from sarathi_pp.trace.summary import summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
 
 POLICIES = ("balanced", "sarathi", "orca")
@@ -124,8 +122,7 @@ def predict(profile: Profile, policy: str, ratio: int) -> Report:
         chunk_size=auto_chunk_size(policy),
         max_num_seqs=SEQS,
     )
-    timeline = simulate(experiment)
-    report = summarise_timeline(timeline, measure_bubbles(timeline))
+    report = report_of(experiment)
     return {name: report[name] for name in PREDICTED}
 
 

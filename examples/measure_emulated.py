@@ -24,15 +24,13 @@ from measure_300m import PREDICTED, Report, write_prompts
 from record import Record
 
 from sarathi_pp.bench.calibrate import measure_link
-from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
-from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.recorder import read_trace
-from sarathi_pp.trace.summary import summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
 
 SLOWER = 10.0
@@ -48,14 +46,9 @@ CALIBRATION = ("uniform:n=32,min=32,max=1024,pd=20,seed=9", "orca")
 WARM_UP = 8
 
 
-def slowed(stage: StageCost) -> StageCost:
-    names = ("a0", "a1", "a2", "a3", "a4", "head_s")
-    return replace(stage, **{name: SLOWER * getattr(stage, name) for name in names})
-
-
 def make_profile() -> Profile:
     found = preset("gpt3-a100-tp8pp8")
-    cost = CostModel(found.cost.tile, tuple(slowed(stage) for stage in found.cost.stages))
+    cost = CostModel(found.cost.tile, tuple(stage.scaled(SLOWER) for stage in found.cost.stages))
     return replace(found, hidden_size=1024, dtype="float32", cost=cost, max_num_seqs=SEQS, pages=8192)
 
 
@@ -84,7 +77,7 @@ def emulate(work_dir: Path, profile: Profile, policy: str, spec: str) -> Report:
 
 
 def predict(profile: Profile, policy: str, spec: str) -> Report:
-    timeline = simulate(
+    return report_of(
         Experiment(
             profile=profile,
             workload=parse_workload(spec),
@@ -93,7 +86,6 @@ def predict(profile: Profile, policy: str, spec: str) -> Report:
             max_num_seqs=SEQS,
         )
     )
-    return summarise_timeline(timeline, measure_bubbles(timeline))
 
 
 def largest_errors(runs: list[Report]) -> dict[str, float]:

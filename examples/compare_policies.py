@@ -3,7 +3,7 @@
     python examples/compare_policies.py --output examples/figures/policies-gpt3.json
 
 Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
-ratio that changes in mid-run (each part as long as the others' whole), with noise, with a slow stage, and with Poisson
+ratio that changes in mid-run, with noise, with a slow stage, and with Poisson
 arrivals at shares of what `balanced` reaches offline. Rivals that take a chunk size are run at every one and the best
 throughput of each seed is taken afterwards, which no user could do; off the five ratios only the closest are.
 `balanced` gets no size. Policies are listed at their default size too: those run at every size for all seeds; the rest,
@@ -43,6 +43,7 @@ CHUNK_SIZES = (128, 256, 512, 1024, 2048)
 # Enough of them that filling and draining the pipeline do not count.
 CAPACITY_REQUESTS = 2000
 LATENCIES = ("ttft_s", "itl_s")
+CHECK_EVERY = 25
 PROGRESS_EVERY = 20
 
 
@@ -93,7 +94,7 @@ def swept(*rivals: str) -> list[tuple[str, int]]:
 
 def offline_cases(requests: int, seeds: range) -> list[Case]:
     works = {f"P:D {ratio}": {seed: zipf(requests, ratio, seed) for seed in seeds} for ratio in RATIOS}
-    change = {seed: f"then:{zipf(requests, 2, seed)}+{zipf(requests, 20, seed)}" for seed in seeds}
+    change = {seed: f"then:{zipf(requests // 2, 2, seed)}+{zipf(requests // 2, 20, seed)}" for seed in seeds}
     first = seeds[0]
     cases = []
     for name, specs in works.items():
@@ -200,6 +201,35 @@ def markdown(table: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+class Known:
+    """Runs of the rivals that an earlier record holds: simulation repeats itself, so a new `balanced` needs no others.
+
+    Every CHECK_EVERY-th is run again all the same; raises ClickException where it differs.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._document = json.loads(path.read_text()) if path is not None else {"runs": []}
+        found = (run for run in self._document["runs"] if run["policy"] != "balanced")
+        self._runs = {Case(**{name: run[name] for name in Case._fields}): run for run in found}
+
+    @property
+    def capacity(self) -> float | None:
+        return self._document.get("capacity_requests_per_s")
+
+    def described(self) -> dict[str, Any]:
+        return {"rivals from commit": self._document["commit"]} if self._runs else {}
+
+    def complete(self, cases: list[Case]) -> list[dict[str, Any]]:
+        """The results in the order of the cases."""
+        checked = [case for case in cases if case in self._runs][::CHECK_EVERY]
+        missing = [case for case in cases if case not in self._runs]
+        fresh = dict(zip((*checked, *missing), run_all([*checked, *missing]), strict=True))
+        for case in checked:
+            if fresh[case] != self._runs[case]:
+                raise click.ClickException(f"{case} is no longer what the record says: run without --rivals-from")
+        return [fresh[case] if case in fresh else self._runs[case] for case in cases]
+
+
 def run_all(cases: list[Case]) -> list[dict[str, Any]]:
     """The results in the order of the cases, and now and then a line of how many there are."""
     results = []
@@ -211,16 +241,23 @@ def run_all(cases: list[Case]) -> list[dict[str, Any]]:
     return results
 
 
+def measure_capacity(seed: int) -> float:
+    """Requests a second of `balanced` where none is waited for."""
+    spec = zipf(CAPACITY_REQUESTS, 10, seed)
+    lengths = [sum(pair) for pair in parse_workload(spec).lengths()]
+    found = run(Case("capacity", spec, "balanced", auto_chunk_size("balanced"), seed))
+    return float(found["tokens_per_s"]) / statistics.fmean(lengths)
+
+
 @click.command()
 @click.option("--requests", type=click.IntRange(min=10), default=1000, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes, and the table, as .md.")
-def main(requests: int, seeds: int, output: Path | None) -> None:
-    record, used = Record.begin(), range(31, 31 + seeds)
-    spec = zipf(CAPACITY_REQUESTS, 10, used[0])
-    lengths = [sum(pair) for pair in parse_workload(spec).lengths()]
-    capacity = run(Case("capacity", spec, "balanced", 2048, used[0]))["tokens_per_s"] / statistics.fmean(lengths)
-    results = run_all([*offline_cases(requests, used), *arrival_cases(requests, used, capacity)])
+@click.option("--rivals-from", type=click.Path(path_type=Path, exists=True), help="A record: runs `balanced` alone.")
+def main(requests: int, seeds: int, output: Path | None, rivals_from: Path | None) -> None:
+    record, known, used = Record.begin(), Known(rivals_from), range(31, 31 + seeds)
+    capacity = known.capacity or measure_capacity(used[0])
+    results = known.complete([*offline_cases(requests, used), *arrival_cases(requests, used, capacity)])
     table = rows(results)
     print(
         f"{'work':18} {'policy':18} {'':8} {'tokens/s':>9} {'steady':>7} {'whole':>7} {'floor':>6} {'request':>8}",
@@ -231,7 +268,7 @@ def main(requests: int, seeds: int, output: Path | None) -> None:
         named = f"{row['work']:18} {row['policy']:18} {row['kind']:8} {row['tokens_per_s']:9.0f}"
         print(f"{named} {ratios} {shown(row['request_bubble_p50_s'], '.3f'):>8}", file=sys.stderr)
     ahead = {"throughput over the best rival": gains(table)}
-    figures = {"capacity_requests_per_s": capacity, **ahead, "rows": table, "runs": results}
+    figures = {**known.described(), "capacity_requests_per_s": capacity, **ahead, "rows": table, "runs": results}
     record.write(output, figures, indent=None)  # of thousands of runs: one line
     if output is not None:
         output.with_suffix(".md").write_text(f"`{record.command}`\n\n{markdown(table)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
 
 from sarathi_pp.core.policy import POLICIES
@@ -122,6 +123,32 @@ def test_every_work_has_balanced_and_a_rival_of_all_seeds(load: Load) -> None:
     assert set(comparison.gains(table)) == {case.work for case in cases}
     assert all(row["seeds"] == 3 for row in table if row["policy"] == "balanced")
     assert {row["policy"] for row in table} == set(POLICIES)
+
+
+def test_rivals_are_taken_from_a_record_and_some_are_run_again(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compare = load("compare_policies")
+    spec = "fixed:n=4,prompt=200,output=3"
+    ours, *rivals = (compare.Case("w", spec, policy, 256, seed=0) for policy in ("balanced", "sarathi", "vllm"))
+    runs = [{**rival._asdict(), "tokens_per_s": 10.0 + place} for place, rival in enumerate(rivals)]
+    path = tmp_path / "earlier.json"
+    path.write_text(json.dumps({"commit": "c0ffee", "capacity_requests_per_s": 3.5, "runs": [*runs, ours._asdict()]}))
+    asked: list[Any] = []
+
+    def run_all(cases: list[Any]) -> list[dict[str, Any]]:
+        asked.extend(cases)
+        return [{**case._asdict(), "tokens_per_s": speed} for case, speed in zip(cases, (10.0, 20.0), strict=True)]
+
+    monkeypatch.setattr(compare, "run_all", run_all)
+    known = compare.Known(path)
+    assert [found["tokens_per_s"] for found in known.complete([ours, *rivals])] == [20.0, 10.0, 11.0]
+    assert asked == [rivals[0], ours]
+    assert known.capacity == 3.5 and known.described() == {"rivals from commit": "c0ffee"}
+    runs[0]["tokens_per_s"] = 9.0
+    path.write_text(json.dumps({"commit": "c0ffee", "runs": runs}))
+    with pytest.raises(click.ClickException, match="no longer what the record says"):
+        compare.Known(path).complete([ours, *rivals])
 
 
 def test_a_record_names_its_commit_command_and_machine(

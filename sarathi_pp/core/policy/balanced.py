@@ -10,8 +10,8 @@ A pipeline waits where one microbatch takes longer than the next. So:
               there is no such state: then what computes their prompts soonest, if that is more.
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
-    tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass the slowest stage in that time
-              divided by those in flight, since a sequence's next token comes when they all have.
+    tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
+              those in flight, since a sequence's next token comes when they all have.
     in flight One microbatch more than stages while there are prompts: a stage that is done early finds the next one
               there. Not while outputs alone are left, and not where seats are short and the tokens a second would
               fall: every cohort that decodes are cut into more costs a microbatch.

@@ -66,30 +66,33 @@ def test_decodes_are_shared_by_what_they_cost_the_slowest_stage():
     assert max(seconds) / min(seconds) < 1.5
 
 
+def issued(run, polls=0):
+    """Each microbatch as it is issued, with how many are in flight then; where there is none, it is asked for again."""
+    pipeline, inflight = StandInPipeline(run.limits), []
+    while run.unfinished:
+        microbatch = run.next_microbatch()
+        if microbatch is not None:
+            inflight.append(microbatch)
+            yield microbatch, len(inflight)
+            continue
+        assert not any(run.next_microbatch() for _ in range(polls))
+        inflight, result = inflight[1:], pipeline.run(inflight[0])
+        run.complete(result)
+
+
 @pytest.mark.parametrize("polls", [1, 3])
 def test_the_schedule_does_not_depend_on_how_often_it_is_asked(polls):
     """While nothing is there, while prompts are awaited and while results are."""
 
-    def run(polls):
-        asked = coordinator(model(16, a0=1e-4), stages=4, inflight=5)
-        pipeline, inflight, batches = StandInPipeline(asked.limits), [], []
+    def batches(polls):
+        run = coordinator(model(16, a0=1e-4), stages=4, inflight=5)
         for group in (requests(3, 200, 5), requests(9, 150, 3)[3:]):
-            for _ in range(polls):
-                assert asked.next_microbatch() is None
+            assert not any(run.next_microbatch() for _ in range(polls))
             for request in group:
-                asked.submit(request)
-            while asked.unfinished:
-                microbatch = asked.next_microbatch()
-                if microbatch is not None:
-                    inflight.append(microbatch)
-                    batches.append(str(microbatch))
-                    continue
-                assert not any(asked.next_microbatch() for _ in range(polls))
-                inflight, result = inflight[1:], pipeline.run(inflight[0])
-                asked.complete(result)
-        return batches
+                run.submit(request)
+            yield from (str(microbatch) for microbatch, _ in issued(run, polls))
 
-    assert run(polls) == run(0)
+    assert list(batches(polls)) == list(batches(0))
 
 
 def test_prompts_get_on_where_decodes_alone_would_fill_the_size():
@@ -102,17 +105,9 @@ def test_prompts_get_on_where_decodes_alone_would_fill_the_size():
 def inflight_counts(cost, work, **limits):
     """Microbatches in flight and prompts that wait, after each microbatch of a run of 2 stages that may have 3."""
     run = coordinator(cost, inflight=3, **limits)
-    pipeline, inflight, seen = StandInPipeline(run.limits), [], []
     for request in work:
         run.submit(request)
-    while run.unfinished:
-        microbatch = run.next_microbatch()
-        if microbatch is None:
-            inflight, result = inflight[1:], pipeline.run(inflight[0])
-            run.complete(result)
-            continue
-        inflight.append(microbatch)
-        seen.append((len(inflight), run.num_waiting))
+    seen = [(count, run.num_waiting) for _, count in issued(run)]
     return seen[len(seen) // 4 :]
 
 

@@ -12,11 +12,11 @@ import platform
 import socket
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import sarathi_pp
 from sarathi_pp.config import ResolvedRun, RunConfig
@@ -35,7 +35,7 @@ from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
-from sarathi_pp.runtime.stage import ModelStages, StageMaker
+from sarathi_pp.runtime.stage import StageMaker
 from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.runtime.tuning import estimated_cost
 from sarathi_pp.runtime.watchdog import Watchdog
@@ -92,6 +92,9 @@ class Job:
         if profile is not None:
             maker = EmulatedStages(config, profile, clock)
         else:
+            # Imports transformers, which takes seconds that an emulated run does not need.
+            from sarathi_pp.runtime.model_stage import ModelStages
+
             maker = ModelStages(config, model_dir, facts, self.dtype, self.device, place.local_world_size)
         stages = self._agree(lambda: {"pages": maker.load(layers[place.rank])})
         self.run: ResolvedRun = resolve(
@@ -307,7 +310,7 @@ def _software() -> dict[str, str]:
     return {
         "sarathi_pp": sarathi_pp.__version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "python": platform.python_version(),
     }
 

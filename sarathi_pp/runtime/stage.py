@@ -1,28 +1,15 @@
-"""One stage: its slice of the model, its KV shard, and the page tables that the coordinator's microbatches build.
-
-MicroBatch -> page tables -> StageInputs -> layers (through paged attention) -> hidden states or token ids
-"""
+"""What a rank computes with: a stage, and the maker that gives a rank its own."""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
-from sarathi_pp.errors import ProtocolError
-from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.inputs import Span, build_inputs
-from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.sampling import sample
-from sarathi_pp.model.slice import StageModel, load_stage
-from sarathi_pp.model.support import ModelFacts
-from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes
+from sarathi_pp.config import ResolvedRun
+from sarathi_pp.core.plan import MicroBatch, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,130 +61,3 @@ class StageMaker(Protocol):
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> Stage:
         """The stage, for the page count that all ranks agreed on."""
         ...
-
-
-class ModelStages:
-    """Stages that hold a slice of a model. See StageMaker.
-
-    sharers: ranks that draw on the same memory.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        model_dir: Path,
-        facts: ModelFacts,
-        dtype: torch.dtype,
-        device: torch.device,
-        sharers: int,
-    ) -> None:
-        backend = choose_backend(config.attention, device, config.page_size)
-        self.page_size = config.page_size or backend.default_page_size
-        self.attention = backend.name
-        self.device_name = device.type
-        self._config = config
-        self._backend = backend
-        self._model_dir = model_dir
-        self._facts = facts
-        self._dtype = dtype
-        self._device = device
-        self._sharers = sharers
-        self._loaded: StageModel | None = None
-
-    def load(self, layers: tuple[int, int]) -> int:
-        facts, dtype = self._facts, self._dtype
-        self._loaded = load_stage(self._model_dir, layers, facts.num_layers, dtype, self._device, self._backend)
-        budget = kv_budget_bytes(self._config, self._device, self._sharers)
-        return count_pages(budget, facts, layers, self.page_size, dtype)
-
-    def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
-        facts = self._facts
-        assert self._loaded is not None, "load comes first"
-        kv = KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, self._device)
-        return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device)
-
-
-class ModelStage:
-    """A slice of a model and its KV shard; holds nothing that a header did not tell it."""
-
-    def __init__(
-        self, model: StageModel, kv: KVShard, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.model = model
-        self.kv = kv
-        self.device = device
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-        self._tables: dict[int, array[int]] = {}
-
-    @property
-    def counts_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def bytes_read(self) -> int:
-        return self.model.bytes_read
-
-    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
-        self._update_tables(microbatch)
-        drawn = [chunk for chunk in microbatch.chunks if chunk.sampling is not None] if self.model.head else []
-        inputs = build_inputs(
-            [Span(chunk.start, chunk.num_tokens, self._tables[chunk.sequence]) for chunk in microbatch.chunks],
-            _last_rows(microbatch) if drawn else (),
-            self.kv.page_size,
-            self.device,
-        )
-        x = self._embedding_input(microbatch) if hidden is None else hidden
-        y = self.model.forward(x, inputs, self.kv)
-        output = StageOutput(tokens=_draw(y, drawn)) if self.model.head else StageOutput(hidden=y)
-        if self.device.type == "cuda":
-            # Kernels run behind the caller's back; whoever times this call must see them end.
-            torch.cuda.synchronize(self.device)
-        return output
-
-    def warm_up(self, num_tokens: int) -> None:
-        """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel
-        choice, allocator) fall before the run."""
-        num_tokens = min(num_tokens, self.kv.num_pages * self.kv.page_size)
-        pages = range(-(-num_tokens // self.kv.page_size))
-        for span in (Span(0, num_tokens, pages), Span(num_tokens - 1, 1, pages)):
-            inputs = build_inputs([span], (span.num_tokens - 1,), self.kv.page_size, self.device)
-            if self.model.embed:
-                x = torch.zeros(span.num_tokens, dtype=torch.int64, device=self.device)
-            else:
-                x = torch.zeros(span.num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
-            self.model.forward(x, inputs, self.kv)
-
-    def _update_tables(self, microbatch: MicroBatch) -> None:
-        for sequence in microbatch.freed:
-            self._tables.pop(sequence, None)
-        num_pages = self.kv.num_pages
-        for chunk in microbatch.chunks:
-            if chunk.new_pages and not (min(chunk.new_pages) >= 0 and max(chunk.new_pages) < num_pages):
-                raise ProtocolError(f"{microbatch} brings pages {chunk.new_pages} to a KV shard of {num_pages}")
-            self._tables.setdefault(chunk.sequence, array("q")).extend(chunk.new_pages)
-
-    def _embedding_input(self, microbatch: MicroBatch) -> Tensor:
-        ids = array("q", (token for chunk in microbatch.chunks for token in chunk.token_ids))
-        return torch.frombuffer(ids, dtype=torch.int64).to(self.device)
-
-
-def _last_rows(microbatch: MicroBatch) -> list[int]:
-    """Row of the last token of every chunk that reaches the end of its sequence's known tokens."""
-    rows, end = [], 0
-    for chunk in microbatch.chunks:
-        end += chunk.num_tokens
-        if chunk.sampling is not None:
-            rows.append(end - 1)
-    return rows
-
-
-def _draw(logits: Tensor, chunks: list[Chunk]) -> tuple[SampledToken, ...]:
-    rows = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
-    if not rows:
-        return ()
-    token_ids, failed = sample(logits, rows)
-    return tuple(
-        SampledToken(chunk.sequence, chunk.epoch, token_id, failed=bad)
-        for chunk, token_id, bad in zip(chunks, token_ids, failed, strict=True)
-    )

@@ -22,8 +22,8 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.slice import load_stage
 from sarathi_pp.model.support import check_model
 from sarathi_pp.runtime.engine import Engine
+from sarathi_pp.runtime.model_stage import ModelStage
 from sarathi_pp.runtime.rows import Row
-from sarathi_pp.runtime.stage import ModelStage
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import QueueChannel

@@ -8,7 +8,7 @@ import torch
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.runtime.stage import ModelStage
+from sarathi_pp.runtime.model_stage import ModelStage
 
 CPU = torch.device("cpu")
 

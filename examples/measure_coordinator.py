@@ -27,7 +27,7 @@ from record import Record
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
-from sarathi_pp.core.plan import MicroBatch, SampledToken, StepResult
+from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
@@ -73,7 +73,7 @@ def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
             drawn = [chunk for chunk in oldest.chunks if chunk.sampling is not None]
             tokens = tuple(SampledToken(chunk.sequence, chunk.epoch, 7) for chunk in drawn)
             began = time.perf_counter()
-            coordinator.complete(StepResult(oldest.index, tokens, (0.01,) * STAGES))
+            coordinator.complete(StepResult(oldest.index, tokens, (StageTime(oldest.index, 0.01),) * STAGES))
             result_ms.append(1e3 * (time.perf_counter() - began))
     return {
         "step_ms_p50": statistics.median(step_ms),

@@ -75,6 +75,7 @@ class Coordinator:
         self._prefills: dict[int, Sequence] = {}  # running, with prompt tokens (or recomputed ones) to issue
         self._decodes: dict[int, Sequence] = {}  # running, next token known, in the order they became ready
         self._inflight: deque[MicroBatch] = deque()
+        self._loads: dict[int, Load] = {}  # of the microbatches whose times may still come
         self._freed: list[int] = []
         self._next_index = 0
 
@@ -133,6 +134,8 @@ class Coordinator:
         self._next_index += 1
         self._freed = []
         self._inflight.append(microbatch)
+        if self._cost is not None:
+            self._loads[microbatch.index] = Load.of(microbatch)
         return microbatch
 
     def _choose(self) -> tuple[Chunk, ...]:
@@ -171,8 +174,10 @@ class Coordinator:
             sequence = self._current(chunk.sequence, chunk.epoch)
             if sequence is not None:
                 sequence.done = chunk.end
-        if self._cost is not None and result.stage_compute_s:
-            self._cost.observe(Load.of(microbatch), result.stage_compute_s)
+        if self._cost is not None:
+            for stage, time in enumerate(result.stage_times):
+                self._cost.observe(stage, self._loads[time.microbatch], time.seconds)
+            self._loads.pop(microbatch.index - self.limits.inflight, None)
         completions = []
         for token in result.tokens:
             sequence = self._current(token.sequence, token.epoch)

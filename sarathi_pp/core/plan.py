@@ -149,13 +149,21 @@ class SampledToken:
     failed: bool = False
 
 
+class StageTime(NamedTuple):
+    """Seconds that a stage computed a microbatch; 0 where that is not known yet."""
+
+    microbatch: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What comes back for one microbatch, in issue order.
 
-    stage_compute_s: seconds each stage spent computing it, first stage first.
+    stage_times: one of each stage, first stage first; of this microbatch, or of one that was in flight with it where a
+    device tells its times later.
     """
 
     index: int
     tokens: tuple[SampledToken, ...] = ()
-    stage_compute_s: tuple[float, ...] = ()
+    stage_times: tuple[StageTime, ...] = ()

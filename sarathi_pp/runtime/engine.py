@@ -178,7 +178,7 @@ class Engine:
     def _take(self, result: StepResult, arrived_s: float, sink: Sink) -> None:
         self._recorder.record(Returned(result.index, arrived_s))
         self._stage_compute_s = tuple(
-            total + seconds for total, seconds in zip(self._stage_compute_s, result.stage_compute_s, strict=True)
+            total + time.seconds for total, time in zip(self._stage_compute_s, result.stage_times, strict=True)
         )
         self._chunks_done += self._chunks_inflight.popleft()
         self._last_result_s = self._token_s = arrived_s

@@ -29,6 +29,7 @@ from sarathi_pp.errors import ConfigError, OutputError, SarathiError
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import limits_of, resolve
+from sarathi_pp.runtime.cuda_timer import CudaTimer
 from sarathi_pp.runtime.emulated import EmulatedStages
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.place import Place
@@ -44,6 +45,7 @@ from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.summary import Analyse, summarise
+from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
 
@@ -209,7 +211,7 @@ class Job:
         self._topology.open_edges(run.peer_timeout_s)
         if self.place.world_size == 1:
             channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)
-            return channel, StageRunner(self._stage, channel, self._recorder, clock)
+            return channel, StageRunner(self._stage, channel, self._recorder, clock, self._timer())
         row_shape = (self.facts.hidden_size,)
         bound = codec.max_message_bytes(
             max_tokens=run.max_microbatch_tokens,
@@ -232,8 +234,12 @@ class Job:
             lambda: runner[0].progress() if runner else (0, False),
             self._watchdog.report,
         )
-        runner.append(StageRunner(self._stage, downstream, self._recorder, clock))
+        runner.append(StageRunner(self._stage, downstream, self._recorder, clock, self._timer()))
         return upstream, runner[0]
+
+    def _timer(self) -> Timer:
+        on_gpu = self.device.type == "cuda" and self._profile is None
+        return CudaTimer(self._clock) if on_gpu else HostTimer(self._clock)
 
     def _trace_start(self, offset: Offset) -> TraceStart:
         run, rank = self.run, self.place.rank

@@ -6,26 +6,54 @@ over what its upstream neighbour sends.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from sarathi_pp.core.plan import StepResult
+from sarathi_pp.core.plan import MicroBatch, StageTime, StepResult
 from sarathi_pp.runtime.stage import Stage
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import Compute, SendWait
 from sarathi_pp.trace.recorder import Recorder
+from sarathi_pp.trace.timer import Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
 from sarathi_pp.wire.codec import Goodbye, MicroBatchFrame, ResultFrame
 
 # A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
 _INSTANT_S = 20e-6
+# How often the device is asked for its last times, when the run is over.
+_POLL_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A microbatch given to the device. release: of the buffer that its input lies in."""
+
+    microbatch: MicroBatch
+    arrived_s: float
+    start: Mark
+    end: Mark
+    cpu_s: float | None
+    release: Callable[[], None]
 
 
 class StageRunner:
-    def __init__(self, stage: Stage, downstream: Sender[Tensor], recorder: Recorder, clock: Clock) -> None:
+    """timer: of the device that the stage computes on. Its times may come later than the output: a microbatch's span is
+    recorded, and its input released, with one of the next microbatches, and nothing waits for the device.
+    """
+
+    def __init__(
+        self, stage: Stage, downstream: Sender[Tensor], recorder: Recorder, clock: Clock, timer: Timer
+    ) -> None:
         self._stage = stage
         self._downstream = downstream
         self._recorder = recorder
         self._clock = clock
+        self._timer = timer
+        self._unsettled: deque[_Span] = deque()
+        self._untold: deque[StageTime] = deque()
         self._num_done = 0
         self._busy = False
 
@@ -33,23 +61,46 @@ class StageRunner:
         """Microbatches finished, and whether one is in hand: what this rank's heartbeats say."""
         return self._num_done, self._busy
 
-    def run(self, frame: MicroBatchFrame, hidden: Tensor | None, arrived_s: float) -> None:
+    def run(
+        self,
+        frame: MicroBatchFrame,
+        hidden: Tensor | None,
+        arrived_s: float,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
         """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
         self._busy = True
         clock, microbatch = self._clock, frame.microbatch
-        start_cpu_s, start_s = clock.thread_cpu(), clock.now()
+        start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
         output = self._stage.compute(microbatch, hidden)
-        end_s = clock.now()
+        end = self._timer.mark()
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
-        self._recorder.record(Compute(microbatch.index, microbatch.issued_s, arrived_s, start_s, end_s, cpu_s))
-        stage_compute_s = (*frame.stage_compute_s, end_s - start_s)
+        self._unsettled.append(_Span(microbatch, arrived_s, start, end, cpu_s, release))
+        self._settle()
+        own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
+        stage_times = (*frame.stage_times, own)
         self._reserve()
         if output.hidden is not None:
-            self._downstream.send(MicroBatchFrame(microbatch, stage_compute_s), output.hidden)
+            self._downstream.send(MicroBatchFrame(microbatch, stage_times), output.hidden)
         else:
-            self._downstream.send(ResultFrame(StepResult(microbatch.index, output.tokens, stage_compute_s)))
+            self._downstream.send(ResultFrame(StepResult(microbatch.index, output.tokens, stage_times)))
         self._num_done += 1
         self._busy = False
+
+    def _settle(self) -> None:
+        """Record the spans that the device has ended."""
+        while self._unsettled:
+            span = self._unsettled[0]
+            start_s, end_s = span.start.at_s(), span.end.at_s()
+            if start_s is None or end_s is None:
+                return
+            self._unsettled.popleft()
+            span.release()
+            microbatch = span.microbatch
+            self._recorder.record(
+                Compute(microbatch.index, microbatch.issued_s, span.arrived_s, start_s, end_s, span.cpu_s)
+            )
+            self._untold.append(StageTime(microbatch.index, end_s - start_s))
 
     def _reserve(self) -> None:
         asked_s = self._clock.now()
@@ -59,8 +110,12 @@ class StageRunner:
             self._recorder.record(SendWait(asked_s, got_s))
 
     def close(self) -> None:
-        """Say goodbye downstream, behind everything else that was sent."""
+        """Say goodbye downstream, behind everything else that was sent, and record what the device has told since."""
         self._downstream.close()
+        self._settle()
+        while self._unsettled:
+            self._clock.sleep(_POLL_S)
+            self._settle()
 
     def serve(self, upstream: Receiver[Tensor]) -> None:
         """Run what comes from upstream until it says goodbye, then say goodbye too."""
@@ -70,7 +125,6 @@ class StageRunner:
             if isinstance(message.frame, Goodbye):
                 break
             assert isinstance(message.frame, MicroBatchFrame), message.frame
-            self.run(message.frame, message.payload, message.arrived_s)
-            message.release()
+            self.run(message.frame, message.payload, message.arrived_s, message.release)
         self.close()
         upstream.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from sarathi_pp.core.coordinator import Coordinator, IdleReason
 from sarathi_pp.core.cost import CostModel
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StepResult
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.sim.pipeline import VirtualPipeline
@@ -107,8 +107,8 @@ class Simulation:
         for stage, span in enumerate(spans):
             event = Compute(microbatch.index, microbatch.issued_s, span.arrived_s, span.start_s, span.end_s)
             self._record(stage, event)
-        seconds = tuple(span.end_s - span.start_s for span in spans)
-        self._results.append((result_s, StepResult(microbatch.index, _draw(microbatch.chunks), seconds)))
+        times = tuple(StageTime(microbatch.index, span.end_s - span.start_s) for span in spans)
+        self._results.append((result_s, StepResult(microbatch.index, _draw(microbatch.chunks), times)))
 
     def _token_came(self, request: Request, token_id: int) -> bool:
         self._live[request.index].token_came(self._token_s)

@@ -17,11 +17,11 @@ import zlib
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
@@ -32,10 +32,10 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchFrame:
-    """A microbatch on its way through the stages; each adds the seconds it computed."""
+    """A microbatch on its way through the stages; each adds a time that it computed. See StepResult."""
 
     microbatch: MicroBatch
-    stage_compute_s: tuple[float, ...] = ()
+    stage_times: tuple[StageTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
             return 1, _flatten_microbatch(frame)
         case ResultFrame(result):
             tokens = [v for t in result.tokens for v in (t.sequence, t.epoch, t.token_id, int(t.failed))]
-            return 2, ([result.index, len(result.tokens), *tokens], list(result.stage_compute_s))
+            return 2, ([result.index, len(result.tokens), *tokens], [v for time in result.stage_times for v in time])
         case Heartbeat(progress, busy):
             return 3, ([progress, int(busy)], [])
         case Goodbye():
@@ -139,7 +139,7 @@ def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
             _expect(len(rest) == 4 * count, f"{count} tokens in {len(rest)} integers")
             rows = [rest[i : i + 4] for i in range(0, len(rest), 4)]
             tokens = tuple(SampledToken(s, e, token, _flag(failed)) for s, e, token, failed in rows)
-            return ResultFrame(StepResult(index, tokens, tuple(reals)))
+            return ResultFrame(StepResult(index, tokens, _stage_times(reals)))
         case 3:
             progress, busy = integers
             _expect(not reals, "reals in a heartbeat")
@@ -158,7 +158,7 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
         flags = int(c.decode) | (c.sampling is not None) << 1
         integers += (c.sequence, c.epoch, c.start, c.num_tokens, flags, len(c.token_ids), len(c.new_pages))
     integers += m.freed
-    reals = [m.issued_s, float(len(frame.stage_compute_s)), *frame.stage_compute_s]
+    reals = [m.issued_s, float(len(frame.stage_times)), *(v for time in frame.stage_times for v in time)]
     for c in m.chunks:
         integers += c.token_ids
         integers += c.new_pages
@@ -176,7 +176,7 @@ def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFr
     freed = tuple(ints.take(num_freed))
     (issued_s,) = floats.take(1)
     (num_stages,) = floats.take(1)
-    stage_compute_s = tuple(floats.take(int(num_stages)))
+    stage_times = _stage_times(floats.take(2 * int(num_stages)))
     chunks = []
     for sequence, epoch, start, num_tokens, flags, num_ids, num_pages in shapes:
         _expect(flags in range(4), f"flags {flags}")
@@ -184,7 +184,13 @@ def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFr
         sampling = _restore_sampling(ints, floats) if flags & 2 else None
         chunks.append(Chunk(sequence, epoch, start, num_tokens, bool(flags & 1), token_ids, new_pages, sampling))
     _expect(ints.at_end and floats.at_end, "numbers left over")
-    return MicroBatchFrame(MicroBatch(index, tuple(chunks), freed, issued_s), stage_compute_s)
+    return MicroBatchFrame(MicroBatch(index, tuple(chunks), freed, issued_s), stage_times)
+
+
+def _stage_times(reals: list[float]) -> tuple[StageTime, ...]:
+    pairs = zip(reals[::2], reals[1::2], strict=True)
+    _expect(all(microbatch.is_integer() for microbatch in reals[::2]), "a time of no microbatch")
+    return tuple(StageTime(int(microbatch), seconds) for microbatch, seconds in pairs)
 
 
 def _restore_sampling(ints: _Cursor[int], floats: _Cursor[float]) -> SamplingRow:
@@ -235,5 +241,5 @@ def max_message_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_sta
     pages = -(-max_tokens // page_size) + chunks
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
     integers = 3 + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
-    reals = 2 + num_stages + 3 * chunks
+    reals = 2 + 2 * num_stages + 3 * chunks
     return payload_start(_COUNTS.size + 8 * (integers + reals)) + max_tokens * row_bytes

@@ -29,7 +29,8 @@ def error(model, true=TRUE):
 def observe(refiner, count, true=TRUE, noise=0.0, seed=1):
     draw = random.Random(seed)
     for load in loads(count, seed):
-        refiner.observe(load, [true.seconds(s, load) * draw.gauss(1, noise) for s in (0, 1)])
+        for stage in (0, 1):
+            refiner.observe(stage, load, true.seconds(stage, load) * draw.gauss(1, noise))
     return refiner.model
 
 
@@ -43,6 +44,13 @@ def test_a_wrong_start_is_forgotten():
     observe(refiner, 400)
     for _ in range(40):  # the solution moves on with each refresh
         observe(refiner, 16)
+    assert error(refiner.model) < 0.05
+
+
+@pytest.mark.parametrize("speed", [0.02, 0.3, 3.0, 50.0])
+def test_a_start_of_another_machine_is_right_within_a_few_microbatches(speed):
+    refiner = CostRefiner(CostModel(16, tuple(stage.scaled(speed) for stage in TRUE.stages)))
+    observe(refiner, 32, noise=0.05)
     assert error(refiner.model) < 0.05
 
 
@@ -76,5 +84,6 @@ def test_no_coefficient_is_ever_negative_and_what_was_not_seen_stays():
 def test_a_span_of_no_length_says_nothing(seconds):
     refiner = CostRefiner(TRUE)
     for load in loads(64):
-        refiner.observe(load, [seconds, seconds])
+        for stage in (0, 1):
+            refiner.observe(stage, load, seconds)
     assert error(refiner.model) < 1e-6

@@ -6,6 +6,7 @@ Only the wire is replaced, by the in-process channel, whose frames pass through 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
@@ -25,7 +27,8 @@ from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.model_stage import ModelStage
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.worker import StageRunner
-from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.trace.clock import Clock, SystemClock
+from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.channel import QueueChannel
 
 CPU = torch.device("cpu")
@@ -124,6 +127,8 @@ def run_pipeline(
     dtype: torch.dtype = torch.float32,
     layer_split: tuple[int, ...] | None = None,
     inflight: int | None = None,
+    new_timer: Callable[[Clock], Timer] = HostTimer,
+    cost: CostModel | None = None,
 ) -> Outcome:
     facts, models = stage_models(directory, stages, dtype, layer_split)
     inflight = inflight or stages
@@ -135,7 +140,7 @@ def run_pipeline(
     for index, model in enumerate(models):
         kv = KVShard(model.layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
         stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU)
-        runners.append(StageRunner(stage, edges[index], recorders[index], clock))
+        runners.append(StageRunner(stage, edges[index], recorders[index], clock, new_timer(clock)))
     errors: list[BaseException] = []
 
     def serve(index: int) -> None:
@@ -157,6 +162,7 @@ def run_pipeline(
         clock,
         eos_token_ids=eos_token_ids,
         stop_checkers=lambda stop: None,
+        cost=cost,
     )
     params = sampling or [SamplingParams(max_new_tokens=max_new_tokens, seed=0)] * len(prompts)
     ends = paragraph_ends or [()] * len(prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.plan import SampledToken, StepResult
+from sarathi_pp.core.plan import SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
@@ -31,7 +31,8 @@ class OneSecondPipeline:
         self._clock.sleep(1.0)
         chunks = frame.microbatch.chunks
         tokens = tuple(SampledToken(c.sequence, c.epoch, 7) for c in chunks if c.sampling is not None)
-        self._results.send(ResultFrame(StepResult(frame.microbatch.index, tokens, COMPUTE_S)))
+        times = tuple(StageTime(frame.microbatch.index, seconds) for seconds in COMPUTE_S)
+        self._results.send(ResultFrame(StepResult(frame.microbatch.index, tokens, times)))
 
     def close(self) -> None:
         self._results.close()

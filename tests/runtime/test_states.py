@@ -21,6 +21,7 @@ from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.summary import summarise
+from sarathi_pp.trace.timer import HostTimer
 from sarathi_pp.wire.channel import QueueChannel
 from tests.runtime.pipeline import ListRecorder, ListSink, ListSource
 
@@ -100,8 +101,10 @@ def run(place):
     back.naps = {"reserve": nap} if place == "send_wait_s" else {}
     recorders = [ListRecorder(), ListRecorder()]
     runners = [
-        StageRunner(SleepingStage(False, quiet), forward, recorders[0], clock),
-        StageRunner(SleepingStage(True, nap if place == "compute_s" else quiet), back, recorders[1], clock),
+        StageRunner(SleepingStage(False, quiet), forward, recorders[0], clock, HostTimer(clock)),
+        StageRunner(
+            SleepingStage(True, nap if place == "compute_s" else quiet), back, recorders[1], clock, HostTimer(clock)
+        ),
     ]
     for rank, recorder in enumerate(recorders):
         recorder.record(

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from tests.thinning import examples
@@ -23,16 +23,16 @@ chunks = st.builds(
     st.none() | rows,
 )
 microbatches = st.builds(MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals)
-seconds = st.lists(reals, max_size=8).map(tuple)
+times = st.lists(st.builds(StageTime, st.integers(0, 2**53), reals), max_size=8).map(tuple)
 frames = st.one_of(
-    st.builds(codec.MicroBatchFrame, microbatches, seconds),
+    st.builds(codec.MicroBatchFrame, microbatches, times),
     st.builds(
         codec.ResultFrame,
         st.builds(
             StepResult,
             st.integers(0, 2**62),
             st.lists(st.builds(SampledToken, int64, int64, int64, st.booleans()), max_size=5).map(tuple),
-            seconds,
+            times,
         ),
     ),
     st.builds(codec.Heartbeat, st.integers(0, 2**62), st.booleans()),
@@ -87,7 +87,7 @@ def test_a_cut_message_is_refused(frame, cut):
 def test_versions_do_not_mix():
     message = bytearray(codec.encode(codec.Goodbye(), 0))
     message[4] += 1
-    with pytest.raises(ProtocolError, match="wire version 2, this rank 1"):
+    with pytest.raises(ProtocolError, match=f"wire version {codec.VERSION + 1}, this rank {codec.VERSION}"):
         codec.decode(bytes(message))
 
 
@@ -101,7 +101,7 @@ def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages
         Chunk(i, 0, 0, n, False, (1,) * n, tuple(range(-(-n // page_size))), row) for i, n in enumerate(lengths)
     )
     microbatch = MicroBatch(2**40, parts, tuple(range(2 * max_seqs)), 1.0)
-    head = codec.encode(codec.MicroBatchFrame(microbatch, (0.0,) * stages), 0)
+    head = codec.encode(codec.MicroBatchFrame(microbatch, (StageTime(0, 0.0),) * stages), 0)
     bound = codec.max_message_bytes(
         max_tokens=max_tokens, max_seqs=max_seqs, page_size=page_size, num_stages=stages, row_bytes=128
     )

@@ -1,0 +1,123 @@
+"""A device that tells its times late, as a GPU does: nothing waits for it, and nothing it tells is lost."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
+from sarathi_pp.core.policy.sarathi import Sarathi
+from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.request import Request
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.trace.events import Compute, Issued
+from tests.runtime.pipeline import run_pipeline
+from tests.runtime.processes import ROOT
+
+ADDER = ROOT / "examples" / "tiny-adder"
+PROMPTS = [tuple(3 + index % 9 for index in range(length)) for length in (3, 30, 11, 25, 8, 19)]
+STAGES = 3
+COST = CostModel(1, tuple(StageCost((s, s + 1), a0=1e-3, a1=1e-5, a2=0.0, a3=0.0, a4=0.0) for s in range(STAGES)))
+
+
+@dataclass
+class LateTimer:
+    """Tells of a point when `behind` more were marked, or when it has been asked again and again."""
+
+    clock: Clock
+    behind: int
+    marks: list[LateMark] = field(default_factory=list)
+
+    def mark(self) -> LateMark:
+        self.marks.append(LateMark(self, len(self.marks), self.clock.now()))
+        return self.marks[-1]
+
+
+@dataclass
+class LateMark:
+    timer: LateTimer
+    index: int
+    passed_s: float
+    asked: int = 0
+
+    def at_s(self) -> float | None:
+        self.asked += 1
+        told = len(self.timer.marks) > self.index + self.timer.behind or self.asked > 50
+        return self.passed_s if told else None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("inflight", [STAGES, STAGES + 1])
+def test_a_run_whose_device_is_as_late_as_can_be_ends_with_every_span_and_the_same_tokens(inflight: int) -> None:
+    """Two marks a microbatch: no device is further behind than what is in flight."""
+    here, late = (
+        run_pipeline(
+            Path(ADDER), PROMPTS, stages=STAGES, inflight=inflight, policy="balanced", cost=COST, new_timer=new_timer,
+        )
+        for new_timer in (LateTimerOf(0), LateTimerOf(2 * inflight))
+    )  # fmt: skip
+    assert late.tokens == here.tokens
+    issued = [event.microbatch for event in late.events[0] if isinstance(event, Issued)]
+    for trace in late.events:
+        spans = [event for event in trace if isinstance(event, Compute)]
+        assert [span.microbatch for span in spans] == issued
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
+        assert all(span.arrived_s <= span.start_s <= span.end_s for span in spans)
+
+
+@dataclass(frozen=True)
+class LateTimerOf:
+    behind: int
+
+    def __call__(self, clock: Clock) -> LateTimer:
+        return LateTimer(clock, self.behind)
+
+
+class WatchingPolicy:
+    """Keeps what it is told of the stages' cost."""
+
+    def __init__(self) -> None:
+        self.cost: CostModel | None = None
+        self._inner = Sarathi()
+
+    def pick(self, view: View) -> list[Grant]:
+        self.cost = view.cost
+        return self._inner.pick(view)
+
+    def max_tokens(self, limits: Limits) -> int:
+        return self._inner.max_tokens(limits)
+
+
+@pytest.mark.parametrize("late", [0, 1, STAGES])
+def test_times_told_late_teach_the_cost_of_the_microbatch_they_are_of(late: int) -> None:
+    """Microbatches of very different sizes, told as taking 1 ms a token on stage 0, 2 ms on stage 1, ..."""
+    policy = WatchingPolicy()
+    coordinator = Coordinator(Limits(STAGES, 64, 64, 512, 4, 4096, STAGES), policy, cost=COST)
+    issued: list[MicroBatch] = []
+    for index in range(400):
+        length = (7, 64, 23, 40)[index % 4]
+        coordinator.submit(Request(index, (1,) * length, SamplingParams(max_new_tokens=1, seed=0)))
+        microbatch = coordinator.next_microbatch()
+        assert microbatch is not None
+        issued.append(microbatch)
+        if coordinator.num_inflight == STAGES:
+            oldest = index - STAGES + 1
+            told = oldest - late
+            times = (
+                tuple(StageTime(told, 1e-3 * (stage + 1) * issued[told].num_tokens) for stage in range(STAGES))
+                if told >= 0
+                else (StageTime(oldest, 0.0),) * STAGES
+            )
+            drawn = [chunk for chunk in issued[oldest].chunks if chunk.sampling is not None]
+            tokens = tuple(SampledToken(chunk.sequence, chunk.epoch, 7) for chunk in drawn)
+            coordinator.complete(StepResult(oldest, tokens, times))
+    assert policy.cost is not None
+    for microbatch, stage in itertools.product(issued[-4:], range(STAGES)):
+        true_s = 1e-3 * (stage + 1) * microbatch.num_tokens
+        assert policy.cost.seconds(stage, Load.of(microbatch)) == pytest.approx(true_s, rel=0.15)

@@ -23,7 +23,7 @@ from sarathi_pp.core.refiner import CostRefiner
 from sarathi_pp.core.request import Completion, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 
-IdleReason = Literal["full", "no_arrivals", "no_kv", "tokens_in_flight"]
+IdleReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 StopRule = Callable[[Request, int], bool]
 
 
@@ -337,6 +337,8 @@ class Coordinator:
     def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:
         if not self._running and not self._waiting:
             return "no_arrivals"
+        if self._decodes or self._prefills or admissible:
+            return "held"
         if self._waiting and not admissible and len(self._running) < self.limits.max_num_seqs:
             return "no_kv"
         return "tokens_in_flight"

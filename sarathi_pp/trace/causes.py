@@ -19,7 +19,8 @@ lengthen a wait elsewhere. The nine add up to the measured bubble, so the figure
 PB1 to PB3 are the bubbles of SARATHI (arXiv 2308.16369, section 3.3).
 
 The replay keeps what the coordinator did: the order of microbatches, at most K of them in flight, and the
-first stage on the coordinator's own rank, so that a microbatch is issued when that stage is free.
+first stage on the coordinator's own rank, so that a microbatch is issued when that stage is free. Where the policy
+itself held back until a result came, every replay does.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class _Delays:
     transfer: from the end on the stage before to the complete input here (0 on the first). back: from the end on
     the last stage to the result on rank 0. blocked: no free send buffer after the compute. host: from when it
     could have started. issue: from when it could have been issued, on rank 0.
-    awaited: per microbatch, the earlier one whose result the coordinator needed; None where it needed none.
+    awaited: per microbatch, the earlier one whose result the coordinator needed; None where it needed none. held: the
+    earlier one whose result the policy waited for with something to compute.
     arrived: per microbatch, the arrival that it needed, in seconds after the first issue; 0 where none.
     """
 
@@ -118,6 +120,7 @@ class _Delays:
     host: list[Seconds]
     issue: Seconds
     awaited: list[int | None]
+    held: list[int | None]
     arrived: Seconds
 
     @classmethod
@@ -166,15 +169,19 @@ def _host(stage: StageTimeline, blocked: Seconds, count: int) -> Seconds:
     return delays
 
 
-def _issue(timeline: Timeline, blocked: Seconds, count: int) -> tuple[Seconds, list[int | None], Seconds]:
-    """Why each microbatch was issued no sooner: the coordinator's own time, a result, an arrival."""
+def _issue(
+    timeline: Timeline, blocked: Seconds, count: int
+) -> tuple[Seconds, list[int | None], list[int | None], Seconds]:
+    """Why each microbatch was issued no sooner: the coordinator's own time, a result, the policy, an arrival."""
     first, inflight = timeline.stages[0], timeline.stages[0].start.inflight
     begin = timeline.issued[0].at_s
     results = [result.at_s for result in timeline.returned[:count]]
     arrivals = sorted(request.at_s for request in timeline.arrived)
-    starved = [event.at_s for event in timeline.starved if event.reason != "full"]
+    waits = [event for event in timeline.starved if event.reason != "full"]
+    since = [event.at_s for event in waits]
     lags: Seconds = []
     awaited: list[int | None] = []
+    held: list[int | None] = []
     arrived: Seconds = []
     for index in range(count):
         issued = timeline.issued[index].at_s
@@ -182,19 +189,23 @@ def _issue(timeline: Timeline, blocked: Seconds, count: int) -> tuple[Seconds, l
         if index >= inflight:
             could = max(could, results[index - inflight])
         result: int | None = None
+        holds = False
         arrival = begin
-        if bisect_left(starved, could) < bisect_right(starved, issued):
+        last_wait = bisect_right(since, issued) - 1
+        if bisect_left(since, could) <= last_wait:
             # The coordinator had looked and found nothing; what came last before the issue let it go on.
             latest = bisect_right(results, issued) - 1
             if latest >= 0 and results[latest] > could:
                 result, could = latest, results[latest]
+                holds = waits[last_wait].reason == "held"
             here = bisect_right(arrivals, issued) - 1
             if here >= 0 and arrivals[here] > could:
                 result, arrival, could = None, arrivals[here], arrivals[here]
         lags.append(max(0.0, issued - could))
-        awaited.append(result)
+        awaited.append(None if holds else result)
+        held.append(result if holds else None)
         arrived.append(arrival - begin)
-    return lags, awaited, arrived
+    return lags, awaited, held, arrived
 
 
 def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float:
@@ -206,9 +217,9 @@ def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float
         ready = max(free[0], delays.arrived[index])
         if index >= inflight:
             ready = max(ready, results[index - inflight])
-        awaited = delays.awaited[index]
-        if awaited is not None and awaited < index:
-            ready = max(ready, results[awaited])
+        for needed in (delays.awaited[index], delays.held[index]):
+            if needed is not None and needed < index:
+                ready = max(ready, results[needed])
         ready += delays.issue[index]
         for stage in range(num_stages):
             start = max(free[stage], ready + delays.transfer[stage][index]) + delays.host[stage][index]

@@ -25,7 +25,7 @@ from sarathi_pp.errors import InputError
 
 SCHEMA = "sarathi-pp/trace/1"
 
-StarvedReason = Literal["full", "no_arrivals", "no_kv", "tokens_in_flight"]
+StarvedReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,8 @@ class Issued:
 class Starved:
     """Rank 0: no microbatch can be issued, and why. Written when the reason changes; the next Issued ends it.
 
-    full: as many in flight as are allowed. no_arrivals: nothing is unfinished. no_kv: no free pages.
+    full: as many in flight as are allowed. held: the policy waits for a result, though there is something to compute.
+    no_arrivals: nothing is unfinished. no_kv: no free pages.
     tokens_in_flight: every running sequence waits for its own last token.
     """
 

@@ -122,6 +122,26 @@ def test_the_newest_request_is_preempted_and_recomputed():
     ]
 
 
+class Waiting:
+    """Picks nothing while anything is in flight."""
+
+    def pick(self, view):
+        return [] if view.num_inflight else make_policy("sarathi").pick(view)
+
+    def max_tokens(self, limits):
+        return limits.chunk_size
+
+
+def test_a_policy_that_waits_with_work_at_hand_is_said_to_hold():
+    coordinator = Coordinator(Limits(2, 8, 2, 64, 4, 16, 2), Waiting())
+    coordinator.submit(Request(0, (1,) * 10, SamplingParams(max_new_tokens=4, seed=0)))
+    assert str(coordinator.next_microbatch()) == "m0[s0:0+8]"
+    assert coordinator.next_microbatch() is None and coordinator.idle_reason == "held"
+    coordinator.complete(StepResult(0))
+    assert str(coordinator.next_microbatch()) == "m1[s0:8+2]"
+    assert coordinator.next_microbatch() is None and coordinator.idle_reason == "tokens_in_flight"
+
+
 def test_idle_reasons():
     limits = Limits(2, 8, 2, 64, 4, 4, 2)
     coordinator = Coordinator(limits, make_policy("sarathi"))

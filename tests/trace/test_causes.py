@@ -45,7 +45,7 @@ class Run:
     """A pipeline played by the coordinator's rules: K in flight, the first stage on its own rank.
 
     transfer: into a stage (stage P: back to the coordinator). awaits: for a microbatch, the earlier one whose
-    result it needs, or None. arrives: when the request of a microbatch is there.
+    result it needs, or None; holds: whose result the policy waits for. arrives: when its request is there.
     """
 
     loads: list[Load]
@@ -56,6 +56,7 @@ class Run:
     issue: Delay = nothing
     blocked: Delay = nothing
     awaits: Callable[[int], int | None] = lambda microbatch: None
+    holds: Callable[[int], int | None] = lambda microbatch: None
     arrives: Callable[[int], float] = lambda microbatch: 0.0
     jitter: Delay = nothing
 
@@ -67,9 +68,12 @@ class Run:
         for m, load in enumerate(self.loads):
             traces[0].append(RequestArrived(m, self.arrives(m), 10))
             could = max(free[0], results[m - self.inflight] if m >= self.inflight else 0.0)
-            needed = self.awaits(m)
+            needed, held = self.awaits(m), self.holds(m)
             ready = max(could, self.arrives(m), 0.0 if needed is None else results[needed])
-            if ready > could:
+            if held is not None and results[held] > ready:
+                ready = results[held]
+                traces[0].append(Starved(could, "held"))
+            elif ready > could:
                 traces[0].append(Starved(could, "tokens_in_flight"))
             ready += self.issue(m, 0)
             fields = (load.prefill_tokens, load.decodes, load.decode_context, load.prefill_attention)
@@ -183,6 +187,14 @@ def test_late_requests_are_starvation(stages: int) -> None:
     assert share(run.causes(), "starvation_s") >= 0.95
 
 
+@every_size
+def test_a_policy_that_holds_back_has_the_causes_of_a_run_with_fewer_in_flight(stages: int) -> None:
+    draw = random.Random(4)
+    loads = [Load(n, n * n / 2, 0, 0) for n in (draw.randint(32, 1024) for _ in range(60))]
+    held = Run(loads, cost(stages), stages + 1, holds=lambda m: m - stages if m >= stages else None).causes()
+    assert asdict(held) == pytest.approx(asdict(Run(loads, cost(stages), stages).causes()), abs=1e-9)
+
+
 def test_what_the_model_does_not_know_stays_unexplained() -> None:
     draw = random.Random(3)
     noise = {(m, s): draw.uniform(0, 0.03) for m in range(60) for s in range(4)}
@@ -216,7 +228,11 @@ def test_a_run_with_everything_in_it_is_explained_to_the_last_second(
         return m - back if 0 < back <= m else None
 
     model = cost(stages, lambda stage: 1 + stage / 3)
-    run = Run(loads, model, stages + extra, some(3e-3), some(2e-3), some(1e-3), some(4e-3), awaits)
+
+    def holds(m: int) -> int | None:
+        return m - stages if m >= stages and random.Random(seed * 2000 + m).random() < 0.3 else None
+
+    run = Run(loads, model, stages + extra, some(3e-3), some(2e-3), some(1e-3), some(4e-3), awaits, holds)
     causes = run.causes()
     assert causes.unexplained_s == pytest.approx(0.0, abs=1e-9)
 

@@ -42,7 +42,7 @@ _SPARE_COST = 0.03
 _NEAR_ENOUGH = 0.02
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
 _SLO_SHARE = 0.9
-# Prompt to output tokens, until a request has finished or run for longer than that.
+# Prompt to output tokens, until a request has finished.
 _PRIOR_RATIO = 8.0
 
 
@@ -209,12 +209,9 @@ def _quickest(at_hand: int, stage: StageCost, tile: int, limits: Limits) -> floa
 
 
 def _prompt_to_output(view: View) -> float:
-    """P:D of finished requests; before there are any, what the outputs that are longest so far allow."""
+    """P:D of finished requests."""
     outputs = sum(num_output for _, num_output in view.finished)
-    if outputs:
-        return sum(num_prompt for num_prompt, _ in view.finished) / outputs
-    so_far = (s.num_prompt / (s.known - s.num_prompt) for s in view.running.values() if s.known > s.num_prompt)
-    return min(_PRIOR_RATIO, min(so_far, default=_PRIOR_RATIO))
+    return sum(num_prompt for num_prompt, _ in view.finished) / outputs if outputs else _PRIOR_RATIO
 
 
 def _chunks(view: View, budget: int) -> list[Grant]:

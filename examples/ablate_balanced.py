@@ -45,7 +45,7 @@ def _by_count(decoding: balanced._Decoding, sequence: Any) -> float:
     return decoding.total_s / decoding.count
 
 
-def _known_ratio(view: View) -> float:
+def _prior_ratio(view: View) -> float:
     return balanced._PRIOR_RATIO
 
 
@@ -73,7 +73,8 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "one to spare also where seats are short": lambda: patch.object(balanced, "_SPARE_COST", 1.0),
     "256 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(256)),
     "512 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(512)),
-    "P:D taken to be 8": lambda: patch.object(balanced, "_prompt_to_output", _known_ratio),
+    "P:D of finished requests alone": lambda: patch.object(balanced, "_least_ratio_so_far", _prior_ratio),
+    "P:D taken to be 8": lambda: patch.object(balanced, "_prompt_to_output", _prior_ratio),
     "no larger chunks where all can start": lambda: patch.object(balanced, "_quickest", _never),
     "decodes shared by count": lambda: patch.object(balanced._Decoding, "seconds", _by_count),
 }

@@ -42,7 +42,7 @@ _SPARE_COST = 0.03
 _NEAR_ENOUGH = 0.02
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
 _SLO_SHARE = 0.9
-# Prompt to output tokens, until a request has finished.
+# Prompt to output tokens, until a request has finished or run for longer than that.
 _PRIOR_RATIO = 8.0
 
 
@@ -209,9 +209,16 @@ def _quickest(at_hand: int, stage: StageCost, tile: int, limits: Limits) -> floa
 
 
 def _prompt_to_output(view: View) -> float:
-    """P:D of finished requests."""
+    """P:D of finished requests; before there are any, what the outputs that are longest so far allow."""
     outputs = sum(num_output for _, num_output in view.finished)
-    return sum(num_prompt for num_prompt, _ in view.finished) / outputs if outputs else _PRIOR_RATIO
+    if outputs:
+        return sum(num_prompt for num_prompt, _ in view.finished) / outputs
+    return min(_PRIOR_RATIO, _least_ratio_so_far(view))
+
+
+def _least_ratio_so_far(view: View) -> float:
+    running = (s for s in view.running.values() if s.known > s.num_prompt)
+    return min((s.num_prompt / (s.known - s.num_prompt) for s in running), default=_PRIOR_RATIO)
 
 
 def _chunks(view: View, budget: int) -> list[Grant]:

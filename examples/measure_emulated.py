@@ -3,7 +3,7 @@
     python examples/measure_emulated.py --work-dir /tmp/emulated --output examples/figures/emulated-8.json
 
 Stages of the real runtime (8 processes, gloo, the real coordinator) sleep the time that SARATHI's GPT-3 pipeline
-would compute, ten times slower so that two cores keep up with the processes, and with a hidden size of 1024 so that
+would compute, 25 times slower so that two cores keep up with nine processes, and with a hidden size of 1024 so that
 loopback carries the activations. The link of the profile is loopback as these processes find it: a run of other
 requests before the first measures it, as `sarathi-pp profile` does. Three policies on three workloads, the last with a
 mix that changes in mid-run; wall time and bubble ratio beside the simulator's.
@@ -33,13 +33,13 @@ from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import Timeline
 
-SLOWER = 10.0
+SLOWER = 25.0
 SEQS = 64
 POLICIES = ("balanced", "sarathi", "orca")
 WORKLOADS = (
-    "zipf:n=64,min=256,max=1024,theta=0.4,pd=10,seed=3",
-    "zipf:n=48,min=128,max=512,theta=0.4,pd=3,seed=4",
-    "then:uniform:n=32,min=128,max=384,pd=2,seed=5+uniform:n=32,min=256,max=512,pd=20,seed=6",
+    "zipf:n=32,min=256,max=1024,theta=0.4,pd=10,seed=3",
+    "zipf:n=24,min=128,max=512,theta=0.4,pd=3,seed=4",
+    "then:uniform:n=16,min=128,max=384,pd=2,seed=5+uniform:n=16,min=256,max=512,pd=20,seed=6",
 )
 # Whole prompts, so that activations of many sizes cross the link.
 CALIBRATION = ("uniform:n=32,min=32,max=1024,pd=20,seed=9", "orca")

@@ -217,7 +217,9 @@ class Known:
         return self._document.get("capacity_requests_per_s")
 
     def described(self) -> dict[str, Any]:
-        return {"rivals from commit": self._document["commit"]} if self._runs else {}
+        """Where the rivals' runs were made, also if the earlier record had them from one before it."""
+        key = "rivals from commit"
+        return {key: self._document.get(key, self._document["commit"])} if self._runs else {}
 
     def complete(self, cases: list[Case]) -> list[dict[str, Any]]:
         """The results in the order of the cases."""

@@ -176,7 +176,8 @@ class Coordinator:
                 sequence.done = chunk.end
         if self._cost is not None:
             for stage, time in enumerate(result.stage_times):
-                self._cost.observe(stage, self._loads[time.microbatch], time.seconds)
+                if time.microbatch in self._loads:
+                    self._cost.observe(stage, self._loads[time.microbatch], time.seconds)
             self._loads.pop(microbatch.index - self.limits.inflight, None)
         completions = []
         for token in result.tokens:
@@ -337,7 +338,7 @@ class Coordinator:
     def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:
         if not self._running and not self._waiting:
             return "no_arrivals"
-        if self._decodes or self._prefills or admissible:
+        if len(self._inflight) >= self.limits.num_stages and (self._decodes or self._prefills or admissible):
             return "held"
         if self._waiting and not admissible and len(self._running) < self.limits.max_num_seqs:
             return "no_kv"

@@ -1,14 +1,13 @@
 """A cost model that learns from each microbatch of a run.
 
-Least squares on relative errors with coefficients of at least 0, each stage by itself. What it starts from counts as a
-few observations of it, made on a machine as fast as the first microbatches show this one to be: relative errors weigh
-an estimate that is ten times too small a hundred times as much as what corrects it. Old observations fade, so that a
-machine that slows down is noticed.
+Least squares on relative errors with coefficients of at least 0, each stage by itself. What it starts from is scaled to
+the speed that the first microbatches show, and after that is only where the search begins: what no microbatch tells
+apart stays in its proportion. (Counted as observations, relative errors would weigh an estimate ten times too small a
+hundred times as much as what corrects it.) Old observations fade, so that a machine that slows down is noticed.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +20,7 @@ class CostRefiner:
 
     def __init__(self, model: CostModel) -> None:
         self._model = model
-        typical = [model.row(load) for load in _TYPICAL_LOADS]
-        self._stages = [_Regression(_coefficients(stage), typical) for stage in model.stages]
+        self._stages = [_Regression(_coefficients(stage)) for stage in model.stages]
         self._since = 0
 
     @property
@@ -44,14 +42,13 @@ class CostRefiner:
 class _Regression:
     """Weighted normal equations of one stage, kept as sums; solved by coordinate descent from the last solution.
 
-    start: the coefficients it begins with, typical: the rows that count as observed with them. Old observations fade by
-    the new ones' weight growing, which leaves the sums of the old ones alone.
+    start: the coefficients it begins with. Old observations fade by the new ones' weight growing, which leaves the sums
+    of the old ones alone.
     """
 
-    def __init__(self, start: list[float], typical: Sequence[Sequence[float]]) -> None:
+    def __init__(self, start: list[float]) -> None:
         self._values = start
-        self._typical = typical
-        self._log_ratios: list[float] | None = []  # of observed to expected seconds, until it was solved once
+        self._ratios: list[float] | None = []  # of observed to expected seconds, until it was solved once
         self._gram = [[0.0] * len(start) for _ in start]
         self._target = [0.0] * len(start)
         self._weight = 1.0
@@ -59,12 +56,9 @@ class _Regression:
     def observe(self, row: Sequence[float], seconds: float) -> None:
         if seconds <= 0:
             return
-        expected_s = _dot(self._values, row)
-        if self._log_ratios is not None and expected_s > 0:
-            self._log_ratios.append(math.log(seconds / expected_s))
-        self._add(row, seconds)
-
-    def _add(self, row: Sequence[float], seconds: float) -> None:
+        expected_s = sum(value * part for value, part in zip(self._values, row, strict=True))
+        if self._ratios is not None and expected_s > 0:
+            self._ratios.append(seconds / expected_s)
         self._weight /= _FADE
         if self._weight > _MOST_WEIGHT:
             self._target = [value / self._weight for value in self._target]
@@ -82,9 +76,10 @@ class _Regression:
 
     def solve(self) -> list[float]:
         """The coefficients, at least 0 each."""
-        if self._log_ratios is not None:
-            self._start_at(math.exp(statistics.fmean(self._log_ratios or [0.0])))
-            self._log_ratios = None
+        if self._ratios is not None:
+            speed = statistics.median(self._ratios or [1.0])
+            self._values = [speed * value for value in self._values]
+            self._ratios = None
         values = self._values
         for _ in range(_SWEEPS):
             for i, gram in enumerate(self._gram):
@@ -95,32 +90,11 @@ class _Regression:
                     values[i] = max(0.0, values[i] + off / gram[i])
         return values
 
-    def _start_at(self, ratio: float) -> None:
-        """Count what it begins with as observed on a machine that takes so many times as long."""
-        self._values = [ratio * value for value in self._values]
-        for row in self._typical:
-            expected_s = _dot(self._values, row)
-            if expected_s > 0:
-                self._add(row, expected_s)
-
-
-def _dot(values: Sequence[float], row: Sequence[float]) -> float:
-    return sum(value * part for value, part in zip(values, row, strict=True))
-
 
 _FADE = 0.998
 _MOST_WEIGHT = 1e9
 _SOLVE_EVERY = 16
 _SWEEPS = 12
-# What a starting model is asked about: chunks early and late in a prompt, decodes alone, both together.
-_TYPICAL_LOADS = (
-    Load(128, 128 * 64, 0, 0),
-    Load(512, 512 * 256, 0, 0),
-    Load(512, 512 * 2048, 0, 0),
-    Load(0, 0, 8, 8 * 256),
-    Load(0, 0, 32, 32 * 1024),
-    Load(224, 224 * 512, 32, 32 * 512),
-)
 
 
 def _coefficients(stage: StageCost) -> list[float]:

@@ -1,8 +1,8 @@
 """Points in a CUDA stream's work, told from its events without ever waiting for the device.
 
 Two events tell the device's own seconds between them, nothing else. What they are on the host's clock follows from an
-anchor, an event whose time is known, and from two facts: the device comes to an event after the host has recorded it
-and before the host has seen it done. Where the two clocks drift apart, these bounds move the anchor.
+anchor, the event located last, and from two facts: the device comes to an event after the host has recorded it and
+before the host has seen it done. Where the two clocks drift apart, these bounds put it right.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from sarathi_pp.trace.clock import Clock
-
-# elapsed_time is a 32-bit float of milliseconds: near an anchor it resolves a microsecond.
-_ANCHOR_FOR_S = 1.0
 
 
 class CudaEvent(Protocol):
@@ -41,10 +38,11 @@ class CudaTimer:
     def __init__(self, clock: Clock, new_event: Callable[[], CudaEvent] = _new_event) -> None:
         self.clock = clock
         self._new_event = new_event
-        self._anchor = new_event()
-        self._anchor.record()
-        self._anchor.synchronize()
-        self._anchor_s = clock.now()
+        for _ in range(2):
+            # The second time the device has nothing to do, so it comes to the event as soon as that is recorded.
+            self._anchor, self._anchor_s = new_event(), clock.now()
+            self._anchor.record()
+            self._anchor.synchronize()
 
     def mark(self) -> CudaMark:
         event = self._new_event()
@@ -54,11 +52,10 @@ class CudaTimer:
 
     def locate(self, event: CudaEvent, recorded_s: float) -> float:
         """The host's time of an event that the device has passed."""
-        elapsed_s = 1e-3 * self._anchor.elapsed_time(event)
-        at_s = min(max(self._anchor_s + elapsed_s, recorded_s), self.clock.now())
-        drifted = at_s != self._anchor_s + elapsed_s
-        if drifted or elapsed_s > _ANCHOR_FOR_S:
-            self._anchor, self._anchor_s = event, at_s
+        at_s = self._anchor_s + 1e-3 * self._anchor.elapsed_time(event)
+        at_s = min(max(at_s, recorded_s), self.clock.now())
+        # elapsed_time is a 32-bit float of milliseconds, so no anchor may be left far behind.
+        self._anchor, self._anchor_s = event, at_s
         return at_s
 
 
@@ -75,3 +72,6 @@ class CudaMark:
         if self._at_s is None and self._event.query():
             self._at_s = self._timer.locate(self._event, self._recorded_s)
         return self._at_s
+
+    def wait(self) -> None:
+        self._event.synchronize()

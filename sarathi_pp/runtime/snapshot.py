@@ -11,7 +11,7 @@ class Snapshot:
 
     Tokens are those of finished requests, chunks (prefill) those of microbatches whose result is back.
     stage_busy: per stage, the share (0 to 1) of the time since the last snapshot in which it computed.
-    stage_compute_s: per stage, the compute of all microbatches whose result is back.
+    stage_compute_s: per stage, the compute of all microbatches whose times are back.
     window_s: first issue to last result so far, 0 before there is one.
     kv_fragmentation: 1 - tokens held / room in the pages held, at this moment; None where no page is held.
     """

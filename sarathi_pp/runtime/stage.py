@@ -33,7 +33,10 @@ class Stage(Protocol):
     def bytes_read(self) -> int: ...
 
     def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
-        """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids."""
+        """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids.
+
+        The output shares no memory with it. A device may still be computing when this returns.
+        """
         ...
 
     def warm_up(self, num_tokens: int) -> None:

@@ -23,8 +23,6 @@ from sarathi_pp.wire.codec import Goodbye, MicroBatchFrame, ResultFrame
 
 # A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
 _INSTANT_S = 20e-6
-# How often the device is asked for its last times, when the run is over.
-_POLL_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,11 @@ class _Span:
 
 
 class StageRunner:
-    """timer: of the device that the stage computes on. Its times may come later than the output: a microbatch's span is
-    recorded, and its input released, with one of the next microbatches, and nothing waits for the device.
+    """timer: of the device that the stage computes on.
+
+    Its times may come later than the output: then a microbatch's span is recorded, and its input released, with one of
+    the next microbatches. Only a result waits for the device. It says that every stage is done with the microbatch, so
+    no more spans are ever unsettled than microbatches are in flight, and as many times behind are those told.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class StageRunner:
         self._busy = False
 
     def progress(self) -> tuple[int, bool]:
-        """Microbatches finished, and whether one is in hand: what this rank's heartbeats say."""
+        """Microbatches sent on, and whether one is in hand: what this rank's heartbeats say."""
         return self._num_done, self._busy
 
     def run(
@@ -74,6 +75,8 @@ class StageRunner:
         start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
         output = self._stage.compute(microbatch, hidden)
         end = self._timer.mark()
+        if output.hidden is None:
+            end.wait()
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
         self._unsettled.append(_Span(microbatch, arrived_s, start, end, cpu_s, release))
         self._settle()
@@ -84,6 +87,8 @@ class StageRunner:
             self._downstream.send(MicroBatchFrame(microbatch, stage_times), output.hidden)
         else:
             self._downstream.send(ResultFrame(StepResult(microbatch.index, output.tokens, stage_times)))
+        # Sending may have waited for the device, so that it tells now, with the least room for doubt.
+        self._settle()
         self._num_done += 1
         self._busy = False
 
@@ -110,12 +115,14 @@ class StageRunner:
             self._recorder.record(SendWait(asked_s, got_s))
 
     def close(self) -> None:
-        """Say goodbye downstream, behind everything else that was sent, and record what the device has told since."""
+        """Say goodbye downstream, behind everything else that was sent, and record what is left.
+
+        The coordinator ends a run when it has all results, so the device has nothing left to do.
+        """
         self._downstream.close()
+        for span in self._unsettled:
+            span.end.wait()
         self._settle()
-        while self._unsettled:
-            self._clock.sleep(_POLL_S)
-            self._settle()
 
     def serve(self, upstream: Receiver[Tensor]) -> None:
         """Run what comes from upstream until it says goodbye, then say goodbye too."""

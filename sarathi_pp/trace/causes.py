@@ -20,7 +20,7 @@ PB1 to PB3 are the bubbles of SARATHI (arXiv 2308.16369, section 3.3).
 
 The replay keeps what the coordinator did: the order of microbatches, at most K of them in flight, and the
 first stage on the coordinator's own rank, so that a microbatch is issued when that stage is free. Where the policy
-itself held back until a result came, every replay does.
+wanted fewer in flight than are allowed, as many as stages or more, every replay has as few.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Issued:
 class Starved:
     """Rank 0: no microbatch can be issued, and why. Written when the reason changes; the next Issued ends it.
 
-    full: as many in flight as are allowed. held: the policy waits for a result, though there is something to compute.
-    no_arrivals: nothing is unfinished. no_kv: no free pages.
+    full: as many in flight as are allowed. held: one a stage or more are in flight and the policy wants no more, though
+    there is something to compute. no_arrivals: nothing is unfinished. no_kv: no free pages.
     tokens_in_flight: every running sequence waits for its own last token.
     """
 

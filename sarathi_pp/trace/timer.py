@@ -15,6 +15,10 @@ class Mark(Protocol):
         """When the device came to it, on this rank's clock; None while it has not. Never waits."""
         ...
 
+    def wait(self) -> None:
+        """Until the device has come to it."""
+        ...
+
 
 class Timer(Protocol):
     def mark(self) -> Mark:
@@ -38,3 +42,6 @@ class _Instant:
 
     def at_s(self) -> float:
         return self.seconds
+
+    def wait(self) -> None:
+        """It is over already."""

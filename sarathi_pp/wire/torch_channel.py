@@ -84,6 +84,9 @@ class TorchSender:
     def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
         """Copy head and payload into the reserved buffer; the transfer itself is the sender thread's."""
         payload_bytes = 0 if payload is None else payload.numel() * payload.element_size()
+        if payload is not None and payload.device.type == "cuda":
+            # Copying it to the host waits for the device in any case; heartbeats must not wait with it.
+            torch.cuda.current_stream(payload.device).synchronize()
         with self._order:
             head = codec.encode(frame, self._number, payload_bytes)
             size = len(head) + payload_bytes

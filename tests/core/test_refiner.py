@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,53 @@ def test_a_start_of_another_machine_is_right_within_a_few_microbatches(speed):
     assert error(refiner.model) < 0.05
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(0.33, 1.0), (3.0, 1.0), (1.0, 0.33), (1.0, 3.0)])
+def test_decodes_are_learnt_at_once_where_only_prompts_told_how_fast_the_machine_is(prefill, decode):
+    scaled = (
+        replace(s, a0=s.a0 * prefill, a1=s.a1 * prefill, a2=s.a2 * prefill, a3=s.a3 * decode, a4=s.a4 * decode)
+        for s in TRUE.stages
+    )
+    refiner = CostRefiner(CostModel(16, tuple(scaled)))
+    for load in loads(64):
+        for stage in (0, 1):
+            refiner.observe(
+                stage,
+                replace(load, decodes=0, decode_context=0),
+                TRUE.seconds(stage, replace(load, decodes=0, decode_context=0)),
+            )
+    assert refiner.model != TRUE
+    observe(refiner, 32)
+    assert error(refiner.model) < 0.05
+
+
+def test_a_single_cold_microbatch_does_not_make_a_slow_machine():
+    refiner = CostRefiner(TRUE)
+    for load in loads(3):
+        refiner.observe(0, load, 50 * TRUE.seconds(0, load))
+    observe(refiner, 16)
+    assert error(refiner.model) < 0.02
+
+
+def test_what_it_started_from_is_forgotten_in_the_end():
+    refiner = CostRefiner(GUESS)
+    for seed in range(125):
+        observe(refiner, 16, seed=seed)
+    assert error(refiner.model) < 0.005
+
+
+def test_terms_that_no_microbatch_has_shown_stay_in_proportion():
+    """Decodes alone on a machine three times as slow: its prompts are taken to be three times as slow too."""
+    refiner = CostRefiner(TRUE)
+    decodes = [replace(load, prefill_tokens=0, prefill_attention=0.0) for load in loads(64)]
+    for load in decodes:
+        for stage in (0, 1):
+            cold = 50 if load is decodes[0] else 1
+            refiner.observe(stage, load, 3 * cold * TRUE.seconds(stage, load))
+    prompt = Load(512, 512 * 256, 0, 0)
+    for stage in (0, 1):
+        assert refiner.model.seconds(stage, prompt) == pytest.approx(3 * TRUE.seconds(stage, prompt), rel=0.05)
+
+
 def test_noise_is_averaged():
     refiner = CostRefiner(GUESS)
     for seed in range(60):
@@ -67,6 +115,8 @@ def test_a_machine_that_slows_down_is_noticed():
         16,
         tuple(StageCost(s.layers, 2 * s.a0, 2 * s.a1, 2 * s.a2, 2 * s.a3, 2 * s.a4, 2 * s.head_s) for s in TRUE.stages),
     )
+    for seed in range(120):
+        observe(refiner, 16, seed=seed)
     for seed in range(120):
         observe(refiner, 16, true=slow, seed=seed)
     assert error(refiner.model, slow) < 0.1

@@ -110,8 +110,8 @@ def least_disturbed(
 ) -> dict[str, Any]:
     """The report that a busy machine disturbed least, by how far `off` it is: of three runs, or the first within 0.02.
 
-    Other work on the machine only ever delays messages, so the smallest of several measurements is the truest; what
-    must hold of every run is asserted in `measure`.
+    Other work on the machine delays messages and stages, so the truest of several measurements is the one nearest to
+    what the schedule says; what must hold of every run is asserted in `measure`.
     """
     reports: list[dict[str, Any]] = []
     for attempt in range(3):

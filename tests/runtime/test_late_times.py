@@ -7,17 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost import CostModel, Load, StageCost
-from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Grant, Limits, View
 from sarathi_pp.core.request import Request
-from sarathi_pp.trace.clock import Clock
+from sarathi_pp.runtime.stage import StageOutput
+from sarathi_pp.runtime.worker import StageRunner
+from sarathi_pp.trace.clock import Clock, ManualClock
 from sarathi_pp.trace.events import Compute, Issued
-from tests.runtime.pipeline import run_pipeline
+from sarathi_pp.wire.channel import QueueChannel
+from sarathi_pp.wire.codec import Frame, MicroBatchFrame, ResultFrame
+from tests.runtime.pipeline import ListRecorder, run_pipeline
 from tests.runtime.processes import ROOT
 
 ADDER = ROOT / "examples" / "tiny-adder"
@@ -28,13 +34,14 @@ COST = CostModel(1, tuple(StageCost((s, s + 1), a0=1e-3, a1=1e-5, a2=0.0, a3=0.0
 
 @dataclass
 class LateTimer:
-    """Tells of a point when `behind` more were marked, or when it has been asked again and again."""
+    """Tells of a point when `behind` more were marked, or when that point was waited for."""
 
     clock: Clock
     behind: int
     marks: list[LateMark] = field(default_factory=list)
 
     def mark(self) -> LateMark:
+        self.clock.sleep(0.001)
         self.marks.append(LateMark(self, len(self.marks), self.clock.now()))
         return self.marks[-1]
 
@@ -44,12 +51,95 @@ class LateMark:
     timer: LateTimer
     index: int
     passed_s: float
-    asked: int = 0
+    waited: bool = False
+
+    @property
+    def told(self) -> bool:
+        return self.waited or len(self.timer.marks) > self.index + self.timer.behind
 
     def at_s(self) -> float | None:
-        self.asked += 1
-        told = len(self.timer.marks) > self.index + self.timer.behind or self.asked > 50
-        return self.passed_s if told else None
+        return self.passed_s if self.told else None
+
+    def wait(self) -> None:
+        for mark in self.timer.marks[: self.index + 1]:
+            mark.waited = True
+
+
+class Answers:
+    """A stage that hands on zeros, or answers no token."""
+
+    counts_cpu = True
+    bytes_read = 0
+
+    def __init__(self, *, last: bool) -> None:
+        self.last = last
+
+    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
+        return StageOutput() if self.last else StageOutput(hidden=torch.zeros(microbatch.num_tokens, 1))
+
+    def warm_up(self, num_tokens: int) -> None: ...
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("behind", [0, 1, 2, 5])
+def test_each_span_is_recorded_told_and_its_buffer_given_back_when_the_device_has_ended_it(
+    behind: int, last: bool
+) -> None:
+    clock = ManualClock()
+    edge: QueueChannel[Tensor] = QueueChannel(clock.now, 100)
+    recorder = ListRecorder()
+    timer = LateTimer(clock, behind)
+    runner = StageRunner(Answers(last=last), edge, recorder, clock, timer)
+    released: list[int] = []
+    for index in range(20):
+        clock.sleep(0.25)
+        microbatch = MicroBatch(index, (Chunk(0, 0, 3 * index, 3, False, (1, 2, 3), (), None),), (), clock.now())
+
+        def release(index: int = index) -> None:
+            assert timer.marks[2 * index + 1].told, f"the device may still read the input of {index}"
+            released.append(index)
+
+        runner.run(MicroBatchFrame(microbatch), None, clock.now(), release)
+    assert last or behind < 2 or len(released) < 20
+    runner.close()
+    assert released == list(range(20))
+    spans = {event.microbatch: event for event in recorder.events if isinstance(event, Compute)}
+    assert list(spans) == released
+    told: list[StageTime] = []
+    for index in range(20):
+        frame = edge.receive(0).frame
+        (time,) = frame.result.stage_times if isinstance(frame, ResultFrame) else frame.stage_times
+        assert index - behind <= time.microbatch <= index
+        if time.seconds:
+            told.append(time)
+            span = spans[time.microbatch]
+            assert time.seconds == span.end_s - span.start_s
+    assert [time.microbatch for time in told] == list(range(len(told)))
+    assert len(told) >= 20 - behind
+    if last or behind == 0:
+        assert len(told) == 20, "a result waits for the device, which then tells at once"
+
+
+class WaitingChannel(QueueChannel[Tensor]):
+    """Copies what the device computed, as a wire through host memory does: when it has sent, the device is done."""
+
+    timer: LateTimer
+
+    def send(self, frame: Frame, payload: Tensor | None = None) -> None:
+        self.timer.marks[-1].wait()
+        super().send(frame, payload)
+
+
+def test_where_sending_waits_for_the_device_a_span_is_settled_at_once() -> None:
+    clock = ManualClock()
+    edge = WaitingChannel(clock.now, 100)
+    edge.timer = LateTimer(clock, behind=5)
+    recorder = ListRecorder()
+    runner = StageRunner(Answers(last=False), edge, recorder, clock, edge.timer)
+    for index in range(4):
+        chunk = Chunk(0, 0, 3 * index, 3, False, (1, 2, 3), (), None)
+        runner.run(MicroBatchFrame(MicroBatch(index, (chunk,), (), clock.now())), None, clock.now())
+        assert [event.microbatch for event in recorder.events] == list(range(index + 1))
 
 
 @pytest.mark.timeout(60)

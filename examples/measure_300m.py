@@ -9,7 +9,7 @@ compute thread a stage. Machines drift, so speed is compared within a round only
 or after the two of the same policy, in turn from round to round. Two jobs of a single stage at once show what the cores
 can do together. Each run of 2 stages is also simulated, from its round's profile and from costs fitted to its own
 spans: the first predicts, the second shows what of the error is the machine's drift. `balanced` gets no chunk size, the
-others 256. Prints each run and writes all figures as JSON.
+others 256. The cores are kept awake. Prints each run and writes all figures as JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from awake import awake
 from record import Record
 
 from sarathi_pp.bench.profile import fit_cost
@@ -235,10 +236,11 @@ def main(work_dir: Path, ratios: tuple[int, ...], singles: tuple[int, ...], roun
     for ratio in ratios:
         write_prompts(work_dir / f"prompts-{ratio}.jsonl", workload(ratio))
     results: list[Report] = []
-    for index in range(rounds):
-        results.append(one_round(work_dir, order(ratios, singles, index)))
-        made = {"rounds made": f"{len(results)} of {rounds}"}
-        document = record.write(output, {**made, **summary(results, singles), "rounds": results})
+    with awake():
+        for index in range(rounds):
+            results.append(one_round(work_dir, order(ratios, singles, index)))
+            made = {"rounds made": f"{len(results)} of {rounds}"}
+            document = record.write(output, {**made, **summary(results, singles), "rounds": results})
     print(json.dumps({name: value for name, value in document.items() if name != "rounds"}, indent=1))
 
 

@@ -5,8 +5,8 @@
 Stages of the real runtime (8 processes, gloo, the real coordinator) sleep the time that SARATHI's GPT-3 pipeline
 would compute, 25 times slower so that two cores keep up with nine processes, and with a hidden size of 1024 so that
 loopback carries the activations. The link of the profile is loopback as these processes find it: a run of other
-requests before the first measures it, as `sarathi-pp profile` does. Three policies on three workloads, the last with a
-mix that changes in mid-run; wall time and bubble ratio beside the simulator's.
+requests before the first measures it, as `sarathi-pp profile` does. The cores are kept awake. Three policies on three
+workloads, the last with a mix that changes in mid-run; wall time and bubble ratio beside the simulator's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import click
 import numpy as np
+from awake import awake
 from measure_300m import PREDICTED, Report, write_prompts
 from record import Record
 
@@ -101,6 +102,11 @@ def largest_errors(runs: list[Report]) -> dict[str, float]:
 def main(work_dir: Path, output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
+    with awake():
+        measure(work_dir, record, output)
+
+
+def measure(work_dir: Path, record: Record, output: Path | None) -> None:
     profile = with_measured_link(make_profile(), work_dir)
     link = {"latency_s": profile.link_latency_s, "bytes_per_s": profile.link_bytes_per_s}
     print(json.dumps(link), flush=True)

@@ -10,8 +10,9 @@ context that grows cancels out. What "off" leaves running are the clock reads ar
 With --emulate the stages sleep 20 ms a microbatch instead of computing. Then the machine's speed matters little, and
 what tracing holds the stage loop up by shows far more clearly; what its CPU time takes from computing does not.
 
-A block's figure is the time between results in it, its first second left out: the trace is written twice a second, and
-what was gathered before the block is then written. Last, what recording and writing an event costs by itself.
+The cores are kept awake. A block's figure is the time between results in it, its first second left out: the trace is
+written twice a second, and what was gathered before the block is then written. Last, what recording and writing an
+event costs by itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 from unittest import mock
 
 import click
+from awake import awake
 from measure_300m import make_checkpoint, write_prompts
 from record import Record
 
@@ -180,7 +182,8 @@ def main(work_dir: Path, emulate: bool, output_tokens: int, output: Path | None)
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
     stages = emulated(work_dir) if emulate else computed(work_dir)
-    results_s, trace = run(work_dir, stages, output_tokens)
+    with awake():
+        results_s, trace = run(work_dir, stages, output_tokens)
     intervals = interval_of_blocks(results_s)
     document = record.write(
         output,

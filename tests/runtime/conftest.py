@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.runtime.processes import ROOT
 from tests.runtime.references import Reference, make_reference
 
 References = Callable[[str], Reference]
@@ -20,3 +22,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
         return known[family]
 
     return answers
+
+
+@pytest.fixture
+def awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For as long as the test runs, no core of this machine goes to sleep."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    with importlib.import_module("awake").awake():
+        yield

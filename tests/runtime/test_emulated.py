@@ -11,7 +11,7 @@ import pytest
 
 from tests.runtime.processes import COMMAND, Files, environment, least_disturbed, run
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("awake")]
 
 # Long beside what a busy machine takes to pass a message on, which is a bubble too.
 MICROBATCH_S = 0.5

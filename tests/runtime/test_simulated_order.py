@@ -16,7 +16,7 @@ from sarathi_pp.trace.bubbles import measure_bubbles
 from tests.runtime.processes import COMMAND, Files, least_disturbed, run
 from tests.runtime.test_emulated import write_profile
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("awake")]
 
 STAGES = 3
 # Results come back in the middle of the first stage's next compute, tens of milliseconds from where order would turn.

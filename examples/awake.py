@@ -1,0 +1,36 @@
+"""Cores that stay awake while something is measured.
+
+A virtual core that has nothing to do is handed back, and on a busy host it may take milliseconds to come back when a
+message arrives: a wait that is neither the runtime's nor that of a machine of one's own. So every core gets a loop that
+runs only when nothing else wants to (SCHED_IDLE).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Ends by itself when whoever started it is gone.
+_SPIN = """
+import os
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """For as long as it is entered, no core goes to sleep."""
+    loops = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()

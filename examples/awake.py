@@ -15,21 +15,21 @@ from contextlib import contextmanager
 
 # Ends by itself when whoever started it is gone.
 _SPIN = """
-import os
+import os, sys
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-parent = os.getppid()
-while os.getppid() == parent:
+while os.getppid() == int(sys.argv[1]):
     for _ in range(100_000):
         pass
 """
 
 
 @contextmanager
-def awake() -> Iterator[None]:
-    """For as long as it is entered, no core goes to sleep."""
-    loops = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in os.sched_getaffinity(0)]
+def awake() -> Iterator[tuple[int, ...]]:
+    """For as long as it is entered, no core goes to sleep; the process ids of what keeps them awake."""
+    command = (sys.executable, "-c", _SPIN, str(os.getpid()))
+    loops = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
     try:
-        yield
+        yield tuple(loop.pid for loop in loops)
     finally:
         for loop in loops:
             loop.kill()

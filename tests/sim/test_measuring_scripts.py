@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -189,3 +190,37 @@ def test_the_commit_of_a_changed_tree_is_marked(load: Load, monkeypatch: pytest.
     assert record.describe_commit() == clean
     code.write_text("2\n")
     assert record.describe_commit() == f"{clean}-dirty"
+
+
+def test_what_keeps_the_cores_awake_yields_to_everything_and_outlives_nobody(load: Load) -> None:
+    with load("awake").awake() as loops:
+        assert len(loops) == len(os.sched_getaffinity(0))
+        for loop in loops:
+            wait_until(lambda loop=loop: os.sched_getscheduler(loop) == os.SCHED_IDLE)
+    assert not any(Path(f"/proc/{loop}").exists() for loop in loops)
+
+
+def test_what_keeps_the_cores_awake_ends_with_who_was_killed(load: Load) -> None:
+    code = "import time\nfrom awake import awake\nwith awake() as loops:\n print(*loops, flush=True)\n time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=EXAMPLES, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    loops = parent.stdout.readline().split()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not any(is_running(int(loop)) for loop in loops))
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended may stay in the table until somebody asks for its exit code."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < deadline_s, "not within 10 s"
+        time.sleep(0.02)

@@ -21,7 +21,7 @@ from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.sampling import uniform
 from sarathi_pp.model.support import ModelFacts
-from sarathi_pp.runtime.stage import StageOutput
+from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import Clock
 
 _PAGE_SIZE = 16
@@ -65,11 +65,14 @@ class EmulatedStage:
         self._dtype = dtype
         self._clock = clock
 
-    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
-        until_s = self._clock.now() + self._cost.seconds(self._stage, Load.of(microbatch))
-        output = self._output(microbatch)
-        self._clock.sleep(max(0.0, until_s - self._clock.now()))
-        return output
+    def prepare(self, microbatch: MicroBatch) -> Compute:
+        def compute(hidden: Tensor | None) -> StageOutput:
+            until_s = self._clock.now() + self._cost.seconds(self._stage, Load.of(microbatch))
+            output = self._output(microbatch)
+            self._clock.sleep(max(0.0, until_s - self._clock.now()))
+            return output
+
+        return compute
 
     def warm_up(self, num_tokens: int) -> None:
         """Nothing is compiled or allocated on first use."""

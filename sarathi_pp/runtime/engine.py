@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -156,9 +157,9 @@ class Engine:
             return False
         self._starved = None
         pool = self._coordinator.pool
-        self._recorder.record(
-            Issued.of(microbatch, pages_used=pool.num_pages - pool.num_free, tokens_held=self._coordinator.held_tokens)
-        )
+        pages_used, held = pool.num_pages - pool.num_free, self._coordinator.held_tokens
+        # Printing a schedule takes longer with every sequence in it.
+        self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
         for chunk in microbatch.chunks:
             if chunk.start == 0:
                 self._live[chunk.sequence].times.issued(microbatch.issued_s)

@@ -21,7 +21,7 @@ from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.slice import StageModel, load_stage
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes
-from sarathi_pp.runtime.stage import StageOutput
+from sarathi_pp.runtime.stage import Compute, StageOutput
 
 
 class ModelStages:
@@ -86,7 +86,7 @@ class ModelStage:
     def bytes_read(self) -> int:
         return self.model.bytes_read
 
-    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
+    def prepare(self, microbatch: MicroBatch) -> Compute:
         self._update_tables(microbatch)
         drawn = [chunk for chunk in microbatch.chunks if chunk.sampling is not None] if self.model.head else []
         inputs = build_inputs(
@@ -95,9 +95,15 @@ class ModelStage:
             self.kv.page_size,
             self.device,
         )
-        x = self._embedding_input(microbatch) if hidden is None else hidden
-        y = self.model.forward(x, inputs, self.kv)
-        return StageOutput(tokens=_draw(y, drawn)) if self.model.head else StageOutput(hidden=y)
+        token_ids = self._embedding_input(microbatch) if self.model.embed else None
+
+        def compute(hidden: Tensor | None) -> StageOutput:
+            x = token_ids if hidden is None else hidden
+            assert x is not None, "a stage that does not embed gets activations"
+            y = self.model.forward(x, inputs, self.kv)
+            return StageOutput(tokens=_draw(y, drawn)) if self.model.head else StageOutput(hidden=y)
+
+        return compute
 
     def warm_up(self, num_tokens: int) -> None:
         """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel

@@ -20,6 +20,17 @@ class StageOutput:
     tokens: tuple[SampledToken, ...] = ()
 
 
+class Compute(Protocol):
+    """Embedding, layers, head and sampling of one microbatch."""
+
+    def __call__(self, hidden: Tensor | None) -> StageOutput:
+        """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids.
+
+        The output shares no memory with it. A device may still be computing when this returns.
+        """
+        ...
+
+
 class Stage(Protocol):
     """Runs microbatches in the order in which they were issued.
 
@@ -32,11 +43,8 @@ class Stage(Protocol):
     @property
     def bytes_read(self) -> int: ...
 
-    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
-        """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids.
-
-        The output shares no memory with it. A device may still be computing when this returns.
-        """
+    def prepare(self, microbatch: MicroBatch) -> Compute:
+        """The program's own part: page tables, indices, token ids. Returns the rest, which is timed; call it once."""
         ...
 
     def warm_up(self, num_tokens: int) -> None:

@@ -72,8 +72,9 @@ class StageRunner:
         """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
         self._busy = True
         clock, microbatch = self._clock, frame.microbatch
+        compute = self._stage.prepare(microbatch)
         start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
-        output = self._stage.compute(microbatch, hidden)
+        output = compute(hidden)
         end = self._timer.mark()
         if output.hidden is None:
             end.wait()

@@ -1,7 +1,8 @@
 """Writing a trace without slowing down what it traces, and reading it back.
 
-`record` appends to a deque: no lock, no I/O, no encoding. A daemon thread encodes and writes what has
-gathered, twice a second, in whole lines; memory is bounded by what happens in that time. A process that is
+`record` appends to a deque: no lock, no I/O, no encoding; an event that takes time to make may be given as a call that
+makes it. A daemon thread makes, encodes and writes what has gathered, twice a second, in whole lines; memory is bounded
+by what happens in that time. A process that is
 killed loses the last half second and leaves a file whose last line may be torn; `read_trace` skips that line.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,7 +38,7 @@ class Recorder:
     def __init__(self, path: Path, *, flush_interval_s: float = 0.5) -> None:
         self._path = path
         self._flush_interval_s = flush_interval_s
-        self._events: deque[Event] = deque()
+        self._events: deque[Event | Callable[[], Event]] = deque()
         self._closing = threading.Event()
         self._failure: Exception | None = None
         try:
@@ -47,7 +48,8 @@ class Recorder:
         self._writer = threading.Thread(target=self._write_until_closed, name="trace-writer", daemon=True)
         self._writer.start()
 
-    def record(self, event: Event) -> None:
+    def record(self, event: Event | Callable[[], Event]) -> None:
+        """An event, or what makes it, of values that no longer change; called on another thread, once."""
         self._events.append(event)
 
     def close(self) -> None:
@@ -81,10 +83,10 @@ class Recorder:
         while remaining:
             count = min(remaining, _LINES_PER_WRITE)
             remaining -= count
-            events = [self._events.popleft() for _ in range(count)]
+            gathered = [self._events.popleft() for _ in range(count)]
             if self._failure is None:
                 try:
-                    self._write(events)
+                    self._write([event() if callable(event) else event for event in gathered])
                 except (OSError, TypeError, ValueError) as error:
                     self._failure = error
 

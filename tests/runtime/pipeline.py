@@ -55,7 +55,7 @@ class ListRecorder:
         self.events = []
 
     def record(self, event):
-        self.events.append(event)
+        self.events.append(event() if callable(event) else event)
 
     def close(self):
         pass

@@ -86,7 +86,9 @@ class Files:
         return [tuple(row["token_ids"]) for row in self.rows()]
 
     def report(self) -> dict[str, Any]:
+        """Whose states add up to the time there was, whatever was run."""
         report: dict[str, Any] = json.loads((self.run / "report.json").read_text())
+        assert report["closing_error"] <= 0.01, report["closing_error"]
         return report
 
     def exit_code(self) -> int:

@@ -34,7 +34,7 @@ def slept_s(layers: list[tuple[int, int]], stage: int) -> float:
     run: Any = SimpleNamespace(layers=layers)
     clock: Any = Sleeper()
     emulated = EmulatedStage(replace(PROFILE, cost=HEAVY_HEAD), run, layers[stage], torch.float32, clock)
-    emulated.compute(MicroBatch.parse("m0[s0:0+5]"), None)
+    emulated.prepare(MicroBatch.parse("m0[s0:0+5]"))(None)
     return clock.now()  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,8 +75,9 @@ class Answers:
     def __init__(self, *, last: bool) -> None:
         self.last = last
 
-    def compute(self, microbatch: MicroBatch, hidden: Tensor | None) -> StageOutput:
-        return StageOutput() if self.last else StageOutput(hidden=torch.zeros(microbatch.num_tokens, 1))
+    def prepare(self, microbatch: MicroBatch) -> Callable[[Tensor | None], StageOutput]:
+        output = StageOutput() if self.last else StageOutput(hidden=torch.zeros(microbatch.num_tokens, 1))
+        return lambda hidden: output
 
     def warm_up(self, num_tokens: int) -> None: ...
 

@@ -20,4 +20,4 @@ def test_pages_outside_the_shard_are_refused_before_anything_is_read(pages):
     stage = ModelStage(SimpleNamespace(head=False, bytes_read=0), kv, 8, torch.float32, CPU)
     microbatch = MicroBatch(0, (Chunk(0, 0, 0, 16 * len(pages), token_ids=(1,) * 16 * len(pages), new_pages=pages),))
     with pytest.raises(ProtocolError, match=r"m0\[s0:0\+\d+\] brings pages .* to a KV shard of 4"):
-        stage.compute(microbatch, None)
+        stage.prepare(microbatch)(None)

@@ -22,7 +22,8 @@ _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 def render(report: Mapping[str, Any]) -> RenderableType:
     """A report as summary.summarise makes it. Figures that do not exist are shown as a dash."""
-    parts: list[RenderableType] = [_headline(report), "", _stages(report), "", *_strips(report), _latencies(report)]
+    parts: list[RenderableType] = [_headline(report), "", _stages(report), "", *_strips(report), _latencies(report), ""]
+    parts.append(_work(report))
     if report["causes"] is not None:
         parts += ["", _causes(report["causes"])]
     parts += [Text(f"advice: {advice['text']}", style="cyan") for advice in report.get("advice", [])]
@@ -48,6 +49,18 @@ def _headline(report: Mapping[str, Any]) -> Text:
         style="dim",
     )
     return Text("\n").join([throughput, requests, schedule])
+
+
+def _work(report: Mapping[str, Any]) -> Text:
+    """How even microbatches were, and what became of the KV pages."""
+    kv = report["kv"]
+    return Text(
+        f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; cv of their time "
+        f"{formats.share(report['microbatch_time_cv'])}, of tokens {formats.share(report['microbatch_tokens_cv'])}\n"
+        f"KV: at most {kv['peak_used']:,} of {kv['pages']:,} pages, {formats.share(kv['fragmentation'])} of their room "
+        f"empty; {report['preemptions']:,} preemptions",
+        style="dim",
+    )
 
 
 def _stages(report: Mapping[str, Any]) -> Table:
@@ -104,8 +117,7 @@ def _latencies(report: Mapping[str, Any]) -> Table:
     table.add_column("latency s", style="dim")
     for name in ("mean", "p50", "p90", "p99"):
         table.add_column(name, justify="right")
-    for name in _LATENCIES:
-        spread = report[name]
-        cells = (formats.milliseconds_kept(spread[key]) for key in ("mean", "p50", "p90", "p99"))
-        table.add_row(name.removesuffix("_s"), *cells)
+    for name in (*_LATENCIES, "request_bubble_s"):
+        cells = (formats.milliseconds_kept(report[name].get(key)) for key in ("mean", "p50", "p90", "p99"))
+        table.add_row(name.removesuffix("_s").replace("_", " "), *cells)
     return table

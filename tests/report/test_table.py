@@ -34,6 +34,22 @@ def test_headline_puts_the_bubble_beside_the_throughput() -> None:
     assert third == "policy sarathi, chunk size 256, 8 microbatches on 2 stages"
 
 
+def test_how_even_the_work_was_and_what_became_of_the_pages_is_said() -> None:
+    report = summarise(Schedule(8, 2, constant(0.01)).events())
+    report |= {
+        "chunk_throughput": 12.34,
+        "microbatch_time_cv": 0.051,
+        "microbatch_tokens_cv": None,
+        "preemptions": 1234,
+    }
+    report["kv"] |= {"peak_used": 1500, "pages": 4000, "fragmentation": 0.042}
+    report["request_bubble_s"] = {"p50": 0.125, "p90": 0.25, "p99": None}
+    lines = printed(report).splitlines()
+    assert "microbatches: 12.3 chunks/s; cv of their time 5.1%, of tokens -" in lines
+    assert "KV: at most 1,500 of 4,000 pages, 4.2% of their room empty; 1,234 preemptions" in lines
+    assert ["request", "bubble", "-", "0.125", "0.250", "-"] in [line.split() for line in lines]
+
+
 def test_a_long_run_fits_80_columns() -> None:
     """Eight stages, hours, layers in the hundreds: no column is cut or wrapped."""
     report = summarise(Schedule(40, 8, constant(249.0), host=constant(3.0), send_wait=constant(1.0)).events())

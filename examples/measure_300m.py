@@ -174,6 +174,12 @@ def spread(values: list[float]) -> Report:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def share(case: Report) -> float:
+    """Of one stage's time, what two would take without any bubble on cores that do not slow each other down."""
+    computed_s = [stage["compute_s"] for stage in case["per_stage"]]
+    return float(max(computed_s) / sum(computed_s))
+
+
 def summary(rounds: list[Report], singles: tuple[int, ...]) -> Report:
     names = [name for name in rounds[0] if name != "profile error"]
     cases = {case: {name: spread([one[case][name] for one in rounds]) for name in FIGURES} for case in names}
@@ -196,6 +202,7 @@ def summary(rounds: list[Report], singles: tuple[int, ...]) -> Report:
         for policy in ON_ONE_STAGE:
             one, two = case_name(ratio, policy, 1), case_name(ratio, policy, 2)
             walls[policy] = spread([r[two]["wall_s"] / r[one]["wall_s"] for r in rounds])
+            walls[f"{policy}, slowest stage's share of the compute"] = spread([share(r[two]) for r in rounds])
         one = case_name(ratio, TWICE, 1)
         walls["two jobs of one stage at once / one after the other"] = spread(
             [r[one]["wall_s of two at once"] / (2 * r[one]["wall_s"]) for r in rounds]

@@ -7,6 +7,10 @@ microbatches, so many events a second. Separate runs of the same work differ by 
 of three seconds within one run see the same machine. In each four blocks the first and the last are traced, so that a
 context that grows cancels out. What "off" leaves running are the clock reads around a span and the making of events.
 
+Even so neighbouring blocks differ by several per cent. With --times 50 every event is recorded 50 times, through the
+same queue, thread and file; the difference is then that of 50 traces, and a fiftieth of it, confidence bounds included,
+is what one costs.
+
 With --emulate the stages sleep 20 ms a microbatch instead of computing. Then the machine's speed matters little, and
 what tracing holds the stage loop up by shows far more clearly; what its CPU time takes from computing does not.
 
@@ -41,11 +45,13 @@ from sarathi_pp.trace.latency import percentile
 from sarathi_pp.trace.recorder import Recorder, read_trace
 
 _WORKER = "SARATHI_PP_MEASURE_TRACING"  # where rank 0 of the run writes down when results came
+_TIMES = "SARATHI_PP_MEASURE_TRACING_TIMES"
 BLOCK_S = 3.0
 SETTLE_S = 1.0
 SEQS = 8
 RESAMPLES = 10_000
 EMULATED_S = 0.02
+CONFIDENCE = "95 % confidence, bootstrap"
 
 
 def block_of(at_s: float) -> int:
@@ -65,10 +71,12 @@ def work(results_path: Path) -> None:
 
     clock, record, complete = SystemClock(), Recorder.record, Coordinator.complete
     results_s: list[float] = []
+    times = range(int(os.environ[_TIMES]))
 
     def record_in_turn(self: Recorder, event: Any) -> None:
         if traced(block_of(clock.now())):
-            record(self, event)
+            for _ in times:
+                record(self, event)
 
     def timed(self: Coordinator, result: Any) -> Any:
         results_s.append(clock.now())
@@ -106,7 +114,7 @@ def computed(work_dir: Path) -> tuple[str, ...]:
     return ("--model", str(work_dir / "model"))
 
 
-def run(work_dir: Path, stages: tuple[str, ...], output_tokens: int) -> tuple[list[float], Path]:
+def run(work_dir: Path, stages: tuple[str, ...], output_tokens: int, times: int) -> tuple[list[float], Path]:
     """When the results of one run came, and rank 0's trace, which has most events."""
     prompts, answers, results = (work_dir / f"tracing{end}" for end in (".jsonl", "-answers.jsonl", "-results.json"))
     write_prompts(prompts, f"fixed:n={SEQS},prompt=64,output={output_tokens},seed=0")
@@ -116,7 +124,8 @@ def run(work_dir: Path, stages: tuple[str, ...], output_tokens: int) -> tuple[li
         *(*torchrun, "--master-port", "29700", __file__, "generate", *stages),
         *("--input", str(prompts), "--output", str(answers), "--overwrite", "--quiet"),
     )
-    subprocess.run(command, env={**os.environ, _WORKER: str(results)}, check=True, stderr=subprocess.DEVNULL)
+    worker = {_WORKER: str(results), _TIMES: str(times)}
+    subprocess.run(command, env={**os.environ, **worker}, check=True, stderr=subprocess.DEVNULL)
     trace = work_dir / "tracing-answers.jsonl.run" / "attempt-0000" / "trace-00000-of-00002.jsonl"
     return json.loads(results.read_text()), trace
 
@@ -146,16 +155,25 @@ def spread(found: list[float]) -> dict[str, Any]:
     return {
         "pairs": len(pairs),
         "median": statistics.median(pairs),
-        "95 % confidence, bootstrap": [percentile(medians, share) for share in (2.5, 97.5)],
+        CONFIDENCE: [percentile(medians, share) for share in (2.5, 97.5)],
         "quartiles": [percentile(pairs, share) for share in (25, 75)],
         "min": pairs[0],
         "max": pairs[-1],
     }
 
 
-def cost_of_events(trace: Path, traced_s: float) -> dict[str, float]:
+def of_one(figures: dict[str, Any], times: int) -> dict[str, Any]:
+    """What a single trace costs, by a run in which everything was recorded so many times: shares of the run."""
+
+    def one(ratio: float) -> float:
+        return (ratio - 1) / times
+
+    return {"median": one(figures["median"]), CONFIDENCE: [one(bound) for bound in figures[CONFIDENCE]]}
+
+
+def cost_of_events(trace: Path, traced_s: float, times: int) -> dict[str, float]:
     """Record the run's events once more, 20 times over: what each costs, and all of them of the time they are from."""
-    events = list(read_trace(trace)) * 20
+    events = list(read_trace(trace))[::times] * 20
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "trace.jsonl")
@@ -177,21 +195,25 @@ def cost_of_events(trace: Path, traced_s: float) -> dict[str, float]:
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--emulate", is_flag=True, help="Stages that sleep instead of computing.")
 @click.option("--output-tokens", type=click.IntRange(min=100), default=2000, show_default=True, help="Of each request.")
+@click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Each event is recorded.")
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
-def main(work_dir: Path, emulate: bool, output_tokens: int, output: Path | None) -> None:
+def main(work_dir: Path, emulate: bool, output_tokens: int, times: int, output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
     stages = emulated(work_dir) if emulate else computed(work_dir)
     with awake():
-        results_s, trace = run(work_dir, stages, output_tokens)
+        results_s, trace = run(work_dir, stages, output_tokens, times)
     intervals = interval_of_blocks(results_s)
+    between = spread(list(ratios(intervals)))
     document = record.write(
         output,
         {
             "seconds": results_s[-1] - results_s[0],
             "microbatches": len(results_s),
-            "time between results, traced / untraced": spread(list(ratios(intervals))),
-            "events": cost_of_events(trace, (results_s[-1] - results_s[0]) / 2),
+            "each event recorded": times,
+            "time between results, traced / untraced": between,
+            "cost of one trace, share of the run": of_one(between, times),
+            "events": cost_of_events(trace, (results_s[-1] - results_s[0]) / 2, times),
             "ms between results by block": [
                 {"traced": traced(block), "ms": 1e3 * interval} for block, interval in intervals.items()
             ],

@@ -65,13 +65,30 @@ def find_traces(run: Path, attempt: int | None) -> list[Path]:
         raise MissingError(f"{attempts[-1] if attempts else run} holds no trace; give the directory of a run")
     expected = int(re.findall(r"-of-(\d+)", traces[0].name)[0])
     if len(traces) != expected:
-        raise MissingError(f"{traces[0].parent} holds {len(traces)} of {expected} traces")
+        found = {int(re.findall(r"trace-(\d+)", trace.name)[0]) for trace in traces}
+        raise MissingError(_incomplete(run, traces[0].parent, expected, sorted(set(range(expected)) - found)))
     return traces
 
 
+def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
+    """Each host keeps its own stages' traces until the run has ended."""
+    hosts = _known(run).get("hosts") or []
+    where = [f"{stage} ({hosts[stage]})" if stage < len(hosts) else str(stage) for stage in missing]
+    return (
+        f"{attempt} holds {expected - len(missing)} of {expected} traces; missing: stage {', '.join(where)}"
+        f"\n  try  again once the run has ended: until then each host keeps the traces of its own stages"
+    )
+
+
 def _facts(run: Path) -> dict[str, Any]:
+    known = _known(run)
+    return {name: known[name] for name in _FACTS if name in known}
+
+
+def _known(run: Path) -> dict[str, Any]:
+    """run.json; empty for a run that was killed early, or traces that were moved: no figure needs it."""
     try:
         known = json.loads((run / "run.json").read_text())
     except (OSError, ValueError):
-        return {}  # a run that was killed early, or traces that were moved: the figures do not need it
-    return {name: known[name] for name in _FACTS if name in known} if isinstance(known, dict) else {}
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -183,8 +183,10 @@ def _few_sequences(report: Report) -> Advice | None:
     limit, requests = report.get("max_num_seqs"), report["requests"]
     most = min(requests, limit or requests)
     decoding_s = _decoding_s(report)
-    if most >= _FEW_SEQUENCES or decoding_s is None:
+    if not decoding_s:
         return None
+    if most >= _FEW_SEQUENCES:
+        return _few_in_pages(report, decoding_s)
     seen = f"At most {_counted(most, 'sequence')} ran at once: too few to share the passes that decodes need."
     if requests > most:
         wanted = min(requests, _FEW_SEQUENCES * report["stages"])
@@ -197,6 +199,20 @@ def _few_sequences(report: Report) -> Advice | None:
         return None
     remedy = _Remedy("--policy orca", "runs prompts whole, in fewer passes")
     return _advice(report, "few_sequences", seen, remedy, further * pass_s)
+
+
+def _few_in_pages(report: Report, decoding_s: float) -> Advice | None:
+    """The same where there are seats and requests enough, and KV pages for only a few of them.
+
+    Fewer decodes than stages are the other rule's.
+    """
+    wall_s = report["wall_s"]
+    decodes = decoding_s / wall_s
+    if not report["stages"] <= decodes < _FEW_SEQUENCES or not _pages_ran_out(report):
+        return None
+    seen = f"KV pages ran out with {decodes:.1f} sequences decoding at a time: too few to share a pass."
+    remedy = _Remedy("--kv-cache-memory", "of twice the size lets twice as many share", 0.5)
+    return _advice(report, "few_sequences", seen, remedy, min(wall_s, decoding_s))
 
 
 def _short_prompts(report: Report) -> Advice | None:
@@ -320,8 +336,8 @@ def _longer_run(report: Report) -> _Remedy | None:
 
 def _keep_busy(report: Report) -> _Remedy:
     """More to issue: pages, places for sequences, or requests, whichever ran out."""
-    kv, limit, requests, stages = report["kv"], report.get("max_num_seqs"), report["requests"], report["stages"]
-    if report["preemptions"] or kv["peak_used"] >= _FULL_KV * kv["pages"]:
+    limit, requests, stages = report.get("max_num_seqs"), report["requests"], report["stages"]
+    if _pages_ran_out(report):
         return _Remedy("--kv-cache-memory", "of twice the size holds more sequences at once: pages ran out")
     if limit and requests > limit:
         return _Remedy(f"--max-num-seqs {min(requests, 2 * limit)}", "lets more of the waiting requests run")
@@ -352,6 +368,10 @@ _RULES: tuple[Callable[[Report], Advice | None], ...] = (
     _starvation,
     _kv_fragmentation,
 )
+
+
+def _pages_ran_out(report: Report) -> bool:
+    return bool(report["preemptions"] or report["kv"]["peak_used"] >= _FULL_KV * report["kv"]["pages"])
 
 
 def _policy_name(report: Report) -> str:

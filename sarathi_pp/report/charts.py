@@ -17,13 +17,12 @@ import zlib
 from array import array
 from base64 import b64encode
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import exp, log
 from typing import Any
 
 from sarathi_pp.trace.bubbles import Bubbles
-from sarathi_pp.trace.events import RequestFinished
-from sarathi_pp.trace.latency import RequestLatency
+from sarathi_pp.trace.latency import latency_series
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 _TICK_S = 1e-6
@@ -85,55 +84,26 @@ def _deflated(data: bytes) -> str:
     return b64encode(zlib.compress(data, level=6)).decode("ascii")
 
 
-Series = Callable[[Timeline, Bubbles], list[float]]
-
-
-def _latency(pick: Callable[[RequestLatency], float | None]) -> Series:
-    def values(timeline: Timeline, bubbles: Bubbles) -> list[float]:
-        found = (pick(RequestLatency.of(request)) for request in _succeeded(timeline))
-        return [value for value in found if value is not None]
-
-    return values
-
-
-def _succeeded(timeline: Timeline) -> list[RequestFinished]:
-    return [request for request in timeline.finished if request.finish_reason != "error"]
-
-
-def _token_gaps(timeline: Timeline, bubbles: Bubbles) -> list[float]:
-    return [gap_us * 1e-6 for request in _succeeded(timeline) for gap_us in request.gaps_us]
-
-
-def _microbatch_tokens(timeline: Timeline, bubbles: Bubbles) -> list[float]:
-    return [float(event.num_tokens) for event in timeline.issued[: timeline.num_returned]]
-
-
-def _microbatch_times(timeline: Timeline, bubbles: Bubbles) -> list[float]:
-    """On the slowest stage, the one that sets the pace."""
-    slowest = max(range(len(bubbles.stages)), key=lambda index: bubbles.stages[index].compute_s)
-    stage = timeline.stages[slowest]
-    return [end - start for start, end in zip(stage.starts, stage.ends, strict=True)]
-
-
-# Key, which is the report's where it has the figure, to its series and whether its bins grow (seconds do).
-_DISTRIBUTIONS: dict[str, tuple[Series, bool]] = {
-    "ttft_s": (_latency(lambda latency: latency.ttft_s), True),
-    "tpot_s": (_latency(lambda latency: latency.tpot_s), True),
-    "itl_s": (_token_gaps, True),
-    "e2el_s": (_latency(lambda latency: latency.e2el_s), True),
-    "microbatch_tokens": (_microbatch_tokens, False),
-    "microbatch_s": (_microbatch_times, True),
-}
+def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
+    """What a distribution is drawn of; latencies are the values whose percentiles the report has."""
+    slowest = timeline.stages[bubbles.slowest_stage]
+    return {
+        **latency_series(timeline.finished),
+        "microbatch_tokens": [float(event.num_tokens) for event in timeline.issued[: timeline.num_returned]],
+        "microbatch_s": [end - start for start, end in zip(slowest.starts, slowest.ends, strict=True)],
+    }
 
 
 def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
     """By key: {log, edges, shares}; bins are the same for all runs, shares are per run and sum to 1.
 
-    A run without a single value has an empty list; without any value there are no edges.
+    Bins of seconds grow. A run without a single value has an empty list; without any value there are no edges.
     """
     found = {}
-    for key, (series, grows) in _DISTRIBUTIONS.items():
-        values = [series(timeline, bubbles) for timeline, bubbles in runs]
+    series = [_series(timeline, bubbles) for timeline, bubbles in runs]
+    for key in series[0]:
+        values = [one[key] for one in series]
+        grows = key.endswith("_s")
         edges = _edges([value for one in values for value in one], grows)
         found[key] = {"log": grows, "edges": edges, "shares": [_shares(one, edges) for one in values]}
     return found

@@ -14,6 +14,10 @@ def milliseconds_kept(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def microseconds(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s * 1e6:,.0f}"
+
+
 def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 

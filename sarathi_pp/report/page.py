@@ -162,9 +162,26 @@ def _headline(report: Mapping[str, Any]) -> str:
         ("chunk size", "-" if chunk_size is None else str(chunk_size)),
         ("microbatches", f"{report['microbatches']:,}"),
     )
-    cards = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
+    kv = report["kv"]
+    further = (
+        ("all stages at once", formats.share(report["overlap"])),
+        ("chunks/s", formats.count(report["chunk_throughput"])),
+        ("cv of microbatch time", formats.share(report["microbatch_time_cv"])),
+        ("cv of their tokens", formats.share(report["microbatch_tokens_cv"])),
+        ("KV pages, peak", f"{kv['peak_used']:,} of {kv['pages']:,}"),
+        ("KV pages, mean", formats.count(kv["mean_used"])),
+        ("KV room empty", formats.share(kv["fragmentation"])),
+        ("preemptions", f"{report['preemptions']:,}"),
+        ("clocks within \N{MICRO SIGN}s", formats.microseconds(report["clock_uncertainty_s"])),
+        ("states within", formats.share(report["closing_error"])),
+        ("costs within", formats.share(report["cost_error"])),
+    )
     notes = "".join(f'<p class="note">{escape(str(note))}</p>' for note in report.get("notes", ()))
-    return f"<dl>{cards}</dl>{notes}"
+    return f'<dl>{_cards(figures)}</dl><dl class="further">{_cards(further)}</dl>{notes}'
+
+
+def _cards(figures: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
 
 
 _TIMELINE = """<div class="tools" role="toolbar" aria-label="Time shown">

@@ -52,13 +52,15 @@ def _headline(report: Mapping[str, Any]) -> Text:
 
 
 def _work(report: Mapping[str, Any]) -> Text:
-    """How even microbatches were, and what became of the KV pages."""
+    """How even microbatches were, what became of the KV pages, and how well all this is known."""
     kv = report["kv"]
     return Text(
         f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; cv of their time "
         f"{formats.share(report['microbatch_time_cv'])}, of tokens {formats.share(report['microbatch_tokens_cv'])}\n"
-        f"KV: at most {kv['peak_used']:,} of {kv['pages']:,} pages, {formats.share(kv['fragmentation'])} of their room "
-        f"empty; {report['preemptions']:,} preemptions",
+        f"KV: at most {kv['peak_used']:,} of {kv['pages']:,} pages, {formats.count(kv['mean_used'])} on average, "
+        f"{formats.share(kv['fragmentation'])} of\ntheir room empty; {report['preemptions']:,} preemptions\n"
+        f"known: clocks within {formats.microseconds(report['clock_uncertainty_s'])} us, states within "
+        f"{formats.share(report['closing_error'])} of the window, costs within {formats.share(report['cost_error'])}",
         style="dim",
     )
 

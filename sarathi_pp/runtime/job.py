@@ -153,7 +153,8 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""
-        return {**dataclasses.asdict(self.run), **_software(), "fingerprint": self.facts.fingerprint}
+        hosts = {"hosts": self._topology.hosts}
+        return {**dataclasses.asdict(self.run), **hosts, **_software(), "fingerprint": self.facts.fingerprint}
 
     def serve(self) -> None:
         """Every other rank: run what comes until rank 0 says goodbye."""

@@ -76,7 +76,7 @@ class _Figures(Collector):
         if snapshot is not None:
             yield from _stage_metrics(snapshot)
             yield from _request_metrics(snapshot)
-            yield from _work_metrics(snapshot)
+            yield from _work_metrics(snapshot, self._num_stages)
 
 
 def _stage_metrics(snapshot: Snapshot) -> Iterator[Metric]:
@@ -104,12 +104,16 @@ def _request_metrics(snapshot: Snapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily("pipeline_requests_waiting", "Requests read and not started.", value=snapshot.waiting)
 
 
-def _work_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+def _work_metrics(snapshot: Snapshot, num_stages: int) -> Iterator[Metric]:
+    """Chunks count when they have passed every stage, and each stage holds the same pages, of its own layers."""
     prompt, output = "Prompt tokens of finished requests.", "Output tokens of finished requests."
     yield CounterMetricFamily("pipeline_prompt_tokens", prompt, value=snapshot.prompt_tokens)
     yield CounterMetricFamily("pipeline_output_tokens", output, value=snapshot.output_tokens)
     yield CounterMetricFamily("pipeline_prefill_chunks", "Prompt chunks completed.", value=snapshot.chunks_done)
     rate = "Prompt chunks completed a second, from first issue to last result."
-    yield GaugeMetricFamily("chunk_throughput", rate, value=snapshot.chunk_throughput)
+    chunks = GaugeMetricFamily("chunk_throughput", rate, labels=["stage"])
+    yield _by_stage(chunks, [snapshot.chunk_throughput] * num_stages)
     waste = "Share of the room in the KV pages held that holds no token; no sample while none is held."
-    yield GaugeMetricFamily("kv_cache_fragmentation", waste, value=snapshot.kv_fragmentation)
+    held = num_stages if snapshot.kv_fragmentation is not None else 0
+    empty = GaugeMetricFamily("kv_cache_fragmentation", waste, labels=["stage"])
+    yield _by_stage(empty, [snapshot.kv_fragmentation or 0.0] * held)

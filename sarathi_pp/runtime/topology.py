@@ -32,6 +32,7 @@ class Topology:
         """Join the others; returns when all are there. Raises PeerLostError when they are not within 300 s."""
         self.place = place
         self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
+        self.hosts = [socket.gethostname()]
         self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         if place.world_size == 1:
             return
@@ -49,8 +50,9 @@ class Topology:
             raise PeerLostError(
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
             ) from error
-        hosts = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
-        self._names = [f"stage {rank} (rank {rank}, {h['host']}, pid {h['pid']})" for rank, h in enumerate(hosts)]
+        peers = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
+        self._names = [f"stage {rank} (rank {rank}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)]
+        self.hosts = [peer["host"] for peer in peers]
 
     def open_edges(self, peer_timeout_s: float) -> None:
         """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s."""

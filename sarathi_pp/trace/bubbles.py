@@ -75,6 +75,11 @@ class Bubbles:
     overlap: float | None
     request_bubble_s: dict[int, float]
 
+    @property
+    def slowest_stage(self) -> int:
+        """The one that computed longest: it sets the pace."""
+        return max(range(len(self.stages)), key=lambda index: self.stages[index].compute_s)
+
 
 def measure_bubbles(timeline: Timeline) -> Bubbles:
     """Folds one run; linear in the number of spans. A run without a result has zero seconds and no ratios."""

@@ -62,13 +62,13 @@ class RequestLatency:
         return cls(queue_s, ttft_s, tpot_s, e2el_s)
 
 
-def latency_spreads(requests: Iterable[RequestFinished]) -> dict[str, Spread]:
-    """Keys ttft_s, tpot_s, itl_s, e2el_s, over the requests that did not fail."""
+def latency_series(requests: Iterable[RequestFinished]) -> dict[str, list[float]]:
+    """Keys ttft_s, tpot_s, itl_s, e2el_s: every value there is, of the requests that did not fail."""
     succeeded = [request for request in requests if request.finish_reason != "error"]
     latencies = [RequestLatency.of(request) for request in succeeded]
     return {
-        "ttft_s": Spread.of(x.ttft_s for x in latencies if x.ttft_s is not None),
-        "tpot_s": Spread.of(x.tpot_s for x in latencies if x.tpot_s is not None),
-        "itl_s": Spread.of(gap_us * 1e-6 for request in succeeded for gap_us in request.gaps_us),
-        "e2el_s": Spread.of(x.e2el_s for x in latencies),
+        "ttft_s": [x.ttft_s for x in latencies if x.ttft_s is not None],
+        "tpot_s": [x.tpot_s for x in latencies if x.tpot_s is not None],
+        "itl_s": [gap_us * 1e-6 for request in succeeded for gap_us in request.gaps_us],
+        "e2el_s": [x.e2el_s for x in latencies],
     }

@@ -17,7 +17,7 @@ from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.causes import explain
 from sarathi_pp.trace.events import Event
-from sarathi_pp.trace.latency import Spread, latency_spreads
+from sarathi_pp.trace.latency import Spread, latency_series
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
@@ -90,7 +90,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
         "cost_error": fitted.error if fitted is not None else None,
         "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
-        **{name: asdict(spread) for name, spread in latency_spreads(timeline.finished).items()},
+        **{name: asdict(Spread.of(values)) for name, values in latency_series(timeline.finished).items()},
         **_variation(timeline, bubbles),
         "kv": _kv(timeline),
         "preemptions": sum(request.preemptions for request in timeline.finished),
@@ -140,9 +140,8 @@ def _stage_report(stage: StageTimeline, measured: StageBubbles) -> Report:
 
 def _variation(timeline: Timeline, bubbles: Bubbles) -> Report:
     """Coefficients of variation of the steady microbatches: their time on the slowest stage, their tokens."""
-    slowest = max(range(len(bubbles.stages)), key=lambda index: bubbles.stages[index].compute_s)
-    stage = timeline.stages[slowest]
-    positions = bubbles.steady_positions[slowest]
+    stage = timeline.stages[bubbles.slowest_stage]
+    positions = bubbles.steady_positions[bubbles.slowest_stage]
     tokens = {event.microbatch: event.num_tokens for event in timeline.issued}
     times = [stage.ends[position] - stage.starts[position] for position in positions]
     ran = [stage.microbatches[position] for position in positions]
@@ -158,17 +157,20 @@ def _cv(values: Sequence[float]) -> float | None:
 def _kv(timeline: Timeline) -> Report:
     """KV use as sampled at each issue, each sample holding until the next one or the window's end."""
     settings = timeline.stages[0].start
-    ends = [event.at_s for event in timeline.issued[1:]] + [timeline.window[1]]
-    wasted_s = held_s = 0.0
+    begin, window_end = timeline.window
+    ends = [*(min(event.at_s, window_end) for event in timeline.issued[1:]), window_end]
+    used_s = wasted_s = held_s = 0.0
     for event, end in zip(timeline.issued, ends, strict=False):
         if event.pages_used and end > event.at_s:
             seconds = end - event.at_s
             held_s += seconds
+            used_s += seconds * event.pages_used
             wasted_s += seconds * (1 - event.tokens_held / (event.pages_used * settings.page_size))
     return {
         "pages": settings.num_pages,
         "page_size": settings.page_size,
         "peak_used": max((event.pages_used for event in timeline.issued), default=0),
+        "mean_used": used_s / (window_end - begin) if window_end > begin else None,
         "fragmentation": wasted_s / held_s if held_s > 0 else None,
     }
 

@@ -169,8 +169,12 @@ def test_it_is_drawn_in_full_at_any_width_and_scheme(opened: Opener, width: int,
     assert (sum(idle[:3]) < 300) == (scheme == "dark")
 
 
-def test_it_zooms_and_pans_with_wheel_drag_and_double_click(opened: Opener) -> None:
-    page = opened(staircase())
+WINDOWS = pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+
+
+@WINDOWS
+def test_it_zooms_and_pans_with_wheel_drag_and_double_click(opened: Opener, width: int, scheme: str) -> None:
+    page = opened(staircase(), width=width, scheme=scheme)
     assert shown(page) == (0, 9)
     x, y = place(page, 4.5, 0)
     page.mouse.move(x, y)
@@ -181,7 +185,7 @@ def test_it_zooms_and_pans_with_wheel_drag_and_double_click(opened: Opener) -> N
     # What is drawn is of this range: the first instant shown lies in a microbatch of stage 0, as all in [0, 8] do.
     assert color(page, 3.5, 0) != color(page, 4.5, 0)
     page.mouse.down()
-    page.mouse.move(x - 150, y, steps=5)
+    page.mouse.move(x - (150 if width > 600 else 50), y, steps=5)
     page.mouse.up()
     until_shown(page, f"begin > {begin} + 0.1")
     dragged = shown(page)
@@ -212,8 +216,9 @@ def test_it_zooms_and_pans_with_buttons_and_keys(opened: Opener) -> None:
         until_shown(page, "begin === 0 && end === 9")
 
 
-def test_hovering_says_what_is_in_a_microbatch_and_how_long_a_gap_is(opened: Opener) -> None:
-    page = opened(staircase())
+@WINDOWS
+def test_hovering_says_what_is_in_a_microbatch_and_how_long_a_gap_is(opened: Opener, width: int, scheme: str) -> None:
+    page = opened(staircase(), width=width, scheme=scheme)
     assert hover(page, 3.5, 0).inner_text().split("\n") == [
         "m3[d s1:300 s2:17]",
         "stage 0: 2 tokens, 0 of prompts, 2 decodes",
@@ -223,6 +228,8 @@ def test_hovering_says_what_is_in_a_microbatch_and_how_long_a_gap_is(opened: Ope
     assert hover(page, 1.5, 1).inner_text().endswith("gap before none")
     assert hover(page, 0.5, 1).inner_text() == "stage 1: idle 1.000 s\nbefore m0[s0:0+10]"
     assert hover(page, 8.5, 0).inner_text() == "stage 0: idle 1.000 s"
+    box = page.locator("#timeline-tip").bounding_box() or pytest.fail("the tip has no box")
+    assert 0 <= box["x"] and box["x"] + box["width"] <= width
     page.mouse.move(5, 5)
     assert page.locator("#timeline-tip").is_hidden()
 

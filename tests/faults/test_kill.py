@@ -15,7 +15,7 @@ import pytest
 
 from sarathi_pp.errors import PeerLostError
 from tests.model.families import write_checkpoint
-from tests.runtime.processes import COMMAND, Files, console_script, environment, torchrun
+from tests.runtime.processes import COMMAND, Files, console_script, environment, run, torchrun
 
 # Far more work than any of these tests lets finish.
 PROMPTS = [tuple(range(3, 3 + length % 50 + 1)) for length in range(4000)]
@@ -62,6 +62,15 @@ class Running:
     def expect_nobody_left(self) -> None:
         _, alive = psutil.wait_procs(self.family, timeout=1)
         assert not alive
+
+    def expect_readable_traces(self) -> None:
+        """What was traced before is a report, of every stage."""
+        report = run((*COMMAND, "report", str(self.files.run), "--json"), self.files.run).stdout
+        figures = json.loads(report)
+        assert figures["microbatches"] > 0
+        assert all(stage["compute_s"] > 0 for stage in figures["per_stage"])
+        assert figures["closing_error"] <= 0.01
+        assert any("the run goes on or was killed" in note for note in figures["notes"])
 
     def expect_whole_answers(self) -> None:
         """What was written before is whole lines, each request once."""
@@ -123,6 +132,7 @@ def test_a_killed_stage_ends_the_run_with_75(stage, start):
     assert running.files.exit_code() == PeerLostError.exit_code
     running.expect_nobody_left()
     running.expect_whole_answers()
+    running.expect_readable_traces()
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])

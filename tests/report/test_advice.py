@@ -258,6 +258,18 @@ def test_fewer_than_four_sequences_at_once() -> None:
     assert only(advise(short)).gain_s == pytest.approx(16 * (1 - 3 / 8))
 
 
+@pytest.mark.parametrize("full", [{"preemptions": 1}, {"kv": {"pages": 100, "peak_used": 95, "fragmentation": 0.1}}])
+def test_fewer_than_four_sequences_in_the_pages(full: dict[str, Any]) -> None:
+    """64 requests decode for 5 s each, 3.2 at a time on average, in seats for 128."""
+    few = report(e2el_s={"mean": 15.0})
+    assert advise(few) == []
+    advice = only(advise(few | full))
+    assert (advice.rule, advice.option, advice.gain_s) == ("few_sequences", "--kv-cache-memory", 50.0)
+    assert "with 3.2 sequences decoding at a time" in advice.text
+    assert advise(report(e2el_s={"mean": 16.25}) | full) == [], "four at a time are enough"
+    assert given_by("few_sequences", advise(report(e2el_s={"mean": 13.0}) | full)) is None, "fewer than stages"
+
+
 FEW = {"stages": 1, "layer_split": [16], "per_stage": computed(90.0), "completed": 3, "prompt_tokens": 90_000}
 
 

@@ -91,7 +91,7 @@ def ways_to_print(value: object) -> set[str]:
         return set()
     plain = {f"{value:,}", f"{value}", f"{value - 1}"}  # a stage's last layer is one before the end
     shown = {f"{value:.2f}", f"{value:.3f}", f"{value * 100:.1f}", f"{value:,.0f}", f"{value:.1f}"}
-    return plain | shown | {f"{value / 2**30:.2f}"}
+    return plain | shown | {f"{value / 2**30:.2f}", f"{value * 1e6:,.0f}"}
 
 
 def test_every_number_in_the_text_is_one_of_the_report() -> None:

@@ -42,11 +42,14 @@ def test_how_even_the_work_was_and_what_became_of_the_pages_is_said() -> None:
         "microbatch_tokens_cv": None,
         "preemptions": 1234,
     }
-    report["kv"] |= {"peak_used": 1500, "pages": 4000, "fragmentation": 0.042}
+    report |= {"clock_uncertainty_s": 4.2e-5, "closing_error": 0.001, "cost_error": 0.034}
+    report["kv"] |= {"peak_used": 1500, "pages": 4000, "mean_used": 1234.5, "fragmentation": 0.042}
     report["request_bubble_s"] = {"p50": 0.125, "p90": 0.25, "p99": None}
     lines = printed(report).splitlines()
     assert "microbatches: 12.3 chunks/s; cv of their time 5.1%, of tokens -" in lines
-    assert "KV: at most 1,500 of 4,000 pages, 4.2% of their room empty; 1,234 preemptions" in lines
+    assert "KV: at most 1,500 of 4,000 pages, 1,234 on average, 4.2% of" in lines
+    assert "their room empty; 1,234 preemptions" in lines
+    assert "known: clocks within 42 us, states within 0.1% of the window, costs within 3.4%" in lines
     assert ["request", "bubble", "-", "0.125", "0.250", "-"] in [line.split() for line in lines]
 
 

@@ -68,8 +68,10 @@ def test_every_figure_of_a_snapshot_is_served(server: MetricsServer) -> None:
             ("pipeline_prompt_tokens_total",): 900,
             ("pipeline_output_tokens_total",): 100,
             ("pipeline_prefill_chunks_total",): 40,
-            ("chunk_throughput",): 4.0,
-            ("kv_cache_fragmentation",): 0.25,
+            ("chunk_throughput", "0"): 4.0,
+            ("chunk_throughput", "1"): 4.0,
+            ("kv_cache_fragmentation", "0"): 0.25,
+            ("kv_cache_fragmentation", "1"): 0.25,
         }
     )
 
@@ -89,7 +91,7 @@ def test_a_scrape_shows_the_newest_snapshot(server: MetricsServer) -> None:
     server.update(replace(SNAPSHOT, requests_done=4, kv_fragmentation=None, window_s=0.0))
     found = values(scrape(server.port))
     assert found["pipeline_requests_total", "done"] == 4
-    assert found["chunk_throughput",] == 0.0
+    assert found["chunk_throughput", "0"] == 0.0
     assert not any(name in ("kv_cache_fragmentation", "pipeline_bubble_ratio") for name, *_ in found)
 
 

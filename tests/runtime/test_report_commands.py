@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import socket
 import subprocess
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sarathi_pp.cli.runs import read_run
+from sarathi_pp.errors import MissingError
 from tests.runtime.processes import COMMAND, Files, environment, free_port, run
 from tests.runtime.test_emulated import write_profile
 
@@ -88,6 +91,19 @@ def test_what_cannot_be_shown_is_refused(arguments, code, message, runs, tmp_pat
     )
     assert done.returncode == code
     assert message in " ".join(done.stderr.split())
+
+
+def test_traces_that_lie_on_another_host_are_named_with_it(runs, tmp_path):
+    elsewhere = tmp_path / "part.run"
+    shutil.copytree(runs[0], elsewhere)
+    (elsewhere / "attempt-0000" / "trace-00001-of-00002.jsonl").unlink()
+    [mine] = {*json.loads((elsewhere / "run.json").read_text())["hosts"]}
+    with pytest.raises(MissingError) as refused:
+        read_run(elsewhere)
+    assert f"holds 1 of 2 traces; missing: stage 1 ({mine})\n  try  again once the run has ended" in str(refused.value)
+    (elsewhere / "run.json").unlink()
+    with pytest.raises(MissingError, match="missing: stage 1\n"):
+        read_run(elsewhere)
 
 
 def test_a_metrics_port_that_is_taken_is_refused_before_anything_starts(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.trace.events import RequestFinished
-from sarathi_pp.trace.latency import RequestLatency, Spread, latency_spreads, percentile
+from sarathi_pp.trace.latency import RequestLatency, Spread, latency_series, percentile
 
 THREE_TOKENS = RequestFinished(0, 1.0, 1.5, 3.0, 7.0, 10, 3, "stop", 0, (1_000_000, 3_000_000))
 ONE_TOKEN = RequestFinished(1, 2.0, 2.0, 4.0, 4.0, 10, 1, "length")
@@ -21,16 +21,15 @@ def test_definitions() -> None:
     assert RequestLatency.of(NO_TOKEN) == RequestLatency(None, None, None, 0.5)
 
 
-def test_spreads_leave_out_failures_and_what_is_undefined() -> None:
-    spreads = latency_spreads([THREE_TOKENS, ONE_TOKEN, NO_TOKEN, FAILED])
-    assert spreads["ttft_s"] == Spread(2.0, 2.0, 2.0, 2.0)
-    assert spreads["tpot_s"] == Spread(2.0, 2.0, 2.0, 2.0)
-    assert astuple(spreads["itl_s"]) == pytest.approx((2.0, 2.0, 2.8, 2.98))
-    assert spreads["e2el_s"].mean == pytest.approx((6 + 2 + 0.5) / 3)
+def test_failures_and_what_is_undefined_are_left_out() -> None:
+    series = latency_series([THREE_TOKENS, ONE_TOKEN, NO_TOKEN, FAILED])
+    assert series == {"ttft_s": [2.0, 2.0], "tpot_s": [2.0], "itl_s": [1.0, 3.0], "e2el_s": [6.0, 2.0, 0.5]}
+    assert astuple(Spread.of(series["itl_s"])) == pytest.approx((2.0, 2.0, 2.8, 2.98))
 
 
 def test_no_request_has_null_figures() -> None:
-    assert set(latency_spreads([]).values()) == {Spread(None, None, None, None)}
+    assert all(values == [] for values in latency_series([]).values())
+    assert Spread.of([]) == Spread(None, None, None, None)
 
 
 def test_percentiles_are_linear_between_members() -> None:

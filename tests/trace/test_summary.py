@@ -91,7 +91,7 @@ GOLDEN = {
     "e2el_s": {"mean": 5.5, "p50": 5.5, "p90": 8.3, "p99": 8.93},
     "microbatch_time_cv": 0.0,
     "microbatch_tokens_cv": 0.0,
-    "kv": {"pages": 100, "page_size": 16, "peak_used": 2, "fragmentation": 0.25},
+    "kv": {"pages": 100, "page_size": 16, "peak_used": 2, "mean_used": 2.0, "fragmentation": 0.25},
     "preemptions": 0,
     "clock_uncertainty_s": 0.0,
     "closing_error": 0.0,
@@ -146,7 +146,7 @@ def test_run_without_a_result_is_null_not_an_error() -> None:
     assert (report["wall_s"], report["microbatches"], report["requests"]) == (0, 0, 0)
     for key in ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "microbatch_time_cv"):
         assert report[key] is None
-    assert report["kv"] == {"pages": 100, "page_size": 16, "peak_used": 0, "fragmentation": None}
+    assert report["kv"] == {"pages": 100, "page_size": 16, "peak_used": 0, "mean_used": None, "fragmentation": None}
     assert report["request_bubble_s"] == {"p50": None, "p90": None, "p99": None}
     assert report["per_stage"][0]["peak_rss_bytes"] is None
 
@@ -190,17 +190,20 @@ def test_variation_is_of_the_slowest_stage_in_the_steady_window() -> None:
     assert report["microbatch_tokens_cv"] == pytest.approx(0.5)
 
 
-def test_fragmentation_is_a_time_mean() -> None:
+def test_kv_use_and_fragmentation_are_time_means() -> None:
     events: list[Event] = [
         start(0, 1),
         Issued(0, 0.0, "m0[s0:0+8]", 8, 0, 0, 0.0, 1, 8),  # half of a page of 16 for 3 s
-        Issued(1, 3.0, "m1[s0:8+8]", 8, 0, 0, 0.0, 1, 16),  # all of it for 1 s
+        Issued(1, 3.0, "m1[s0:8+8]", 8, 0, 0, 0.0, 2, 32),  # all of two for 1 s
         Compute(0, 0.0, 0.0, 0.0, 2.0),
         Compute(1, 3.0, 3.0, 3.0, 4.0),
         Returned(0, 2.0),
         Returned(1, 4.0),
     ]
-    assert summarise([events])["kv"]["fragmentation"] == pytest.approx(0.375)
+    kv = summarise([events])["kv"]
+    assert (kv["fragmentation"], kv["mean_used"], kv["peak_used"]) == (pytest.approx(0.375), pytest.approx(1.25), 2)
+    cut_short = [*events[:4], *events[5:6]]  # as read from a run that goes on: the second has no result yet
+    assert summarise([cut_short])["kv"]["mean_used"] == pytest.approx(1.0)
 
 
 def test_notes_name_what_the_figures_do_not_show() -> None:

@@ -1,0 +1,67 @@
+"""The README's picture: the timelines of the same work under two policies, out of the HTML page.
+
+    python examples/draw_timelines.py --work-dir /tmp/m300 --output examples/figures/orca-sarathi.png
+
+Runs `orca` and `sarathi` on the workload of measure_300m.py at P:D 8, two stages, one compute thread each, makes the
+page that `sarathi-pp compare --html` makes, and photographs its timeline in headless Chromium (playwright is in the
+extra `dev`; Chromium has to be on PATH). The JSON beside the picture holds the figures of both runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+from awake import awake
+from measure_300m import FIGURES, make_checkpoint, run, workload, write_prompts
+from playwright.sync_api import sync_playwright
+from record import Record
+
+from sarathi_pp.cli.runs import read_run
+from sarathi_pp.report.page import PageRun, render_page
+
+POLICIES = ("orca", "sarathi")
+RATIO = 8
+WIDTH, HEIGHT = 1100, 900
+
+
+def run_for_page(work_dir: Path, policy: str) -> PageRun:
+    run(work_dir, policy, 2, RATIO)
+    found = read_run(work_dir / "answers-0.jsonl.run")
+    return PageRun(policy, found.timeline, found.bubbles, found.report)
+
+
+def photograph(page_text: str, picture: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        file = Path(folder) / "page.html"
+        file.write_text(page_text, encoding="utf-8")
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=1.5)
+        page.goto(file.as_uri())
+        page.wait_for_selector("html[data-drawn]")
+        page.locator("#timeline").screenshot(path=picture)
+        browser.close()
+
+
+@click.command()
+@click.option("--work-dir", type=click.Path(path_type=Path), required=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="The picture; its figures go beside it.")
+def main(work_dir: Path, output: Path) -> None:
+    record = Record.begin()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if not (work_dir / "model" / "config.json").exists():
+        make_checkpoint(work_dir / "model")
+    write_prompts(work_dir / f"prompts-{RATIO}.jsonl", workload(RATIO))
+    with awake():
+        runs = [run_for_page(work_dir, policy) for policy in POLICIES]
+    photograph(render_page(runs), output)
+    record.write(
+        output.with_suffix(".json"),
+        {policy: {name: one.report[name] for name in FIGURES} for policy, one in zip(POLICIES, runs, strict=True)},
+    )
+
+
+if __name__ == "__main__":
+    main()

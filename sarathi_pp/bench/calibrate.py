@@ -21,7 +21,7 @@ from sarathi_pp.bench.profile import MEDIAN_TO_SIGMA, Fit, Mask, Spans, Vector, 
 from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy.calibration import make_timetable
-from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.profile import Drift, Profile
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.core.sizing import MOST_TOKENS, saturation
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
@@ -45,6 +45,11 @@ _MOST_BYTES_PER_S = 1e15
 # Equal microbatches: the same counts, modelled times this close, and no more than so many microbatches apart.
 _EQUAL = 0.02
 _NEAR = 8
+# Seconds in which the correlation of a stage's speed may fall to 1/e, and beyond which two spans say nothing of it.
+_DRIFTS_S = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+_FAR_S = 30.0
+# Standard deviations at which a span counts as no further off.
+_MOST_OFF = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Measurement:
     held_out: int
     disturbed: float | None
     jitter_cv: float
+    drift: Drift
     link_latency_s: float
     link_bytes_per_s: float
     throughput: tuple[tuple[int, float], ...]
@@ -104,6 +110,9 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
         held_out=int(held_out.sum()),
         disturbed=disturbed,
         jitter_cv=_jitter(model, measured),
+        drift=measure_drift(
+            model, measured, [np.array(stage.starts)[: len(counted)][counted] for stage in timeline.stages]
+        ),
         link_latency_s=latency_s,
         link_bytes_per_s=bytes_per_s,
         throughput=_throughput(model, measured),
@@ -164,6 +173,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: tor
         link_latency_s=found.link_latency_s,
         link_bytes_per_s=found.link_bytes_per_s,
         jitter_cv=found.jitter_cv,
+        drift=found.drift,
         pages=run.num_pages,
         max_num_seqs=run.max_num_seqs,
         error=found.fit.error,
@@ -231,6 +241,34 @@ def _jitter(model: CostModel, spans: Spans) -> float:
         if differences:
             found.append(MEDIAN_TO_SIGMA * float(np.median(differences)) / 2**0.5)
     return sum(found) / len(found) if found else 0.0
+
+
+def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) -> Drift:
+    """How the stages' speed moves, by how the model's errors on the spans of a stage go together in time.
+
+    starts_s: of the spans, by stage. Two spans of like load err together because the model is off for both, so only
+    pairs of unlike ones count; the timetable has shuffled them.
+    """
+    sizes = np.array([(load.prefill_tokens, load.decodes) for load in spans.loads])
+    unlike = np.triu((sizes[:, None] != sizes[None]).any(axis=2), 1)
+    lags, products = [], []
+    for ratios, at_s in zip(spans.ratios(model), starts_s, strict=True):
+        off = 1 / ratios - 1
+        off -= np.median(off)
+        bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
+        off = off.clip(-bound, bound)
+        lag_s = at_s[None] - at_s[:, None]
+        counted = unlike & (lag_s < _FAR_S)
+        lags.append(lag_s[counted])
+        products.append((off[:, None] * off[None])[counted])
+    lag, product = np.concatenate(lags), np.concatenate(products)
+    fits = []
+    for seconds in _DRIFTS_S:
+        kept = np.exp(-lag / seconds)
+        variance = max(0.0, float(product @ kept) / float(kept @ kept)) if len(kept) else 0.0
+        fits.append((float(np.square(product - variance * kept).sum()), variance, seconds))
+    _, variance, seconds = min(fits)
+    return Drift(variance**0.5, seconds)
 
 
 def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> tuple[float, float]:

@@ -100,6 +100,7 @@ def _headline(found: Mapping[str, Any]) -> Text:
         f"{formats.share(found['error'])} on the {found['held_out']} that were not fitted",
         f"tile {found['tile']}, saturated at {found['saturation_tokens']} tokens, jitter "
         f"{formats.share(found['jitter_cv'])}, {found['pages']:,} KV pages",
+        f"the stages' speed drifts by {formats.share(found['drift']['cv'])} over {found['drift']['seconds']:g} s",
     ]
     if len(found["stages"]) > 1:
         lines.append(f"link: {1e3 * link['latency_s']:.3f} ms and {link['bytes_per_s'] / 1e9:.2f} GB/s")

@@ -28,6 +28,8 @@ StopRule = Callable[[Request, int], bool]
 
 
 _BY_ARRIVAL = operator.attrgetter("sequence.index")
+# A named tuple from its fields in order; calling its class takes twice as long.
+_new = tuple.__new__
 # Finished requests whose lengths policies may learn from.
 _REMEMBERED = 256
 
@@ -243,23 +245,26 @@ class Coordinator:
 
     def _apply(self, grants: list[Grant]) -> tuple[Chunk, ...]:
         """Turn grants into chunks; pages go to the oldest request first, prefills stand before decodes."""
-        startable = {grant.sequence.index for grant in grants if grant.sequence.index not in self._running}
+        running, page_size = self._running, self.pool.page_size
+        startable = {grant.sequence.index for grant in grants if grant.sequence.index not in running}
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
         for sequence, num_tokens, overlap in sorted(grants, key=_BY_ARRIVAL):
             assert isinstance(sequence, Sequence)
-            if sequence.index not in self._running and sequence.index not in startable:
+            if sequence.index not in running and sequence.index not in startable:
                 continue  # preempted a moment ago, for an older request of this very microbatch
-            decode = sequence.decoding
-            assert 1 <= num_tokens <= sequence.remaining and 0 <= overlap <= sequence.issued, (sequence, num_tokens)
-            assert not (overlap and decode), f"a decode is one token: {sequence}, {overlap} again"
-            end = sequence.issued + num_tokens
-            if end > len(sequence.pages) * self.pool.page_size and not self._make_room(sequence, end):
-                continue
-            if decode:
-                decodes.append(self._issue_decode(sequence))
+            issued, remaining = sequence.issued, sequence.remaining
+            assert 1 <= num_tokens <= remaining and 0 <= overlap <= issued, (sequence, num_tokens)
+            new_pages: tuple[int, ...] = ()
+            if issued + num_tokens > len(sequence.pages) * page_size:
+                if not self._make_room(sequence, issued + num_tokens):
+                    continue
+                new_pages = self._take_pages(sequence, issued + num_tokens)
+            if remaining == 1 and sequence.decoding:
+                assert not overlap, f"a decode is one token: {sequence}, {overlap} again"
+                decodes.append(self._issue_decode(sequence, new_pages))
             else:
-                prefills.append(self._issue_chunk(sequence, num_tokens, overlap))
+                prefills.append(self._issue_chunk(sequence, num_tokens, overlap, new_pages))
         return (*prefills, *decodes)
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
@@ -289,33 +294,30 @@ class Coordinator:
         place = sum(1 for waiting in self._waiting if waiting.index < victim.index)
         self._waiting.insert(place, victim)
 
-    def _issue_decode(self, sequence: Sequence) -> Chunk:
+    def _issue_decode(self, sequence: Sequence, new_pages: tuple[int, ...]) -> Chunk:
         """Most of what is ever issued, so it takes a way of its own: one token, the last that is known."""
         index, start = sequence.index, sequence.issued
-        new_pages = self._take_pages(sequence, start + 1)
         sequence.issued = start + 1
         self._held_tokens += 1
         # A preempted sequence may end its second prefill with this token.
         if self._decodes.pop(index, None) is None:
             self._prefills.pop(index, None)
-        sampling = SamplingRow(start + 1, *sequence.draw)
-        return Chunk(index, sequence.epoch, start, 1, True, (sequence.tokens[start],), new_pages, sampling)
+        sampling = _new(SamplingRow, (start + 1, *sequence.draw))
+        tokens = (sequence.tokens[start],)
+        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
-        missing = -(-end // self.pool.page_size) - len(sequence.pages)
-        if missing == 0:
-            return ()
-        new_pages = self.pool.take(missing)
+        """The pages that positions [0, end) lack, which are there."""
+        new_pages = self.pool.take(-(-end // self.pool.page_size) - len(sequence.pages))
         sequence.pages.extend(new_pages)
         return new_pages
 
-    def _issue_chunk(self, sequence: Sequence, num_tokens: int, overlap: int) -> Chunk:
+    def _issue_chunk(self, sequence: Sequence, num_tokens: int, overlap: int, new_pages: tuple[int, ...]) -> Chunk:
         start, end, known = sequence.issued, sequence.issued + num_tokens, sequence.known
         if start == 0:
             self._waiting.remove(sequence)
             self._waiting_tokens -= known
             self._running[sequence.index] = sequence
-        new_pages = self._take_pages(sequence, end)
         sequence.issued = end
         self._held_tokens += num_tokens
         if start < sequence.num_prompt <= end:

@@ -19,7 +19,10 @@ from sarathi_pp.core.plan import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a microbatch's time depends on; the counts are those of MicroBatch."""
+    """What a microbatch's time depends on.
+
+    prefill_attention: score entries of the prefill chunks, summed. decode_context: KV tokens that the decodes read.
+    """
 
     prefill_tokens: int
     prefill_attention: float
@@ -28,7 +31,7 @@ class Load:
 
     @classmethod
     def of(cls, microbatch: MicroBatch) -> Load:
-        # One pass, in half the time that MicroBatch's properties take: the coordinator does this for every microbatch.
+        # One pass: the coordinator does this for every microbatch.
         prefill_tokens = decodes = decode_context = 0
         prefill_attention = 0.0
         for chunk in microbatch.chunks:

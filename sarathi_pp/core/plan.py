@@ -95,16 +95,6 @@ class MicroBatch:
     def num_decodes(self) -> int:
         return sum(chunk.decode for chunk in self.chunks)
 
-    @property
-    def decode_context(self) -> int:
-        """KV tokens that the decodes read, summed."""
-        return sum(chunk.end for chunk in self.chunks if chunk.decode)
-
-    @property
-    def prefill_attention(self) -> float:
-        """Score entries of the prefill chunks, summed."""
-        return sum(chunk.attention for chunk in self.chunks if not chunk.decode)
-
     def schedule(self) -> MicroBatch:
         """The same microbatch without payload: what the text form holds."""
         bare = tuple(c._replace(token_ids=(), new_pages=(), sampling=None) for c in self.chunks)

@@ -15,12 +15,25 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
+class Drift:
+    """How a stage's speed moves while it runs: coefficient of variation, and seconds in which its correlation falls
+    to 1/e. cv 0: not at all.
+    """
+
+    cv: float = 0.0
+    seconds: float = 1.0
+
+
+NO_DRIFT = Drift()
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A cost model with what it was measured on: profile.json.
 
     link_latency_s, link_bytes_per_s: one way between neighbouring stages. jitter_cv: coefficient of variation of
-    equal microbatches. pages: KV pages of the stage that holds fewest. error: mean absolute relative error of the
-    fit, None where it was not fitted.
+    equal microbatches near each other; drift: of the stages' speed. pages: KV pages of the stage that holds fewest.
+    error: mean absolute relative error of the fit, None where it was not fitted.
     """
 
     model: str
@@ -35,6 +48,7 @@ class Profile:
     pages: int
     max_num_seqs: int
     error: float | None = None
+    drift: Drift = NO_DRIFT
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -48,6 +62,7 @@ class Profile:
             "stages": [{**asdict(stage), "layers": list(stage.layers)} for stage in self.cost.stages],
             "link": {"latency_s": self.link_latency_s, "bytes_per_s": self.link_bytes_per_s},
             "jitter_cv": self.jitter_cv,
+            "drift": asdict(self.drift),
             "pages": self.pages,
             "max_num_seqs": self.max_num_seqs,
             "error": self.error,
@@ -78,6 +93,7 @@ class Profile:
             pages=_whole(data, "pages"),
             max_num_seqs=_whole(data, "max_num_seqs"),
             error=None if data.get("error") is None else _real(data, "error"),
+            drift=_drift(data.get("drift")),
         )
         _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
         return profile
@@ -91,6 +107,15 @@ def _stage(data: Mapping[str, Any]) -> StageCost:
     head_s = _real(data, "head_s") if "head_s" in data else 0.0
     page_bytes = _whole(data, "page_bytes", least=0) if "page_bytes" in data else 0
     return StageCost((layers[0], layers[1]), a0, a1, a2, a3, a4, head_s, page_bytes)
+
+
+def _drift(data: object) -> Drift:
+    """Profiles written by hand need not have one."""
+    if data is None:
+        return NO_DRIFT
+    if not isinstance(data, dict):
+        raise InputError(f"the profile's 'drift' is {data!r}; it must be an object with cv and seconds")
+    return Drift(_real(data, "cv"), _real(data, "seconds", above=0.0))
 
 
 def _require_contiguous(layers: Sequence[tuple[int, int]], num_layers: int) -> None:

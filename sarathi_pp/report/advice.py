@@ -21,12 +21,26 @@ the gain decides whether a rule speaks. A figure that a report lacks silences th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
 
-from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
+from sarathi_pp.report.remedies import (
+    TILE,
+    Remedy,
+    Report,
+    better_split,
+    equal_contexts,
+    even_layers,
+    hide_transfers,
+    in_tiles,
+    is_chunked,
+    keep_busy,
+    larger_chunks,
+    longer_run,
+    pages_ran_out,
+    smaller_chunks,
+)
 
 _MOST = 3
 # Of the run; below this an estimate says nothing.
@@ -36,15 +50,10 @@ _STARVED = 0.05
 _FRAGMENTED = 0.30
 _FEW_SEQUENCES = 4
 _QUICK_S = 0.1
-_FULL_KV = 0.95
-# Chunk sizes are advised in multiples of this, the smallest tile of matrix units.
-_TILE = 16
 _FLASH_PAGE = 256
 # Runs are compared where requests in flight grow by half; below this growth chunk throughput is flat.
 _MORE_INFLIGHT = 1.5
 _FLAT = 1.05
-
-Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +98,6 @@ def _best(found: Iterable[Advice]) -> list[Advice]:
     return list(by_option.values())[:_MOST]
 
 
-class _Remedy(NamedTuple):
-    """An option against lost time. share: of that time, what it saves at most; 0 where it saves something else."""
-
-    option: str
-    how: str
-    share: float = 1.0
-
-
 def _bubble(report: Report) -> Iterator[Advice | None]:
     """What can be done against each cause, if there is bubble enough."""
     ratio, causes = report["bubble_ratio"], report.get("causes")
@@ -116,7 +117,7 @@ def _starvation(report: Report) -> Advice | None:
         return None
     idle_s = causes["starvation_s"] / stages
     seen = f"For want of anything to issue each stage stood idle for {idle_s:.1f} s on average."
-    return _advice(report, "starvation", seen, _keep_busy(report), idle_s)
+    return _advice(report, "starvation", seen, keep_busy(report), idle_s)
 
 
 def _few_decodes(report: Report) -> Advice | None:
@@ -132,50 +133,18 @@ def _few_decodes(report: Report) -> Advice | None:
     if causes:
         idle_s = min(idle_s, causes["starvation_s"] / stages)
     seen = f"On average {decodes:.1f} sequences were decoding, and {stages} stages need at least {stages}."
-    return _advice(report, "few_decodes", seen, _keep_busy(report), idle_s)
+    return _advice(report, "few_decodes", seen, keep_busy(report), idle_s)
 
 
 def _slow_stage(report: Report) -> Advice | None:
-    split, computed_s = report["layer_split"], [stage["compute_s"] for stage in report["per_stage"]]
-    if len(split) < 2 or min(split) < 1 or min(computed_s) <= 0:
-        return None
-    better = even_split(split, computed_s)
+    better = better_split(report)
     if better is None:
         return None
-    layers, slowest_s = better
-    gain_s = max(computed_s) - slowest_s
-    causes = report.get("causes")
-    if causes:
-        gain_s = min(gain_s, causes["stage_imbalance_s"] / report["stages"])
-    slow = computed_s.index(max(computed_s))
-    mean_s = sum(computed_s) / len(computed_s)
+    computed_s = [stage["compute_s"] for stage in report["per_stage"]]
+    slow, mean_s = computed_s.index(max(computed_s)), sum(computed_s) / len(computed_s)
     seen = f"Stage {slow} computed for {computed_s[slow]:.1f} s, the mean stage for {mean_s:.1f} s."
-    remedy = _Remedy(_layer_option(layers), f"brings the slowest stage to {slowest_s:.1f} s")
-    return _advice(report, "slow_stage", seen, remedy, gain_s)
-
-
-def even_split(split: Sequence[int], computed_s: Sequence[float]) -> tuple[list[int], float] | None:
-    """The layers a stage that make the slowest one fastest, and its seconds; None if none beats `split`.
-
-    split: layers of each stage, each at least 1. computed_s: their compute. A layer costs a stage what its
-    own layers cost on average. The last stage may also owe its time to the head, which no split removes: it
-    is charged by whichever of the two readings gives more.
-    """
-    per_layer_s = [seconds / layers for seconds, layers in zip(computed_s, split, strict=True)]
-    last = len(split) - 1
-    elsewhere_s = min(per_layer_s[:last], default=per_layer_s[last])
-
-    def cost_s(stage: int, layers: int) -> float:
-        own_s = layers * per_layer_s[stage]
-        if stage < last or per_layer_s[last] <= elsewhere_s:
-            return own_s
-        return max(own_s, computed_s[last] - (split[last] - layers) * elsewhere_s)
-
-    layers = [1] * len(split)
-    for _ in range(sum(split) - len(split)):
-        layers[min(range(len(split)), key=lambda stage: cost_s(stage, layers[stage] + 1))] += 1
-    slowest_s = max(cost_s(stage, count) for stage, count in enumerate(layers))
-    return (layers, slowest_s) if slowest_s < max(computed_s) else None
+    remedy = Remedy(better.option, f"brings the slowest stage to {better.slowest_s:.1f} s")
+    return _advice(report, "slow_stage", seen, remedy, better.gain_s)
 
 
 def _few_sequences(report: Report) -> Advice | None:
@@ -191,13 +160,13 @@ def _few_sequences(report: Report) -> Advice | None:
     if requests > most:
         wanted = min(requests, _FEW_SEQUENCES * report["stages"])
         passes_s = min(report["wall_s"], decoding_s / most)
-        remedy = _Remedy(f"--max-num-seqs {wanted}", "lets more of them share", 1 - most / wanted)
+        remedy = Remedy(f"--max-num-seqs {wanted}", "lets more of them share", 1 - most / wanted)
         return _advice(report, "few_sequences", seen, remedy, passes_s)
     # Several stages are filled by the chunks of one prompt, so only a single stage has nothing to lose.
     further, pass_s = _num_chunks(report) - report["completed"], report["itl_s"]["p50"]
-    if report["stages"] > 1 or not _chunked(report) or further <= 0 or pass_s is None:
+    if report["stages"] > 1 or not is_chunked(report) or further <= 0 or pass_s is None:
         return None
-    remedy = _Remedy("--policy orca", "runs prompts whole, in fewer passes")
+    remedy = Remedy("--policy orca", "runs prompts whole, in fewer passes")
     return _advice(report, "few_sequences", seen, remedy, further * pass_s)
 
 
@@ -208,22 +177,22 @@ def _few_in_pages(report: Report, decoding_s: float) -> Advice | None:
     """
     wall_s = report["wall_s"]
     decodes = decoding_s / wall_s
-    if not report["stages"] <= decodes < _FEW_SEQUENCES or not _pages_ran_out(report):
+    if not report["stages"] <= decodes < _FEW_SEQUENCES or not pages_ran_out(report):
         return None
     seen = f"KV pages ran out with {decodes:.1f} sequences decoding at a time: too few to share a pass."
-    remedy = _Remedy("--kv-cache-memory", "of twice the size lets twice as many share", 0.5)
+    remedy = Remedy("--kv-cache-memory", "of twice the size lets twice as many share", 0.5)
     return _advice(report, "few_sequences", seen, remedy, min(wall_s, decoding_s))
 
 
 def _short_prompts(report: Report) -> Advice | None:
     causes, size = report.get("causes"), report["chunk_size"]
     mean = report["prompt_tokens"] / report["completed"]
-    wanted = _aligned(mean / 2)
-    if not causes or not _chunked(report) or mean > size or wanted >= size:
+    wanted = in_tiles(mean / 2)
+    if not causes or not is_chunked(report) or mean > size or wanted >= size:
         return None
     uneven_s = causes["prefill_variance_s"] + causes["prefill_decode_s"]
     seen = f"Prompts of {mean:.0f} tokens on average fit into one chunk of {size}, so chunking evens nothing out."
-    remedy = _Remedy(f"--chunk-size {wanted}", "cuts them in two", 0.5)
+    remedy = Remedy(f"--chunk-size {wanted}", "cuts them in two", 0.5)
     return _advice(report, "short_prompts", seen, remedy, uneven_s / report["stages"])
 
 
@@ -233,7 +202,7 @@ def _one_request(report: Report) -> Advice | None:
     Whole it saves k - 1 passes over the weights, each of which costs no more than that of a decode.
     """
     first_s, pass_s = _first_token_s(report), report["itl_s"]["p50"]
-    if 1 not in (report["requests"], report.get("max_num_seqs")) or not _chunked(report) or not pass_s:
+    if 1 not in (report["requests"], report.get("max_num_seqs")) or not is_chunked(report) or not pass_s:
         return None
     chunks, stages = _num_chunks(report) / report["completed"], report["stages"]
     if first_s is None or first_s <= _QUICK_S or chunks <= 1:
@@ -242,7 +211,7 @@ def _one_request(report: Report) -> Advice | None:
     gain_s = first_s - whole_s
     seen = f"One request ran at a time, and its first token took {first_s:.2f} s in {chunks:.1f} chunks."
     how = f"runs prompts whole, for whoever wishes less than {_QUICK_S * 1000:.0f} ms: {gain_s:.2f} s sooner each"
-    return _advice(report, "one_request", seen, _Remedy("--policy orca", how), gain_s * report["completed"])
+    return _advice(report, "one_request", seen, Remedy("--policy orca", how), gain_s * report["completed"])
 
 
 def _kv_fragmentation(report: Report) -> Advice | None:
@@ -250,7 +219,7 @@ def _kv_fragmentation(report: Report) -> Advice | None:
     if wasted is None or wasted <= _FRAGMENTED or page_size == 1:
         return None
     if report.get("attention") == "flash" and page_size == _FLASH_PAGE:
-        option, freed = f"--attention sdpa --page-size {_TILE}", wasted * (1 - _TILE / _FLASH_PAGE)
+        option, freed = f"--attention sdpa --page-size {TILE}", wasted * (1 - TILE / _FLASH_PAGE)
     else:
         option, freed = f"--page-size {page_size // 2}" if page_size else "--page-size", wasted / 2
     text = (
@@ -263,7 +232,7 @@ def _kv_fragmentation(report: Report) -> Advice | None:
 def _flat_chunks(fewer: Report, more: Report) -> Advice | None:
     before, after = fewer["chunk_throughput"], more["chunk_throughput"]
     inflight = _requests_inflight(fewer), _requests_inflight(more)
-    if not before or not _chunked(more) or inflight[1] < _MORE_INFLIGHT * inflight[0] or after > _FLAT * before:
+    if not before or not is_chunked(more) or inflight[1] < _MORE_INFLIGHT * inflight[0] or after > _FLAT * before:
         return None
     size = more["chunk_size"]
     tokens_per_s = more["prompt_tokens"] / more["wall_s"]
@@ -275,7 +244,7 @@ def _flat_chunks(fewer: Report, more: Report) -> Advice | None:
     return Advice("flat_chunks", text, f"--chunk-size {2 * size}", None)
 
 
-def _advice(report: Report, rule: str, seen: str, remedy: _Remedy, lost_s: float) -> Advice | None:
+def _advice(report: Report, rule: str, seen: str, remedy: Remedy, lost_s: float) -> Advice | None:
     """The remedy against lost_s seconds of the run; None where that is too little to speak of."""
     wall_s, gain_s = report["wall_s"], lost_s * remedy.share
     if (gain_s if remedy.share else lost_s) < _WORTHWHILE * wall_s:
@@ -286,76 +255,16 @@ def _advice(report: Report, rule: str, seen: str, remedy: _Remedy, lost_s: float
     return Advice(rule, f"{seen} {remedy.option} {remedy.how}, {gain}.", remedy.option, gain_s)
 
 
-def _smaller_chunks(report: Report) -> _Remedy | None:
-    if chooses_chunk_size(_policy_name(report)):
-        return None
-    if not _chunked(report):
-        return _Remedy("--policy sarathi", "cuts prompts into chunks of equal size")
-    half = _aligned(report["chunk_size"] / 2)
-    return _Remedy(f"--chunk-size {half}", "halves what a chunk costs", 0.5) if half < report["chunk_size"] else None
-
-
-def _larger_chunks(report: Report) -> _Remedy | None:
-    if not _chunked(report) or chooses_chunk_size(_policy_name(report)):
-        return None
-    return _Remedy(f"--chunk-size {2 * report['chunk_size']}", "halves the microbatches of prompts", 0.5)
-
-
-def _equal_contexts(report: Report) -> _Remedy | None:
-    if _policy_name(report) != "balanced":
-        return _Remedy("--policy balanced", "shares decodes out by the length of their contexts")
-    limit = report.get("max_num_seqs")
-    if limit is None or limit >= report["requests"]:
-        return None
-    # The spread of a sum of n contexts, over its mean, falls as 1 / sqrt(n).
-    wanted = min(report["requests"], 2 * limit)
-    return _Remedy(f"--max-num-seqs {wanted}", "evens contexts out by number", 1 - math.sqrt(limit / wanted))
-
-
-def _even_layers(report: Report) -> _Remedy | None:
-    found = _slow_stage(report)
-    imbalance_s = report["causes"]["stage_imbalance_s"]
-    if found is None or found.gain_s is None:
-        return None
-    share = found.gain_s * report["stages"] / imbalance_s
-    return _Remedy(found.option, "evens out what the layers of each stage cost", share)
-
-
-def _hide_transfers(report: Report) -> _Remedy | None:
-    stages, inflight = report["stages"], report["inflight"]
-    if inflight >= 2 * stages:
-        return _larger_chunks(report)
-    return _Remedy(f"--inflight {inflight + 1}", "gives stages a microbatch to compute while another one travels")
-
-
-def _longer_run(report: Report) -> _Remedy | None:
-    if report["stages"] == 1:
-        return None
-    return _Remedy("--input", "with twice the requests fills and drains the pipeline once for both halves", 0.5)
-
-
-def _keep_busy(report: Report) -> _Remedy:
-    """More to issue: pages, places for sequences, or requests, whichever ran out."""
-    limit, requests, stages = report.get("max_num_seqs"), report["requests"], report["stages"]
-    if _pages_ran_out(report):
-        return _Remedy("--kv-cache-memory", "of twice the size holds more sequences at once: pages ran out")
-    if limit and requests > limit:
-        return _Remedy(f"--max-num-seqs {min(requests, 2 * limit)}", "lets more of the waiting requests run")
-    if 1 < requests < stages:
-        return _Remedy(f"--stages {requests}", f"is about as fast, on {stages - requests} fewer (an estimate)", 0)
-    return _Remedy("--input", "with twice the requests gives them something to do while these wait", 0.5)
-
-
 # What each cause is called, and what can be done about it.
-_CAUSES: dict[str, tuple[str, Callable[[Report], _Remedy | None]]] = {
-    "prefill_variance_s": ("prefills of unequal length", _smaller_chunks),
-    "prefill_decode_s": ("prefills beside shorter decodes", _smaller_chunks),
-    "decode_context_s": ("decodes with unequal contexts", _equal_contexts),
-    "stage_imbalance_s": ("stages of unequal speed", _even_layers),
-    "communication_s": ("transfers between stages", _hide_transfers),
-    "host_s": ("the host's work between microbatches", _larger_chunks),
-    "starvation_s": ("time with nothing to issue", _keep_busy),
-    "ramp_s": ("filling and draining the pipeline", _longer_run),
+_CAUSES: dict[str, tuple[str, Callable[[Report], Remedy | None]]] = {
+    "prefill_variance_s": ("prefills of unequal length", smaller_chunks),
+    "prefill_decode_s": ("prefills beside shorter decodes", smaller_chunks),
+    "decode_context_s": ("decodes with unequal contexts", equal_contexts),
+    "stage_imbalance_s": ("stages of unequal speed", even_layers),
+    "communication_s": ("transfers between stages", hide_transfers),
+    "host_s": ("the host's work between microbatches", larger_chunks),
+    "starvation_s": ("time with nothing to issue", keep_busy),
+    "ramp_s": ("filling and draining the pipeline", longer_run),
 }
 
 # Of two with the same gain the earlier one is given, and any of them before those of the bubble.
@@ -370,29 +279,8 @@ _RULES: tuple[Callable[[Report], Advice | None], ...] = (
 )
 
 
-def _pages_ran_out(report: Report) -> bool:
-    return bool(report["preemptions"] or report["kv"]["peak_used"] >= _FULL_KV * report["kv"]["pages"])
-
-
-def _policy_name(report: Report) -> str:
-    name, _, _ = str(report["policy"]).partition(":")
-    return name
-
-
-def _chunked(report: Report) -> bool:
-    return uses_chunk_size(_policy_name(report))
-
-
 def _num_chunks(report: Report) -> int:
     return int(round(report["chunk_throughput"] * report["wall_s"]))
-
-
-def _aligned(tokens: float) -> int:
-    return max(_TILE, math.ceil(tokens / _TILE) * _TILE)
-
-
-def _layer_option(layers: Sequence[int]) -> str:
-    return f"--layer-split {','.join(map(str, layers))}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -12,6 +12,7 @@ from sarathi_pp.core.policy import auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.simulation import Record, Simulation
 from sarathi_pp.sim.workload import Workload
@@ -26,7 +27,7 @@ class Experiment:
     """What to simulate. None: as the profile has it.
 
     inflight: most microbatches at once, None for what the policy takes. slow: stages, by index, that take this many
-    times what the profile says; policies are not told. page_size: tokens that a KV page holds. seed: of the jitter.
+    times what the profile says; policies are not told. page_size: tokens that a KV page holds. seed: of the noise.
     """
 
     profile: Profile
@@ -93,13 +94,20 @@ def run(experiment: Experiment, record: Record) -> None:
     """The same, telling each event as it happens and keeping none."""
     cost = experiment.cost()
     true_stages = [stage.scaled(experiment.slow.get(index, 1.0)) for index, stage in enumerate(cost.stages)]
-    jitter_cv = experiment.profile.jitter_cv if experiment.jitter_cv is None else experiment.jitter_cv
     pipeline = VirtualPipeline(
-        CostModel(cost.tile, tuple(true_stages)), Link.of(experiment.profile), jitter_cv=jitter_cv, seed=experiment.seed
+        CostModel(cost.tile, tuple(true_stages)), Link.of(experiment.profile), _noise(experiment, len(true_stages))
     )
     policy = make_policy(experiment.policy)
     simulation = Simulation(experiment.limits(), policy, pipeline, record, cost)
     simulation.run(experiment.workload.requests(token_ids=False))
+
+
+def _noise(experiment: Experiment, num_stages: int) -> Noise:
+    """The profile's, or jitter alone where that is given."""
+    profile = experiment.profile
+    if experiment.jitter_cv is not None:
+        return Noise(num_stages, experiment.jitter_cv, seed=experiment.seed)
+    return Noise(num_stages, profile.jitter_cv, profile.drift, experiment.seed)
 
 
 def trace_starts(experiment: Experiment) -> list[TraceStart]:

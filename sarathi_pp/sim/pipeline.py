@@ -9,16 +9,14 @@ from the microbatch before and the stage before; no event queue is needed:
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 from sarathi_pp.core.cost import CostModel, Load
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.profile import Profile
+from sarathi_pp.sim.noise import Noise
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Noise never makes a microbatch faster than this share of its modelled time.
-_LEAST_NOISE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,12 @@ class StageSpan:
 
 
 class VirtualPipeline:
-    """jitter_cv: coefficient of variation of the noise that multiplies every modelled time, drawn with `seed`."""
+    """noise: multiplies every modelled time; none by default."""
 
-    def __init__(self, cost: CostModel, link: Link, *, jitter_cv: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, cost: CostModel, link: Link, noise: Noise | None = None) -> None:
         self._cost = cost
         self._link = link
-        self._jitter_cv = jitter_cv
-        self._noise = random.Random(seed)
+        self._noise = None if noise is None or noise.quiet else noise
         self._free_s = [0.0] * len(cost.stages)
 
     @property
@@ -75,11 +72,11 @@ class VirtualPipeline:
         for stage, (cost, free_s) in enumerate(zip(self._cost.stages, self._free_s, strict=True)):
             # Written out: a call of max() here takes a tenth of the clock's speed.
             start_s = free_s if free_s > arrived_s else arrived_s
-            end_s = start_s + cost.seconds(row) * self._draw()
+            seconds = cost.seconds(row)
+            if self._noise is not None:
+                seconds *= self._noise.factor(stage, start_s)
+            end_s = start_s + seconds
             spans.append(StageSpan(arrived_s, start_s, end_s))
             self._free_s[stage] = end_s
             arrived_s = end_s + transfer_s
         return spans, end_s + self._link.latency_s
-
-    def _draw(self) -> float:
-        return max(_LEAST_NOISE, self._noise.gauss(1.0, self._jitter_cv)) if self._jitter_cv else 1.0

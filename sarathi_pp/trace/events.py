@@ -60,7 +60,7 @@ class TraceStart:
 class Issued:
     """Rank 0: a microbatch left the coordinator. `text` is its printed schedule.
 
-    The counts are those of the MicroBatch. pages_used and tokens_held are the KV pages taken and the tokens
+    The counts are those of its Load. pages_used and tokens_held are the KV pages taken and the tokens
     stored in them at this moment, this microbatch's included.
     """
 
@@ -76,14 +76,15 @@ class Issued:
 
     @classmethod
     def of(cls, microbatch: MicroBatch, *, pages_used: int, tokens_held: int) -> Issued:
+        load = Load.of(microbatch)
         return cls(
             microbatch.index,
             microbatch.issued_s,
             str(microbatch),
-            microbatch.num_prefill_tokens,
-            microbatch.num_decodes,
-            microbatch.decode_context,
-            microbatch.prefill_attention,
+            load.prefill_tokens,
+            load.decodes,
+            load.decode_context,
+            load.prefill_attention,
             pages_used,
             tokens_held,
         )

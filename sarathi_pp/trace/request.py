@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from sarathi_pp.core.request import Completion
 from sarathi_pp.trace.events import RequestFinished
 
@@ -15,7 +17,7 @@ class TokenTimes:
         self.first_issue_s: float | None = None
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
-        self._gaps_us: list[int] = []
+        self._gaps_us = array("q")
 
     def issued(self, at_s: float) -> None:
         """A chunk was issued; the first one counts, also where a later one computes the first tokens again."""

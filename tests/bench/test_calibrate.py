@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean, median
 
 import pytest
 
@@ -12,7 +13,9 @@ from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.calibration import make_timetable
 from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.profile import NO_DRIFT, Drift
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.events import Compute, Event
@@ -30,11 +33,19 @@ TRUE = CostModel(
 LINK = Link(latency_s=4e-4, bytes_per_s=2e9, token_bytes=2048)
 
 
-def traces_of(cost: CostModel = TRUE, *, link: Link = LINK, jitter_cv: float = 0.0, limits: Limits = LIMITS):
+def traces_of(
+    cost: CostModel = TRUE,
+    *,
+    link: Link = LINK,
+    jitter_cv: float = 0.0,
+    drift: Drift = NO_DRIFT,
+    seed: int = 1,
+    limits: Limits = LIMITS,
+):
     """A calibration run on a virtual clock: the traces of its stages, and how many microbatches warm it up."""
     timetable = make_timetable(limits)
     traces: list[list[Event]] = [[start(stage, len(cost.stages))] for stage in range(len(cost.stages))]
-    pipeline = VirtualPipeline(cost, link, jitter_cv=jitter_cv, seed=1)
+    pipeline = VirtualPipeline(cost, link, Noise(len(cost.stages), jitter_cv, drift, seed))
     simulation = Simulation(
         limits, make_policy("calibration"), pipeline, lambda stage, event: traces[stage].append(event)
     )
@@ -54,7 +65,7 @@ def test_a_known_pipeline_is_measured_exactly() -> None:
         for name in ("a0", "a1", "a2", "a3", "a4", "head_s"):
             assert getattr(stage, name) == pytest.approx(getattr(true, name), rel=0.02, abs=1e-9), name
     assert (found.link_latency_s, found.link_bytes_per_s) == pytest.approx((4e-4, 2e9), rel=1e-3)
-    assert found.jitter_cv < 1e-3 and found.disturbed is None
+    assert found.jitter_cv < 1e-3 and found.drift.cv < 1e-3 and found.disturbed is None
     assert found.microbatches == pytest.approx(5 * found.held_out, abs=5)
 
 
@@ -62,8 +73,17 @@ def test_a_known_pipeline_is_measured_exactly() -> None:
 def test_noise_is_the_jitter_and_about_the_error(jitter_cv: float) -> None:
     found = measured(jitter_cv=jitter_cv)
     assert found.jitter_cv == pytest.approx(jitter_cv, rel=0.35)
+    assert found.drift.cv < 0.5 * jitter_cv, "noise that is not the same a moment later is no drift"
     for error in found.fit.stage_errors:  # the mean of |N(0, cv)| is 0.8 cv, over some 45 microbatches
         assert 0.5 * jitter_cv < error < 1.3 * jitter_cv
+
+
+@pytest.mark.parametrize(("cv", "seconds"), [(0.1, 0.5), (0.1, 4.0), (0.2, 2.0)])
+def test_a_speed_that_moves_is_a_drift(cv: float, seconds: float) -> None:
+    """One run shows a few dozen turns of it, so the mean of several is looked at."""
+    drifts = [measured(drift=Drift(cv, seconds), seed=seed).drift for seed in range(6)]
+    assert fmean(drift.cv for drift in drifts) == pytest.approx(cv, rel=0.35)
+    assert seconds / 4 <= median(drift.seconds for drift in drifts) <= 4 * seconds
 
 
 def test_a_machine_that_slows_down_over_the_run_has_no_jitter() -> None:

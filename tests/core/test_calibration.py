@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.cost import Load
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.calibration import Calibration, Timetable, make_timetable
 from sarathi_pp.core.policy.view import Limits
@@ -106,7 +107,7 @@ def test_everything_that_a_cost_depends_on_varies() -> None:
     counts = [m.num_decodes for m in decodes]
     assert {1, 2, 4, 8, 16, 32, 64} <= set(counts) and max(counts) == AMPLE.max_decodes
     for count in (1, 8, 64):
-        contexts = [m.decode_context / count for m in decodes if m.num_decodes == count]
+        contexts = [Load.of(m).decode_context / count for m in decodes if m.num_decodes == count]
         assert max(contexts) > 3 * min(contexts)
     assert len(mixed) > 30 and {1, 64} <= {m.num_decodes for m in mixed}
 

@@ -267,4 +267,4 @@ def test_a_stale_result_is_dropped_even_when_its_sequence_runs_again():
     assert (restarted.done, restarted.num_output) == (0, 0)
     coordinator.complete(StepResult(3, (SampledToken(1, 0, 1),)))
     coordinator.complete(StepResult(4, (SampledToken(2, 1, 5),)))
-    assert restarted.tokens[restarted.num_prompt :] == [5]
+    assert list(restarted.tokens[restarted.num_prompt :]) == [5]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.profile import Drift, Profile
 from sarathi_pp.errors import InputError
 from tests.core.test_cost import COST
 
@@ -22,11 +22,18 @@ PROFILE = Profile(
     pages=1000,
     max_num_seqs=64,
     error=0.03,
+    drift=Drift(0.1, 2.5),
 )
 
 
 def test_a_profile_comes_back_from_json() -> None:
     assert Profile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
+
+
+def test_a_profile_written_by_hand_needs_no_drift() -> None:
+    data = PROFILE.to_json()
+    del data["drift"]
+    assert Profile.from_json(data).drift.cv == 0
 
 
 @pytest.mark.parametrize(
@@ -44,6 +51,8 @@ def test_a_profile_comes_back_from_json() -> None:
         (["link"], 3, "'link' must be an object"),
         (["link", "bytes_per_s"], 0, "'bytes_per_s' is 0; it must be above 0"),
         (["pages"], 1.5, "'pages' is 1.5"),
+        (["drift"], 0.1, "'drift' is 0.1; it must be an object"),
+        (["drift", "seconds"], 0, "'seconds' is 0; it must be above 0"),
         (["dtype"], "int4", "'dtype' is 'int4'; it must be one of float32, bfloat16, float16"),
         (["stages", 0, "a0"], 10**400, "'a0' is 1000"),
     ],

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.report.advice import Advice, advise, advise_comparison, even_split
+from sarathi_pp.report.advice import Advice, advise, advise_comparison
+from sarathi_pp.report.remedies import even_split
 from sarathi_pp.trace.summary import summarise
 from tests.trace.schedules import Schedule, constant, start
 

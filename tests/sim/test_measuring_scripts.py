@@ -197,6 +197,10 @@ def test_what_keeps_the_cores_awake_yields_to_everything_and_outlives_nobody(loa
         assert len(loops) == len(os.sched_getaffinity(0))
         for loop in loops:
             wait_until(lambda loop=loop: os.sched_getscheduler(loop) == os.SCHED_IDLE)
+            group = Path(f"/proc/{loop}/autogroup")
+            if group.exists():  # else sessions do not count, and the policy is enough
+                wait_until(lambda group=group: group.read_text().endswith("nice 19\n"))
+                assert group.read_text() != Path("/proc/self/autogroup").read_text()
     assert not any(Path(f"/proc/{loop}").exists() for loop in loops)
 
 

@@ -1,0 +1,40 @@
+"""What a modelled time is multiplied by, so that virtual stages are as uneven as real ones.
+
+jitter    drawn anew for every microbatch on every stage
+drift     the speed of a stage, which moves slowly: an Ornstein-Uhlenbeck process, which is the one whose
+          correlation falls with time as exp(-t / seconds). No number in flight evens it out.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from sarathi_pp.core.profile import NO_DRIFT, Drift
+
+# Noise never makes a microbatch faster than this share of its modelled time.
+_LEAST = 0.5
+
+
+class Noise:
+    """The same factors for the same seed, stage by stage; jitter does not depend on whether there is drift."""
+
+    def __init__(self, num_stages: int, jitter_cv: float = 0.0, drift: Drift = NO_DRIFT, seed: int = 0) -> None:
+        self.quiet = not jitter_cv and not drift.cv
+        self._jitter_cv = jitter_cv
+        self._drift = drift
+        self._jitters = random.Random(seed)
+        self._drifts = random.Random(f"drift {seed}")
+        self._off = [self._drifts.gauss(0.0, drift.cv) for _ in range(num_stages)]
+        self._seen_s = [0.0] * num_stages
+
+    def factor(self, stage: int, at_s: float) -> float:
+        """Of a microbatch that starts there at that time; times of a stage must not go back."""
+        factor = self._jitters.gauss(1.0, self._jitter_cv) if self._jitter_cv else 1.0
+        if self._drift.cv:
+            kept = math.exp(-(at_s - self._seen_s[stage]) / self._drift.seconds)
+            fresh = self._drift.cv * math.sqrt(1 - kept * kept)
+            self._off[stage] = kept * self._off[stage] + self._drifts.gauss(0.0, fresh)
+            self._seen_s[stage] = at_s
+            factor *= 1 + self._off[stage]
+        return max(_LEAST, factor)

@@ -28,8 +28,7 @@ WIDTH, HEIGHT = 1100, 900
 
 
 def run_for_page(work_dir: Path, policy: str) -> PageRun:
-    run(work_dir, policy, 2, RATIO)
-    found = read_run(work_dir / "answers-0.jsonl.run")
+    found = read_run(run(work_dir, policy, 2, RATIO).run_dirs[0])
     return PageRun(policy, found.timeline, found.bubbles, found.report)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-# Of the rows that a packed layout is tuned for; any number of rows can be multiplied with it.
-_TYPICAL_ROWS = 256
+# oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
+# where they are no multiple of 16. So rows are multiplied in blocks of so many, which is also what a packed layout is
+# tuned for, and what is left over is filled up to a multiple of the step: no more than 16 numbers of rows in all.
+_BLOCK_ROWS = 256
+_ROW_STEP = 16
 
 
 def pack_linears(module: nn.Module) -> int:
@@ -34,6 +38,18 @@ def pack_linears(module: nn.Module) -> int:
     return len(places)
 
 
+def warm_linears(module: nn.Module, most_rows: int) -> None:
+    """Build the kernels that microbatches of up to that many rows will need; they would stop a stage one by one."""
+    shapes = {
+        (child.in_features, child.out_features, child.bias is None): child
+        for child in module.modules()
+        if isinstance(child, PackedLinear)
+    }
+    for rows in range(_ROW_STEP, min(most_rows + _ROW_STEP, _BLOCK_ROWS + 1), _ROW_STEP):
+        for linear in shapes.values():
+            linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
+
+
 class PackedLinear(nn.Module):
     """x @ weight.T + bias for bfloat16 x (..., in_features), bit for bit what nn.Linear gives."""
 
@@ -43,11 +59,22 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.bias = linear.bias
         # Not a buffer: the opaque layout can neither be moved nor saved.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _TYPICAL_ROWS)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _BLOCK_ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
+        blocks = [self._multiply(block) for block in torch.split(x.reshape(-1, self.in_features), _BLOCK_ROWS)]
+        y = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """x: (rows, in_features), at most a block."""
+        num_rows = x.shape[0]
+        if num_rows == 0:
+            return x.new_empty(0, self.out_features)
+        if num_rows % _ROW_STEP:
+            x = functional.pad(x, (0, 0, 0, -num_rows % _ROW_STEP))
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-        return y
+        return y[:num_rows]
 
 
 def _is_packable(linear: nn.Linear) -> bool:

@@ -15,6 +15,7 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.fuse import warm_linears
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.sampling import sample
@@ -109,6 +110,7 @@ class ModelStage:
         """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel
         choice, allocator) fall before the run."""
         num_tokens = min(num_tokens, self.kv.num_pages * self.kv.page_size)
+        warm_linears(self.model.module, num_tokens)
         pages = range(-(-num_tokens // self.kv.page_size))
         for span in (Span(0, num_tokens, pages), Span(num_tokens - 1, 1, pages)):
             inputs = build_inputs([span], (span.num_tokens - 1,), self.kv.page_size, self.device)

@@ -26,7 +26,7 @@ def test_packed_linears_give_the_same_bits(family):
 
 
 @needs_packing
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 256])
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 256, 257, 511, 700])
 @pytest.mark.parametrize("bias", [False, True])
 def test_any_number_of_rows(rows, bias):
     torch.manual_seed(rows)

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_the_report_in_every_form(runs, tmp_path):
     assert json.loads(files["perfetto"].read_text())["traceEvents"]
     with files["csv"].open(newline="") as lines:
         assert len(list(csv.DictReader(lines))) == 2 * report["microbatches"]
+
+
+def test_what_start_up_made_is_spared_the_collector(tmp_path):
+    """Else it would stop a stage, at moments of its own, to walk all objects of all libraries."""
+    words = command(tmp_path, 1, "--quiet")[len(COMMAND) :]
+    code = (
+        "import gc, sys; from sarathi_pp.cli.main import cli; before = gc.get_freeze_count()\n"
+        "cli.main(sys.argv[1:], standalone_mode=False); print(before, gc.get_freeze_count(), len(gc.get_objects()))"
+    )
+    before, frozen, walked = map(int, run((sys.executable, "-c", code, *words), tmp_path).stdout.split()[-3:])
+    assert before < 1000 < 50_000 < frozen and walked < frozen / 2
 
 
 def test_the_table_has_causes_and_strips(runs, tmp_path):

@@ -71,12 +71,13 @@ def find_traces(run: Path, attempt: int | None) -> list[Path]:
 
 
 def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
-    """Each host keeps its own stages' traces until the run has ended."""
+    """Each host keeps its own stages' traces until the run ends in order, when they come to rank 0."""
     hosts = _known(run).get("hosts") or []
     where = [f"{stage} ({hosts[stage]})" if stage < len(hosts) else str(stage) for stage in missing]
     return (
         f"{attempt} holds {expected - len(missing)} of {expected} traces; missing: stage {', '.join(where)}"
-        f"\n  try  again once the run has ended: until then each host keeps the traces of its own stages"
+        f"\n  try  again once the run has ended; if it was killed, copy the missing ones here, from the run directory"
+        f" on their host"
     )
 
 

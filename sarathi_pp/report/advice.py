@@ -32,6 +32,7 @@ from sarathi_pp.report.remedies import (
     better_split,
     equal_contexts,
     even_layers,
+    fills_chunks,
     hide_transfers,
     in_tiles,
     is_chunked,
@@ -188,7 +189,7 @@ def _short_prompts(report: Report) -> Advice | None:
     causes, size = report.get("causes"), report["chunk_size"]
     mean = report["prompt_tokens"] / report["completed"]
     wanted = in_tiles(mean / 2)
-    if not causes or not is_chunked(report) or mean > size or wanted >= size:
+    if not causes or not fills_chunks(report) or mean > size or wanted >= size:
         return None
     uneven_s = causes["prefill_variance_s"] + causes["prefill_decode_s"]
     seen = f"Prompts of {mean:.0f} tokens on average fit into one chunk of {size}, so chunking evens nothing out."
@@ -232,7 +233,7 @@ def _kv_fragmentation(report: Report) -> Advice | None:
 def _flat_chunks(fewer: Report, more: Report) -> Advice | None:
     before, after = fewer["chunk_throughput"], more["chunk_throughput"]
     inflight = _requests_inflight(fewer), _requests_inflight(more)
-    if not before or not is_chunked(more) or inflight[1] < _MORE_INFLIGHT * inflight[0] or after > _FLAT * before:
+    if not before or not fills_chunks(more) or inflight[1] < _MORE_INFLIGHT * inflight[0] or after > _FLAT * before:
         return None
     size = more["chunk_size"]
     tokens_per_s = more["prompt_tokens"] / more["wall_s"]

@@ -79,16 +79,16 @@ def even_split(split: Sequence[int], computed_s: Sequence[float]) -> tuple[list[
 
 
 def smaller_chunks(report: Report) -> Remedy | None:
-    if chooses_chunk_size(policy_name(report)):
-        return None
     if not is_chunked(report):
         return Remedy("--policy sarathi", "cuts prompts into chunks of equal size")
+    if not fills_chunks(report):
+        return None
     half = in_tiles(report["chunk_size"] / 2)
     return Remedy(f"--chunk-size {half}", "halves what a chunk costs", 0.5) if half < report["chunk_size"] else None
 
 
 def larger_chunks(report: Report) -> Remedy | None:
-    if not is_chunked(report) or chooses_chunk_size(policy_name(report)):
+    if not fills_chunks(report):
         return None
     return Remedy(f"--chunk-size {2 * report['chunk_size']}", "halves the microbatches of prompts", 0.5)
 
@@ -120,8 +120,12 @@ def hide_transfers(report: Report) -> Remedy | None:
 
 
 def longer_run(report: Report) -> Remedy | None:
-    if report["stages"] == 1:
+    """Stages for which there is never a microbatch look like a pipeline that is always filling."""
+    stages, inflight = report["stages"], report["inflight"]
+    if stages == 1:
         return None
+    if inflight < stages:
+        return Remedy(f"--inflight {stages}", f"gives all {stages} stages a microbatch, where {inflight} had one")
     return Remedy("--input", "with twice the requests fills and drains the pipeline once for both halves", 0.5)
 
 
@@ -148,6 +152,11 @@ def policy_name(report: Report) -> str:
 
 def is_chunked(report: Report) -> bool:
     return uses_chunk_size(policy_name(report))
+
+
+def fills_chunks(report: Report) -> bool:
+    """Whether --chunk-size says how long chunks are; some policies take it as the most there may be."""
+    return is_chunked(report) and not chooses_chunk_size(policy_name(report))
 
 
 def in_tiles(tokens: float) -> int:

@@ -112,7 +112,8 @@ class Job:
         self.layers = layers[place.rank]
         self._stage = maker.make(self.run, self.layers, self.dtype)
         self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len, _WARM_UP_TOKENS))
-        self._recorder = Recorder(self._run_dir.trace_path(place.rank, place.world_size))
+        homes = self._agree(lambda: {"identity": self._run_dir.identity()})
+        self._agree(lambda: self._open_trace(alone=homes[0] != homes[place.rank]))
         self._recorder.record(self._trace_start(align(self._topology, clock.now)))
         self._upstream, self._runner = self._connect()
         self._topology.exchange({})
@@ -150,6 +151,14 @@ class Job:
             device=self.device.type,
             page_size=run.page_size,
         )
+
+    def _open_trace(self, *, alone: bool) -> dict[str, Any]:
+        """alone: in a directory that is not rank 0's, which alone is cleared for a new run."""
+        path = self._run_dir.trace_path(self.place.rank, self.place.world_size)
+        if alone:
+            path.unlink(missing_ok=True)
+        self._recorder = Recorder(path)
+        return {}
 
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""

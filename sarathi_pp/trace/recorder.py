@@ -2,8 +2,8 @@
 
 `record` appends to a deque: no lock, no I/O, no encoding; an event that takes time to make may be given as a call that
 makes it. A daemon thread makes, encodes and writes what has gathered, twice a second, in whole lines; memory is bounded
-by what happens in that time. A process that is
-killed loses the last half second and leaves a file whose last line may be torn; `read_trace` skips that line.
+by what happens in that time. A process that is killed loses the last half second and leaves a file whose last line may
+be torn; `read_trace` skips that line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from sarathi_pp.trace.events import Event, decode, encode
 # Each write gives up the interpreter lock. So few lines apart, the computing thread waits well under a
 # millisecond for it, not the 5 ms after which Python would take it from a thread that only encodes.
 _LINES_PER_WRITE = 64
+# Making an event, a printed schedule above all, takes up to 0.1 ms; the lock is given up after each.
+_BREATH_S = 1e-4
 
 
 def trace_name(stage: int, num_stages: int) -> str:
@@ -86,9 +88,14 @@ class Recorder:
             gathered = [self._events.popleft() for _ in range(count)]
             if self._failure is None:
                 try:
-                    self._write([event() if callable(event) else event for event in gathered])
-                except (OSError, TypeError, ValueError) as error:
+                    self._write([self._made(event) if callable(event) else event for event in gathered])
+                except Exception as error:  # whatever it is, the queue must not grow without end
                     self._failure = error
+
+    def _made(self, make: Callable[[], Event]) -> Event:
+        event = make()
+        self._closing.wait(_BREATH_S)
+        return event
 
     def _write(self, events: list[Event]) -> None:
         lines = memoryview("".join(encode(event) + "\n" for event in events).encode("ascii"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.events import (
@@ -111,14 +112,14 @@ class Timeline:
         expected = list(range(timeline.stages[0].start.num_stages)) if timeline.stages else [0]
         if found != expected:
             raise InputError(f"the traces are of stages {found}; a report needs one of each of {expected}")
+        timeline._cut()
         return timeline
 
     @property
     def num_returned(self) -> int:
         """Microbatches whose result is back and whose compute is in every stage's trace.
 
-        Traces of a run that goes on, or that was killed, end at different instants: results beyond the
-        shortest of them are left out, so that a stage is never called idle for what it did not write yet.
+        What comes after the shortest trace of a run that goes on or was killed is left out already; see `read`.
         """
         reach = min((max(stage.microbatches, default=-1) for stage in self.stages), default=-1)
         return sum(result.microbatch <= reach for result in self.returned)
@@ -130,6 +131,17 @@ class Timeline:
         if not results or not self.issued:
             return (0.0, 0.0)
         return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
+
+    def _cut(self) -> None:
+        """Traces of a run that goes on, or that was killed, end at different instants. Leave out what rank 0 tells of
+        the time after a stage's last line, where results show that the stage went on: else it would be called idle,
+        and tokens counted, for what is not there.
+        """
+        newest = max((result.microbatch for result in self.returned), default=-1)
+        short = [stage for stage in self.stages if stage.end is None and max(stage.microbatches, default=-1) < newest]
+        told_s = min((stage.ends[-1] if stage.ends else -inf for stage in short), default=inf)
+        self.returned = [result for result in self.returned if result.at_s <= told_s]
+        self.finished = [request for request in self.finished if request.finished_s <= told_s]
 
     def add(self, stage: StageTimeline, event: Event) -> None:
         """Take in one event of a stage; `stage.align()` is due after the last."""

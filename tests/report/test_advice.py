@@ -111,6 +111,7 @@ def test_a_bubble_above_15_percent_is_named_with_its_cause_and_gain() -> None:
         ("communication_s", {"inflight": 4}, "--chunk-size 512", 5.0),
         ("host_s", {}, "--chunk-size 512", 5.0),
         ("ramp_s", {}, "--input", 5.0),
+        ("ramp_s", {"inflight": 1}, "--inflight 2", 10.0),
     ],
 )
 def test_each_cause_has_its_option(cause: str, settings: dict[str, Any], option: str, gain_s: float) -> None:
@@ -291,7 +292,8 @@ def test_prompts_that_fit_into_a_chunk_are_cut_in_two() -> None:
     assert advise(report(causes=uneven, prompt_tokens=64 * 257)) == []
     advice = only(advise(report(causes=uneven, prompt_tokens=64 * 256)))
     assert (advice.rule, advice.option, advice.gain_s) == ("short_prompts", "--chunk-size 128", 3.0)
-    assert advise(report(causes=uneven, prompt_tokens=64 * 256, policy="orca")) == []
+    for policy in ("orca", "balanced"):  # neither fills chunks of a size that is given
+        assert advise(report(causes=uneven, prompt_tokens=64 * 256, policy=policy)) == []
     assert advise(report(causes=uneven, prompt_tokens=64 * 16, chunk_size=16)) == []
     assert advise(report(causes=causes(prefill_decode_s=3.9), prompt_tokens=64 * 256)) == []
 
@@ -415,5 +417,6 @@ def test_only_like_runs_with_chunks_are_compared() -> None:
     fewer = grown(20, 2.0)
     for other in ({"chunk_size": 512}, {"stages": 4}, {"policy": "sarathi:even=1"}):
         assert advise_comparison([fewer, grown(40, 2.0, **other)]) == []
-    assert advise_comparison([fewer | {"policy": "orca"}, grown(40, 2.0, policy="orca")]) == []
+    for policy in ("orca", "balanced"):
+        assert advise_comparison([fewer | {"policy": policy}, grown(40, 2.0, policy=policy)]) == []
     assert advise_comparison([fewer | {"max_num_seqs": 20}, grown(64, 2.0, max_num_seqs=20)]) == []

@@ -73,7 +73,10 @@ def test_equal_microbatches_have_the_bubble_of_fill_and_drain(stages, tmp_path):
         assert report["microbatches"] == count
         return report
 
-    report = least_disturbed(measure, tmp_path, lambda report: abs(report["bubble_ratio"] - exact))
+    def off(report: dict[str, Any]) -> float:
+        return max(abs(stage["bubble_ratio"] - exact) for stage in report["per_stage"])
+
+    report = least_disturbed(measure, tmp_path, off)
     assert report["bubble_ratio"] == pytest.approx(exact, abs=0.02)
     assert all(stage["bubble_ratio"] == pytest.approx(exact, abs=0.02) for stage in report["per_stage"])
 
@@ -84,13 +87,18 @@ def test_whole_prompts_have_the_bubble_of_their_schedule_and_it_is_explained(sta
     exact = exact_bubble([0.03 + 1.2e-3 * length for length in lengths], stages)
 
     def measure(folder: Path) -> dict[str, Any]:
-        report = emulate(folder, stages, lengths, "--policy", "orca", a0=0.03, a1=1.2e-3)
-        causes = report["causes"]
-        assert abs(causes["unexplained_s"]) <= 0.1 * sum(causes.values())
-        return report
+        return emulate(folder, stages, lengths, "--policy", "orca", a0=0.03, a1=1.2e-3)
 
-    report = least_disturbed(measure, tmp_path, lambda report: abs(report["bubble_ratio"] - exact))
+    def unexplained(report: dict[str, Any]) -> float:
+        return abs(report["causes"]["unexplained_s"]) / sum(report["causes"].values())
+
+    def off(report: dict[str, Any]) -> float:
+        """0.02 where either is at its limit."""
+        return max(abs(report["bubble_ratio"] - exact), 0.2 * unexplained(report))
+
+    report = least_disturbed(measure, tmp_path, off)
     assert report["bubble_ratio"] == pytest.approx(exact, abs=0.02)
+    assert unexplained(report) <= 0.1
     causes = report["causes"]
     outside_ramp = sum(causes.values()) - causes["ramp_s"]
     assert causes["prefill_variance_s"] >= 0.7 * outside_ramp  # the rest is the machine's

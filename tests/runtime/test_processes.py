@@ -68,29 +68,31 @@ def test_half_precision_runs(dtype, reference, tmp_path):
 
 
 def test_two_agents_with_run_directories_of_their_own_make_one_run(reference, tmp_path):
-    known, files, port = reference("llama"), Files(tmp_path), str(free_port())
+    """Twice: what the first run left on the second host is in nobody's way."""
+    known, files = reference("llama"), Files(tmp_path)
     files.write_prompts(known.prompts)
     script = console_script(tmp_path)
     elsewhere = tmp_path / "second.run"
-    agents = []
-    for rank, run_dir in enumerate((files.run, elsewhere)):
-        agent = ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", port)
-        options = files.options(known.directory, "--run-dir", str(run_dir), *GREEDY)
-        agents.append(
-            subprocess.Popen(
-                (*torchrun(1, script, *agent), *options),
-                cwd=tmp_path,
-                env=environment(),
-                stderr=subprocess.PIPE,
-                text=True,
+    for again in ((), ("--overwrite",)):
+        agents, port = [], str(free_port())
+        for rank, run_dir in enumerate((files.run, elsewhere)):
+            agent = ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", port)
+            options = files.options(known.directory, "--run-dir", str(run_dir), *GREEDY, *again)
+            agents.append(
+                subprocess.Popen(
+                    (*torchrun(1, script, *agent), *options),
+                    cwd=tmp_path,
+                    env=environment(),
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
             )
-        )
-    said = [agent.communicate(timeout=90)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    expect(files, known, 2)
-    assert [path.name for path in elsewhere.rglob("*") if path.is_file()] == ["trace-00001-of-00002.jsonl"]
-    (copied, own) = (files.traces()[1], next(elsewhere.rglob("trace-*")))
-    assert copied.read_bytes() == own.read_bytes()
+        said = [agent.communicate(timeout=90)[1] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], said
+        expect(files, known, 2)
+        assert [path.name for path in elsewhere.rglob("*") if path.is_file()] == ["trace-00001-of-00002.jsonl"]
+        (copied, own) = (files.traces()[1], next(elsewhere.rglob("trace-*")))
+        assert copied.read_bytes() == own.read_bytes()
 
 
 def test_every_family_runs_as_two_processes(reference, tmp_path):

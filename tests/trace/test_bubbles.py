@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from sarathi_pp.trace.bubbles import Bubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait, TraceEnd, TraceStart
+from sarathi_pp.trace.summary import summarise
 from sarathi_pp.trace.timeline import Timeline
 from tests.trace.schedules import Schedule, added, constant, once, start, table
 from tests.trace.strategies import schedules
@@ -172,6 +173,19 @@ def test_trace_cut_off_ends_the_window_at_what_all_stages_wrote() -> None:
     assert [stage.compute_s for stage in bubbles.stages] == [6, 5]
     assert sorted(bubbles.request_bubble_s) == [0, 1, 2, 3, 4]
     assert all(stage.closing_error == 0 for stage in bubbles.stages)
+
+
+@pytest.mark.parametrize("short", range(6))
+def test_a_trace_that_stops_early_makes_no_stage_idle_and_counts_no_token_too_many(short: int) -> None:
+    """Microbatches of a second on six stages; the file of one stage ends with its twelfth."""
+    traces = Schedule(20, 6, constant(1.0)).events(complete=False)
+    computes = [event for event in traces[short] if isinstance(event, Compute)]
+    traces[short] = [event for event in traces[short] if event not in computes[12:]]
+    bubbles = measure(traces)
+    assert bubbles.wall_s == 12 + short, "the last result by then"
+    assert [stage.compute_s for stage in bubbles.stages] == [12 + short - stage for stage in range(6)]
+    report = summarise(traces)
+    assert report["completed"] == report["microbatches"] == 12 + short - 5
 
 
 def shifted(trace: list[Event], seconds: float, drift: float) -> list[Event]:

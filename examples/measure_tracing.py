@@ -11,9 +11,6 @@ Even so neighbouring blocks differ by several per cent. With --times 50 every ev
 same queue, thread and file; the difference is then that of 50 traces, and a fiftieth of it, confidence bounds included,
 is what one costs.
 
-With --emulate the stages sleep 20 ms a microbatch instead of computing. Then the machine's speed matters little, and
-what tracing holds the stage loop up by shows far more clearly; what its CPU time takes from computing does not.
-
 The cores are kept awake. A block's figure is the time between results in it, its first second left out: the trace is
 written twice a second, and what was gathered before the block is then written. Last, what recording and writing an
 event costs by itself.
@@ -50,7 +47,6 @@ BLOCK_S = 3.0
 SETTLE_S = 1.0
 SEQS = 8
 RESAMPLES = 10_000
-EMULATED_S = 0.02
 CONFIDENCE = "95 % confidence, bootstrap"
 
 
@@ -97,31 +93,14 @@ def work(results_path: Path) -> None:
         command()
 
 
-def emulated(work_dir: Path) -> tuple[str, ...]:
-    cost = {"a0": EMULATED_S, "a1": 0.0, "a2": 0.0, "a3": 0.0, "a4": 0.0}
-    stages = [{"layers": [stage, stage + 1], **cost} for stage in (0, 1)]
-    link = {"latency_s": 0.0, "bytes_per_s": 1e10}
-    model = {"model": "made-up", "device": "cpu", "dtype": "bfloat16", "hidden_size": 1024, "num_layers": 2, "tile": 1}
-    room = {"jitter_cv": 0.0, "pages": 4096, "max_num_seqs": SEQS}
-    path = work_dir / "tracing-profile.json"
-    path.write_text(json.dumps({"schema": "sarathi-pp/profile/1", **model, "stages": stages, "link": link, **room}))
-    return ("--emulate", str(path))
-
-
-def computed(work_dir: Path) -> tuple[str, ...]:
-    if not (work_dir / "model" / "config.json").exists():
-        make_checkpoint(work_dir / "model")
-    return ("--model", str(work_dir / "model"))
-
-
-def run(work_dir: Path, stages: tuple[str, ...], output_tokens: int, times: int) -> tuple[list[float], Path]:
+def run(work_dir: Path, output_tokens: int, times: int) -> tuple[list[float], Path]:
     """When the results of one run came, and rank 0's trace, which has most events."""
     prompts, answers, results = (work_dir / f"tracing{end}" for end in (".jsonl", "-answers.jsonl", "-results.json"))
     write_prompts(prompts, f"fixed:n={SEQS},prompt=64,output={output_tokens},seed=0")
     results.unlink(missing_ok=True)
     torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
     command = (
-        *(*torchrun, "--master-port", "29700", __file__, "generate", *stages),
+        *(*torchrun, "--master-port", "29700", __file__, "generate", "--model", str(work_dir / "model")),
         *("--input", str(prompts), "--output", str(answers), "--overwrite", "--quiet"),
     )
     worker = {_WORKER: str(results), _TIMES: str(times)}
@@ -193,16 +172,16 @@ def cost_of_events(trace: Path, traced_s: float, times: int) -> dict[str, float]
 
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--emulate", is_flag=True, help="Stages that sleep instead of computing.")
 @click.option("--output-tokens", type=click.IntRange(min=100), default=2000, show_default=True, help="Of each request.")
 @click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Each event is recorded.")
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
-def main(work_dir: Path, emulate: bool, output_tokens: int, times: int, output: Path | None) -> None:
+def main(work_dir: Path, output_tokens: int, times: int, output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
-    stages = emulated(work_dir) if emulate else computed(work_dir)
+    if not (work_dir / "model" / "config.json").exists():
+        make_checkpoint(work_dir / "model")
     with awake():
-        results_s, trace = run(work_dir, stages, output_tokens, times)
+        results_s, trace = run(work_dir, output_tokens, times)
     intervals = interval_of_blocks(results_s)
     between = spread(list(ratios(intervals)))
     document = record.write(

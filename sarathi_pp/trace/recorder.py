@@ -63,7 +63,7 @@ class Recorder:
         self._file.close()
         if self._failure is not None:
             raise OutputError(
-                f"the trace {self._path} is incomplete: {self._failure}; the run itself is not affected"
+                f"the trace {self._path} is incomplete: {self._failure}; the answers are not affected, the figures are"
             ) from self._failure
 
     def __enter__(self) -> Self:

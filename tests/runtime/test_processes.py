@@ -95,6 +95,7 @@ def test_two_agents_with_run_directories_of_their_own_make_one_run(reference, tm
         assert copied.read_bytes() == own.read_bytes()
 
 
+@pytest.mark.timeout(600)  # by itself it also makes transformers' answers for all families
 def test_every_family_runs_as_two_processes(reference, tmp_path):
     """One start for all: the processes join once, and each family is a Job of its own over fresh edges."""
     plan = tmp_path / "plan.json"

@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from sarathi_pp.bench.profile import MEDIAN_TO_SIGMA, Fit, Mask, Spans, Vector, assess, fit_spans, robust_line
+from sarathi_pp.bench.profile import (
+    MEDIAN_TO_SIGMA,
+    Fit,
+    Mask,
+    Spans,
+    Vector,
+    assess,
+    fit_spans,
+    robust_line,
+    without_outliers,
+)
 from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy.calibration import make_timetable
@@ -48,8 +58,6 @@ _NEAR = 8
 # Seconds in which the correlation of a stage's speed may fall to 1/e, and beyond which two spans say nothing of it.
 _DRIFTS_S = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 _FAR_S = 30.0
-# Standard deviations at which a span counts as no further off.
-_MOST_OFF = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +262,7 @@ def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) ->
     lags, products = [], []
     for ratios, at_s in zip(spans.ratios(model), starts_s, strict=True):
         off = 1 / ratios - 1
-        off -= np.median(off)
-        bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
-        off = off.clip(-bound, bound)
+        off = without_outliers(off - np.median(off))
         lag_s = at_s[None] - at_s[:, None]
         counted = unlike & (lag_s < _FAR_S)
         lags.append(lag_s[counted])

@@ -164,10 +164,15 @@ def _to_total(stage: StageCost, tile: int, loads: Sequence[Load], seconds: Vecto
     modelled = np.array([model.seconds(0, load) for load in loads])
     if not modelled.all():
         return stage
-    off = seconds / modelled - 1
-    bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
-    factor = 1 + float((off.clip(-bound, bound) * modelled).sum() / modelled.sum())
+    off = without_outliers(seconds / modelled - 1)
+    factor = 1 + float((off * modelled).sum() / modelled.sum())
     return stage.scaled(factor)
+
+
+def without_outliers(off: Vector) -> Vector:
+    """Errors around 0, those beyond three standard deviations cut to as much."""
+    bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
+    return off.clip(-bound, bound)
 
 
 def _row(load: Load, tile: int) -> list[float]:

@@ -253,14 +253,14 @@ class Coordinator:
             assert isinstance(sequence, Sequence)
             if sequence.index not in running and sequence.index not in startable:
                 continue  # preempted a moment ago, for an older request of this very microbatch
-            issued, remaining = sequence.issued, sequence.remaining
-            assert 1 <= num_tokens <= remaining and 0 <= overlap <= issued, (sequence, num_tokens)
+            issued = sequence.issued
+            assert 1 <= num_tokens <= sequence.remaining and 0 <= overlap <= issued, (sequence, num_tokens)
             new_pages: tuple[int, ...] = ()
             if issued + num_tokens > len(sequence.pages) * page_size:
                 if not self._make_room(sequence, issued + num_tokens):
                     continue
                 new_pages = self._take_pages(sequence, issued + num_tokens)
-            if remaining == 1 and sequence.decoding:
+            if sequence.decoding:
                 assert not overlap, f"a decode is one token: {sequence}, {overlap} again"
                 decodes.append(self._issue_decode(sequence, new_pages))
             else:

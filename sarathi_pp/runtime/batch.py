@@ -249,7 +249,7 @@ def _run_rank(
         located,
         checked.profile,
     )
-    # Half a million objects of libraries stay for good: the collector would stop the stage to walk them, 0.2 s a time.
+    # 370,000 objects of libraries stay for good: the collector would stop the stage to walk them, 0.25 s a time.
     gc.collect()
     gc.freeze()
     try:

@@ -62,6 +62,7 @@ class ModelStages:
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
         facts = self._facts
         assert self._loaded is not None, "load comes first"
+        warm_linears(self._loaded.module, run.max_microbatch_tokens)
         kv = KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, self._device)
         return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device)
 
@@ -110,7 +111,6 @@ class ModelStage:
         """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel
         choice, allocator) fall before the run."""
         num_tokens = min(num_tokens, self.kv.num_pages * self.kv.page_size)
-        warm_linears(self.model.module, num_tokens)
         pages = range(-(-num_tokens // self.kv.page_size))
         for span in (Span(0, num_tokens, pages), Span(num_tokens - 1, 1, pages)):
             inputs = build_inputs([span], (span.num_tokens - 1,), self.kv.page_size, self.device)

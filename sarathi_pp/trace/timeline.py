@@ -103,7 +103,11 @@ class Timeline:
 
     @classmethod
     def read(cls, traces: Iterable[Iterable[Event]]) -> Timeline:
-        """One trace a stage, in any order. Raises InputError if stages are missing, doubled or nameless."""
+        """One trace a stage, in any order. Raises InputError if stages are missing, doubled or nameless.
+
+        Traces of a run that goes on, or that was killed, end at different instants: what rank 0 tells of the time after
+        the shortest of them is left out.
+        """
         timeline = cls()
         for events in traces:
             timeline._read_stage(events)
@@ -119,7 +123,7 @@ class Timeline:
     def num_returned(self) -> int:
         """Microbatches whose result is back and whose compute is in every stage's trace.
 
-        What comes after the shortest trace of a run that goes on or was killed is left out already; see `read`.
+        A result may be in rank 0's trace before the compute is in that of a stage whose clock is ahead.
         """
         reach = min((max(stage.microbatches, default=-1) for stage in self.stages), default=-1)
         return sum(result.microbatch <= reach for result in self.returned)
@@ -133,9 +137,8 @@ class Timeline:
         return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
 
     def _cut(self) -> None:
-        """Traces of a run that goes on, or that was killed, end at different instants. Leave out what rank 0 tells of
-        the time after a stage's last line, where results show that the stage went on: else it would be called idle,
-        and tokens counted, for what is not there.
+        """Where results show that a stage went on after its last line, it would be called idle, and tokens be counted,
+        for what is not there.
         """
         newest = max((result.microbatch for result in self.returned), default=-1)
         short = [stage for stage in self.stages if stage.end is None and max(stage.microbatches, default=-1) < newest]

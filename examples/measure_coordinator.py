@@ -28,7 +28,7 @@ from record import Record
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
-from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
+from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.sim.experiment import Experiment, run, simulate
@@ -54,7 +54,8 @@ def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
     """Median and 99th percentile of milliseconds, over `steps` microbatches with `running` sequences in seats."""
     chunk_size, inflight_most = max(256, 4 * running // STAGES), auto_inflight(policy, STAGES)
     limits = Limits(STAGES, chunk_size, running, 4096, 16, running * 64, inflight_most)
-    coordinator = Coordinator(limits, make_policy(policy), cost=preset("gpt3-a100-tp8pp8").cost)
+    cost = preset("gpt3-a100-tp8pp8").cost if wants_cost(policy) else None
+    coordinator = Coordinator(limits, make_policy(policy), cost=cost)
     arriving, inflight = requests(), deque[MicroBatch]()
     step_ms, result_ms, decodes = [], [], []
     while len(step_ms) < steps:

@@ -19,7 +19,7 @@ from sarathi_pp.core.cost import CostModel, Load
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
-from sarathi_pp.core.refiner import CostRefiner
+from sarathi_pp.core.refiner import CostRefiner, Regressors
 from sarathi_pp.core.request import Completion, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 
@@ -44,7 +44,7 @@ class Coordinator:
     eos_token_ids: ids that end an output unless its request ignores them.
     stop_rule: told each new token of each request, in order; True ends the output there ("stop" strings).
     clock: read once per microbatch for `issued_s`. cost: what microbatches cost, as far as is known
-    beforehand; refined with each result, for policies that ask.
+    beforehand; refined with each result, so given only where the policy asks (`wants_cost`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Coordinator:
         self._prefills: dict[int, Sequence] = {}  # running, with prompt tokens (or recomputed ones) to issue
         self._decodes: dict[int, Sequence] = {}  # running, next token known, in the order they became ready
         self._inflight: deque[MicroBatch] = deque()
-        self._loads: dict[int, Load] = {}  # of the microbatches whose times may still come
+        self._regressors: dict[int, Regressors] = {}  # of the microbatches whose times may still come
         self._freed: list[int] = []
         self._next_index = 0
 
@@ -137,7 +137,7 @@ class Coordinator:
         self._freed = []
         self._inflight.append(microbatch)
         if self._cost is not None:
-            self._loads[microbatch.index] = Load.of(microbatch)
+            self._regressors[microbatch.index] = self._cost.regressors(Load.of(microbatch))
         return microbatch
 
     def _choose(self) -> tuple[Chunk, ...]:
@@ -178,9 +178,9 @@ class Coordinator:
                 sequence.done = chunk.end
         if self._cost is not None:
             for stage, time in enumerate(result.stage_times):
-                if time.microbatch in self._loads:
-                    self._cost.observe(stage, self._loads[time.microbatch], time.seconds)
-            self._loads.pop(microbatch.index - self.limits.inflight, None)
+                if time.microbatch in self._regressors:
+                    self._cost.observe(stage, self._regressors[time.microbatch], time.seconds)
+            self._regressors.pop(microbatch.index - self.limits.inflight, None)
         completions = []
         for token in result.tokens:
             sequence = self._current(token.sequence, token.epoch)

@@ -10,8 +10,8 @@ Text form, used by golden schedules, logs and traces (KV length after the colon)
       |  `- sequence; `s3.1` is sequence 3 after one preemption (epoch 1)
       `- index of the microbatch
 
-Chunk and SamplingRow are tuples: one of each is made for every token that is drawn, and a tuple takes a third of the
-time of a frozen dataclass.
+Chunk, SamplingRow and SampledToken are tuples: one of each is made for every token that is drawn, and a tuple takes a
+third of the time of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ def _parse_chunks(text: str, *, decode: bool) -> Iterable[Chunk]:
         yield Chunk(int(match[1]), int(match[2] or 0), int(match[3]), num_tokens, decode)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One drawn token. `failed` marks logits that were not finite: there is no token, the request fails."""
 
     sequence: int

@@ -11,8 +11,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.cost import CostModel, Load, Row, StageCost
+
+
+class Regressors(NamedTuple):
+    """What a microbatch asks of every stage. products: of each two numbers of the row, row by row."""
+
+    row: Row
+    products: tuple[float, ...]
 
 
 class CostRefiner:
@@ -33,9 +41,14 @@ class CostRefiner:
             self._model = CostModel(self._model.tile, stages)
         return self._model
 
-    def observe(self, stage: int, load: Load, seconds: float) -> None:
+    def regressors(self, load: Load) -> Regressors:
+        """Of a microbatch with that load, for `observe`: the same for all stages, so made once."""
+        row = self._model.row(load)
+        return Regressors(row, tuple([left * right for left in row for right in row]))
+
+    def observe(self, stage: int, regressors: Regressors, seconds: float) -> None:
         """What a stage took for one microbatch; 0 says nothing."""
-        self._stages[stage].observe(self._model.row(load), seconds)
+        self._stages[stage].observe(regressors, seconds)
         self._since += 1
 
 
@@ -49,30 +62,28 @@ class _Regression:
     def __init__(self, start: list[float]) -> None:
         self._values = start
         self._ratios: list[float] | None = []  # of observed to expected seconds, until it was solved once
-        self._gram = [[0.0] * len(start) for _ in start]
+        self._gram = [0.0] * len(start) ** 2  # row by row
         self._target = [0.0] * len(start)
         self._weight = 1.0
 
-    def observe(self, row: Sequence[float], seconds: float) -> None:
+    def observe(self, regressors: Regressors, seconds: float) -> None:
         if seconds <= 0:
             return
-        expected_s = sum(value * part for value, part in zip(self._values, row, strict=True))
-        if self._ratios is not None and expected_s > 0:
-            self._ratios.append(seconds / expected_s)
+        row, products = regressors
+        if self._ratios is not None:
+            expected_s = sum(value * part for value, part in zip(self._values, row, strict=True))
+            if expected_s > 0:
+                self._ratios.append(seconds / expected_s)
         self._weight /= _FADE
         if self._weight > _MOST_WEIGHT:
             self._target = [value / self._weight for value in self._target]
-            self._gram = [[value / self._weight for value in gram] for gram in self._gram]
+            self._gram = [value / self._weight for value in self._gram]
             self._weight = 1.0
+        # Of relative errors: row and seconds are both divided by the seconds.
         share = self._weight / seconds
-        for i, value in enumerate(row):
-            if value:
-                left = share * value
-                self._target[i] += left
-                left /= seconds
-                gram = self._gram[i]
-                for j, right in enumerate(row):
-                    gram[j] += left * right
+        self._target = [sum_ + share * part for sum_, part in zip(self._target, row, strict=True)]
+        share /= seconds
+        self._gram = [sum_ + share * part for sum_, part in zip(self._gram, products, strict=True)]
 
     def solve(self) -> list[float]:
         """The coefficients, at least 0 each."""
@@ -81,8 +92,10 @@ class _Regression:
             self._values = [speed * value for value in self._values]
             self._ratios = None
         values = self._values
+        size = len(values)
+        rows = [self._gram[i * size : (i + 1) * size] for i in range(size)]
         for _ in range(_SWEEPS):
-            for i, gram in enumerate(self._gram):
+            for i, gram in enumerate(rows):
                 if gram[i] > 0:
                     off = self._target[i]
                     for weight, value in zip(gram, values, strict=True):

@@ -23,7 +23,7 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError, OutputError, SarathiError
 from sarathi_pp.model.support import ModelFacts
@@ -132,7 +132,7 @@ class Job:
             eos_token_ids=eos_token_ids,
             stop_checkers=stop_checkers,
             observe=observe,
-            cost=self._known_cost(),
+            cost=self._known_cost() if wants_cost(self.run.policy) else None,
         )
 
     def _known_cost(self) -> CostModel:

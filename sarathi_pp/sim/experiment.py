@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import auto_inflight, make_policy
+from sarathi_pp.core.policy import auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
@@ -98,7 +98,8 @@ def run(experiment: Experiment, record: Record) -> None:
         CostModel(cost.tile, tuple(true_stages)), Link.of(experiment.profile), _noise(experiment, len(true_stages))
     )
     policy = make_policy(experiment.policy)
-    simulation = Simulation(experiment.limits(), policy, pipeline, record, cost)
+    known = cost if wants_cost(experiment.policy) else None
+    simulation = Simulation(experiment.limits(), policy, pipeline, record, known)
     simulation.run(experiment.workload.requests(token_ids=False))
 
 

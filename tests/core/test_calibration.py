@@ -154,7 +154,7 @@ def test_a_sequence_that_fails_does_not_hold_the_others_up() -> None:
             inflight.append(microbatch)
             continue
         result = pipeline.run(inflight.pop(0))
-        tokens = tuple(replace(token, failed=token.sequence in (1, 4)) for token in result.tokens)
+        tokens = tuple(token._replace(failed=token.sequence in (1, 4)) for token in result.tokens)
         done += coordinator.complete(replace(result, tokens=tokens))
     assert {completion.request.index for completion in done} == set(range(len(requests)))
     assert [c.request.index for c in done if c.finish_reason == "error"] == [1, 4]

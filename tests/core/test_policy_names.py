@@ -2,12 +2,17 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from sarathi_pp.core.policy import POLICIES, keeps_tbt_slo, make_policy, with_tbt_slo
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.policy import POLICIES, keeps_tbt_slo, make_policy, wants_cost, with_tbt_slo
 from sarathi_pp.core.policy.balanced import Balanced
 from sarathi_pp.core.policy.chunkllm import ChunkLLM
 from sarathi_pp.core.policy.parameter import parameter, read_parameter
 from sarathi_pp.core.policy.sarathi import Sarathi
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
+from tests.core.driving import drive
 
 
 def test_parameters_reach_the_policy():
@@ -89,3 +94,27 @@ def test_a_bound_is_given_once_and_to_a_policy_that_keeps_it():
     with pytest.raises(ConfigError, match="--tbt-slo 0.5: sglang keeps no bound"):
         with_tbt_slo("sglang:dynamic=1", 0.5)
     assert with_tbt_slo("nonsense", 0.5) == "nonsense"  # make_policy says what there is
+
+
+@pytest.mark.parametrize("spec", [*POLICIES, "sglang:dynamic=1", "calibration"])
+def test_the_policies_that_ask_what_microbatches_cost_are_listed(spec):
+    """To learn it for the others would be time for nothing; one that asks in vain schedules badly."""
+    asked = []
+    policy = make_policy(spec)
+
+    class Watched:
+        def __init__(self, view):
+            self.view = view
+
+        def __getattr__(self, name):
+            asked.append(name)
+            return getattr(self.view, name)
+
+    class Watching:
+        def pick(self, view):
+            return policy.pick(Watched(view))
+
+    requests = [Request(i, (1,) * 20 * i, SamplingParams(max_new_tokens=4, seed=0)) for i in range(1, 6)]
+    drive(Coordinator(Limits(2, 16, 4, 256, 16, 64, 3), Watching()), requests, [0] * 5)
+    assert asked
+    assert wants_cost(spec) == ("cost" in asked or spec == "sglang"), "only with `dynamic` does sglang ask"

@@ -31,7 +31,7 @@ def observe(refiner, count, true=TRUE, noise=0.0, seed=1):
     draw = random.Random(seed)
     for load in loads(count, seed):
         for stage in (0, 1):
-            refiner.observe(stage, load, true.seconds(stage, load) * draw.gauss(1, noise))
+            refiner.observe(stage, refiner.regressors(load), true.seconds(stage, load) * draw.gauss(1, noise))
     return refiner.model
 
 
@@ -64,11 +64,8 @@ def test_decodes_are_learnt_at_once_where_only_prompts_told_how_fast_the_machine
     refiner = CostRefiner(CostModel(16, tuple(scaled)))
     for load in loads(64):
         for stage in (0, 1):
-            refiner.observe(
-                stage,
-                replace(load, decodes=0, decode_context=0),
-                TRUE.seconds(stage, replace(load, decodes=0, decode_context=0)),
-            )
+            prompts = replace(load, decodes=0, decode_context=0)
+            refiner.observe(stage, refiner.regressors(prompts), TRUE.seconds(stage, prompts))
     assert refiner.model != TRUE
     observe(refiner, 32)
     assert error(refiner.model) < 0.05
@@ -77,7 +74,7 @@ def test_decodes_are_learnt_at_once_where_only_prompts_told_how_fast_the_machine
 def test_a_single_cold_microbatch_does_not_make_a_slow_machine():
     refiner = CostRefiner(TRUE)
     for load in loads(3):
-        refiner.observe(0, load, 50 * TRUE.seconds(0, load))
+        refiner.observe(0, refiner.regressors(load), 50 * TRUE.seconds(0, load))
     observe(refiner, 16)
     assert error(refiner.model) < 0.02
 
@@ -96,7 +93,7 @@ def test_terms_that_no_microbatch_has_shown_stay_in_proportion():
     for load in decodes:
         for stage in (0, 1):
             cold = 50 if load is decodes[0] else 1
-            refiner.observe(stage, load, 3 * cold * TRUE.seconds(stage, load))
+            refiner.observe(stage, refiner.regressors(load), 3 * cold * TRUE.seconds(stage, load))
     prompt = Load(512, 512 * 256, 0, 0)
     for stage in (0, 1):
         assert refiner.model.seconds(stage, prompt) == pytest.approx(3 * TRUE.seconds(stage, prompt), rel=0.05)
@@ -135,5 +132,5 @@ def test_a_span_of_no_length_says_nothing(seconds):
     refiner = CostRefiner(TRUE)
     for load in loads(64):
         for stage in (0, 1):
-            refiner.observe(stage, load, seconds)
+            refiner.observe(stage, refiner.regressors(load), seconds)
     assert error(refiner.model) < 1e-6

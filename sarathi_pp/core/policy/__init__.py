@@ -53,6 +53,8 @@ _CHOOSES_CHUNK_SIZE = frozenset({"balanced"})
 _HAS_ONE_TO_SPARE = frozenset({"balanced"})
 # Those that look at where the paragraphs of a prompt end (Request.paragraph_ends).
 _USES_PARAGRAPHS = frozenset({"chunkllm"})
+# Those that ask what microbatches cost (View.cost).
+_USES_COST = frozenset({"balanced", "sglang"})
 
 _AUTO_CHUNK_SIZE = 256
 _AUTO_CEILING = 2048
@@ -125,6 +127,11 @@ def with_tbt_slo(spec: str, seconds: float) -> str:
 def wants_paragraphs(spec: str) -> bool:
     """Whether requests for this policy should say where their paragraphs end; finding that out takes time."""
     return _name(spec) in _USES_PARAGRAPHS
+
+
+def wants_cost(spec: str) -> bool:
+    """Whether the coordinator should learn, for this policy, what microbatches cost; that takes time with each."""
+    return _name(spec) in _USES_COST
 
 
 def _name(spec: str) -> str:

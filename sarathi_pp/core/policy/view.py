@@ -62,7 +62,8 @@ class View:
     tokens of all that wait, those that cannot start yet included. slot: index of the next microbatch modulo P.
     free_tokens: KV positions in free pages. num_past_prompt, tokens_past_prompt: how many of the running ones have all
     of their prompt issued, and their known tokens. finished: prompt and output tokens of the latest requests that
-    finished, oldest first. cost: None where nothing is known about the stages.
+    finished, oldest first. cost: None where nothing is known about the stages, or the policy is not listed as one that
+    asks (`wants_cost`).
     """
 
     prefills: Sequence[SequenceView]

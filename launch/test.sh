@@ -37,6 +37,8 @@ static() {
         # Unquoted: words of a command line from the list above.
         if .venv/bin/$check; then passed=$((passed + 1)); else failed=$((failed + 1)) bad=1; fi
     done
+    echo "-- tests/architecture"
+    run_tests tests/architecture || bad=1
     return $bad
 }
 
@@ -73,7 +75,7 @@ PYTHON
 # Arithmetic alone: these tests wait for nothing and share nothing.
 pure() {
     local jobs=(-n auto)
-    run_tests tests/core tests/trace tests/wire tests/sim tests/architecture
+    run_tests tests/core tests/trace tests/wire tests/sim
 }
 model() { run_tests tests/model; }
 reports() {

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sarathi_pp.errors import MissingError
+from sarathi_pp.errors import InputError, MissingError
 from sarathi_pp.report.advice import advise
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
 from sarathi_pp.trace.summary import read_timeline, summarise, summarise_timeline
@@ -18,8 +18,10 @@ from sarathi_pp.trace.timeline import Timeline
 if TYPE_CHECKING:
     from sarathi_pp.bench.profile import Fit
 
+_ATTEMPT = re.compile(r"attempt-\d{4,}")
+_TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # What no trace holds, from run.json.
-_FACTS = ("model", "dtype", "attention", "max_num_seqs", "max_model_len")
+_FACTS = {"model": str, "dtype": str, "attention": str, "max_num_seqs": int, "max_model_len": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,25 @@ def _fit(timeline: Timeline) -> Fit | None:
 
 
 def find_traces(run: Path, attempt: int | None) -> list[Path]:
-    """One trace a stage, stage 0 first. Raises MissingError where the directory holds none or not all."""
-    attempts = sorted(run.glob("attempt-*")) if attempt is None else [run / f"attempt-{attempt:04d}"]
-    traces = sorted(attempts[-1].glob("trace-*-of-*.jsonl")) if attempts else []
-    if not traces:
-        raise MissingError(f"{attempts[-1] if attempts else run} holds no trace; give the directory of a run")
-    expected = int(re.findall(r"-of-(\d+)", traces[0].name)[0])
-    if len(traces) != expected:
-        found = {int(re.findall(r"trace-(\d+)", trace.name)[0]) for trace in traces}
-        raise MissingError(_incomplete(run, traces[0].parent, expected, sorted(set(range(expected)) - found)))
-    return traces
+    """One trace a stage, stage 0 first.
+
+    Raises MissingError where the directory holds none or not all, InputError where it holds those of several runs.
+    """
+    attempts = sorted(path for path in run.glob("attempt-*") if _ATTEMPT.fullmatch(path.name) and path.is_dir())
+    if attempt is not None:
+        attempts = [run / f"attempt-{attempt:04d}"]
+    last = attempts[-1] if attempts else run
+    found = {match.groups(): path for path in last.glob("trace-*") if (match := _TRACE.fullmatch(path.name))}
+    if not attempts or not found:
+        earlier = "; --attempt reads one before it" if len(attempts) > 1 else ""
+        raise MissingError(f"{last} holds no trace; give the directory of a run{earlier}")
+    sizes = sorted({int(size) for _, size in found})
+    if len(sizes) > 1:
+        raise InputError(f"{last} holds traces of runs of {' and of '.join(map(str, sizes))} stages; keep those of one")
+    missing = sorted(set(range(sizes[0])) - {int(stage) for stage, _ in found})
+    if missing:
+        raise MissingError(_incomplete(run, last, sizes[0], missing))
+    return [found[key] for key in sorted(found)]
 
 
 def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
@@ -83,7 +94,7 @@ def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int])
 
 def _facts(run: Path) -> dict[str, Any]:
     known = _known(run)
-    return {name: known[name] for name in _FACTS if name in known}
+    return {name: known[name] for name, kind in _FACTS.items() if isinstance(known.get(name), kind)}
 
 
 def _known(run: Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from sarathi_pp.report.remedies import (
     keep_busy,
     larger_chunks,
     longer_run,
+    num_chunks,
     pages_ran_out,
     smaller_chunks,
 )
@@ -164,7 +165,7 @@ def _few_sequences(report: Report) -> Advice | None:
         remedy = Remedy(f"--max-num-seqs {wanted}", "lets more of them share", 1 - most / wanted)
         return _advice(report, "few_sequences", seen, remedy, passes_s)
     # Several stages are filled by the chunks of one prompt, so only a single stage has nothing to lose.
-    further, pass_s = _num_chunks(report) - report["completed"], report["itl_s"]["p50"]
+    further, pass_s = num_chunks(report) - report["completed"], report["itl_s"]["p50"]
     if report["stages"] > 1 or not is_chunked(report) or further <= 0 or pass_s is None:
         return None
     remedy = Remedy("--policy orca", "runs prompts whole, in fewer passes")
@@ -205,7 +206,7 @@ def _one_request(report: Report) -> Advice | None:
     first_s, pass_s = _first_token_s(report), report["itl_s"]["p50"]
     if 1 not in (report["requests"], report.get("max_num_seqs")) or not is_chunked(report) or not pass_s:
         return None
-    chunks, stages = _num_chunks(report) / report["completed"], report["stages"]
+    chunks, stages = num_chunks(report) / report["completed"], report["stages"]
     if first_s is None or first_s <= _QUICK_S or chunks <= 1:
         return None
     whole_s = first_s * chunks * stages / (chunks + stages - 1) - (chunks - 1) * pass_s
@@ -252,7 +253,8 @@ def _advice(report: Report, rule: str, seen: str, remedy: Remedy, lost_s: float)
         return None
     if not remedy.share:
         return Advice(rule, f"{seen} {remedy.option} {remedy.how}.", remedy.option, None)
-    gain = f"estimated to save at most {gain_s:.1f} of {wall_s:.1f} s ({gain_s / wall_s:.0%})"
+    digits = 1 if wall_s >= 10 else 2
+    gain = f"estimated to save at most {gain_s:.{digits}f} of {wall_s:.{digits}f} s ({gain_s / wall_s:.0%})"
     return Advice(rule, f"{seen} {remedy.option} {remedy.how}, {gain}.", remedy.option, gain_s)
 
 
@@ -278,10 +280,6 @@ _RULES: tuple[Callable[[Report], Advice | None], ...] = (
     _starvation,
     _kv_fragmentation,
 )
-
-
-def _num_chunks(report: Report) -> int:
-    return int(round(report["chunk_throughput"] * report["wall_s"]))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -14,6 +14,8 @@ from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
 # Chunk sizes are advised in multiples of this, the smallest tile of matrix units.
 TILE = 16
 _FULL_KV = 0.95
+# Chunks are as long as they may be where they hold this share of that on average: each prompt's last one is shorter.
+_FILLED = 0.7
 
 Report = Mapping[str, Any]
 
@@ -88,9 +90,12 @@ def smaller_chunks(report: Report) -> Remedy | None:
 
 
 def larger_chunks(report: Report) -> Remedy | None:
-    if not fills_chunks(report):
+    """Where prompts fill the chunks there are: half of those are saved, each about a microbatch."""
+    chunks, size = num_chunks(report), report["chunk_size"]
+    if not fills_chunks(report) or not chunks or report["prompt_tokens"] < _FILLED * size * chunks:
         return None
-    return Remedy(f"--chunk-size {2 * report['chunk_size']}", "halves the microbatches of prompts", 0.5)
+    share = min(1.0, chunks / report["microbatches"]) / 2
+    return Remedy(f"--chunk-size {2 * size}", "halves the microbatches of prompts", share)
 
 
 def equal_contexts(report: Report) -> Remedy | None:
@@ -113,7 +118,11 @@ def even_layers(report: Report) -> Remedy | None:
 
 
 def hide_transfers(report: Report) -> Remedy | None:
-    stages, inflight = report["stages"], report["inflight"]
+    """One more in flight, where it was that limit which the coordinator waited for, and not for tokens or requests."""
+    stages, inflight, waits = report["stages"], report["inflight"], report.get("issue_waits_s")
+    limited_s = waits["full"] + waits["held"] if waits else 0.0
+    if not waits or limited_s <= sum(waits.values()) / 2:
+        return larger_chunks(report)
     if inflight >= 2 * stages:
         return larger_chunks(report)
     return Remedy(f"--inflight {inflight + 1}", "gives stages a microbatch to compute while another one travels")
@@ -143,6 +152,11 @@ def keep_busy(report: Report) -> Remedy:
 
 def pages_ran_out(report: Report) -> bool:
     return bool(report["preemptions"] or report["kv"]["peak_used"] >= _FULL_KV * report["kv"]["pages"])
+
+
+def num_chunks(report: Report) -> int:
+    """Prefill chunks that were computed."""
+    return int(round((report["chunk_throughput"] or 0.0) * report["wall_s"]))
 
 
 def policy_name(report: Report) -> str:

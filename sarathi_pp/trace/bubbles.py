@@ -20,7 +20,6 @@ start minus the end of the compute before it on that stage; the first has none.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import get_args
 
@@ -186,18 +185,15 @@ def _overlap(busy: list[list[Interval]], steady: list[Interval]) -> float | None
     return length(common) / length(steady)
 
 
-_SEQUENCE = re.compile(r"s(\d+)")
-
-
 def _request_bubbles(timeline: Timeline) -> dict[int, float]:
     gaps: dict[int, float] = {}
     for stage in timeline.stages:
         for position, microbatch in enumerate(stage.microbatches):
             gap = stage.starts[position] - stage.ends[position - 1] if position else 0.0
             gaps[microbatch] = gaps.get(microbatch, 0.0) + gap
-    by_sequence: dict[str, float] = {}
+    by_sequence: dict[int, float] = {}
     for event in timeline.issued[: timeline.num_returned]:
         gap = gaps.get(event.microbatch, 0.0)
-        for sequence in _SEQUENCE.findall(event.text):
+        for sequence in event.sequences:
             by_sequence[sequence] = by_sequence.get(sequence, 0.0) + gap
-    return {int(sequence): seconds for sequence, seconds in by_sequence.items()}
+    return by_sequence

@@ -58,16 +58,14 @@ class Causes:
 def explain(timeline: Timeline, model: CostModel) -> Causes:
     """Attributes the bubble of a run; linear in its spans. All zeros for a run without a result.
 
-    Raises InputError where the model has another number of stages than the run.
+    Raises InputError where the model has another number of stages than the run, or the timeline is damaged.
     """
     if len(model.stages) != len(timeline.stages):
         raise InputError(f"the cost model has {len(model.stages)} stages, the run {len(timeline.stages)}")
+    timeline.check_order()
     count = timeline.num_returned
     if count == 0:
         return Causes(*(0.0 for _ in fields(Causes)))
-    for stage in timeline.stages:
-        if list(stage.microbatches[:count]) != list(range(count)):
-            raise InputError(f"stage {stage.start.stage} did not run microbatches 0 to {count - 1} in that order")
     loads = [event.load for event in timeline.issued[:count]]
     inflight = timeline.stages[0].start.inflight
     later_s = _later_compute_s(timeline, count)
@@ -176,7 +174,7 @@ def _issue(
     first, inflight = timeline.stages[0], timeline.stages[0].start.inflight
     begin = timeline.issued[0].at_s
     results = [result.at_s for result in timeline.returned[:count]]
-    arrivals = sorted(request.at_s for request in timeline.arrived)
+    arrivals = {request.index: request.at_s for request in timeline.arrived}
     waits = [event for event in timeline.starved if event.reason != "full"]
     since = [event.at_s for event in waits]
     lags: Seconds = []
@@ -194,13 +192,14 @@ def _issue(
         last_wait = bisect_right(since, issued) - 1
         if bisect_left(since, could) <= last_wait:
             # The coordinator had looked and found nothing; what came last before the issue let it go on.
+            holds = waits[last_wait].reason == "held"
             latest = bisect_right(results, issued) - 1
             if latest >= 0 and results[latest] > could:
                 result, could = latest, results[latest]
-                holds = waits[last_wait].reason == "held"
-            here = bisect_right(arrivals, issued) - 1
-            if here >= 0 and arrivals[here] > could:
-                result, arrival, could = None, arrivals[here], arrivals[here]
+            # Others arrive all the time; the one waited for is in the microbatch, and nothing older with it.
+            oldest = min((arrivals.get(s, begin) for s in timeline.issued[index].sequences), default=begin)
+            if oldest > could and not holds:
+                result, arrival, could = None, oldest, oldest
         lags.append(max(0.0, issued - could))
         awaited.append(None if holds else result)
         held.append(result if holds else None)

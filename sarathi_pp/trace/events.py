@@ -13,10 +13,12 @@ travels with the microbatch and is on rank 0's clock. `clock_offset_s` turns one
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from math import isfinite
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from sarathi_pp.core.cost import Load
 from sarathi_pp.core.plan import MicroBatch
@@ -24,6 +26,8 @@ from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import InputError
 
 SCHEMA = "sarathi-pp/trace/1"
+
+_SEQUENCE = re.compile(r"s(\d+)")
 
 StarvedReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 
@@ -96,6 +100,11 @@ class Issued:
     @property
     def load(self) -> Load:
         return Load(self.prefill_tokens, self.prefill_attention, self.decodes, self.decode_context)
+
+    @property
+    def sequences(self) -> list[int]:
+        """Indices of the sequences in it."""
+        return list(map(int, _SEQUENCE.findall(self.text)))
 
     @property
     def num_chunks(self) -> int:
@@ -243,20 +252,53 @@ _SHORT = {
 }
 
 
+# Beyond these no number is one that was written: int64, and integers that a float holds exactly.
+_LARGEST_INT = 2**63 - 1
+_LARGEST_EXACT = 2**53
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int and -_LARGEST_INT <= value <= _LARGEST_INT
+
+
+def _is_number(value: object) -> bool:
+    return (type(value) is float and isfinite(value)) or (type(value) is int and abs(value) <= _LARGEST_EXACT)
+
+
+def _are_ints(value: object) -> bool:
+    return type(value) is list and all(map(_is_int, value))
+
+
+# Whether a value read from JSON is one of a field of that type.
+_LEGAL: dict[object, Callable[[object], bool]] = {
+    int: _is_int,
+    float: _is_number,
+    str: lambda value: type(value) is str,
+    int | None: lambda value: value is None or _is_int(value),
+    float | None: lambda value: value is None or _is_number(value),
+    tuple[int, int]: lambda value: _are_ints(value) and len(value) == 2,  # type: ignore[arg-type]
+    tuple[int, ...]: _are_ints,
+    StarvedReason: lambda value: value in get_args(StarvedReason),
+    FinishReason: lambda value: value in get_args(FinishReason),
+}
+
+
 class _Layout(NamedTuple):
-    """How one kind is written: its name, its fields and their keys, and the reader of all field values."""
+    """How one kind is written: its name, its fields, their keys and what values they take; the reader of all values."""
 
     name: str
     fields: tuple[str, ...]
     keys: tuple[str, ...]
     key_set: frozenset[str]
+    legal: tuple[Callable[[object], bool], ...]
     values: Callable[[Event], tuple[object, ...]]
 
     @classmethod
     def of(cls, name: str, kind: type[Event]) -> _Layout:
         names = tuple(field.name for field in fields(kind))
         keys = tuple(_SHORT.get(field, field) for field in names)
-        return cls(name, names, keys, frozenset(keys), attrgetter(*names))
+        types = get_type_hints(kind)
+        return cls(name, names, keys, frozenset(keys), tuple(_LEGAL[types[one]] for one in names), attrgetter(*names))
 
 
 _LAYOUTS = {kind: _Layout.of(name, kind) for name, kind in KINDS.items()}
@@ -284,14 +326,14 @@ def decode(line: str | bytes) -> Event:
     layout = _LAYOUTS[kind]
     if data.keys() != layout.key_set:
         raise InputError(f"trace event {name!r} has the keys {sorted(data)}; expected {sorted(layout.keys)}")
-    values = map(data.__getitem__, layout.keys)
+    values = {}
+    for field, key, legal in zip(layout.fields, layout.keys, layout.legal, strict=True):
+        value = data[key]
+        if not legal(value):
+            raise InputError(f"trace event {name!r} has {value!r:.40} as {key!r} ({field}), which is none")
+        values[field] = tuple(value) if type(value) is list else value
     build: Callable[..., Event] = kind
-    event = build(
-        **{
-            field: tuple(value) if type(value) is list else value
-            for field, value in zip(layout.fields, values, strict=True)
-        }
-    )
+    event = build(**values)
     if isinstance(event, TraceStart) and event.schema != SCHEMA:
         raise InputError(
             f"trace schema is {event.schema!r}; this version reads {SCHEMA!r}: use the version that wrote it"

@@ -6,17 +6,19 @@ tokens of requests that completed, over the run window; loading and reporting li
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.causes import explain
-from sarathi_pp.trace.events import Event
+from sarathi_pp.trace.events import Event, StarvedReason
 from sarathi_pp.trace.latency import Spread, latency_series
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
@@ -89,6 +91,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         ],
         "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
         "cost_error": fitted.error if fitted is not None else None,
+        "issue_waits_s": _issue_waits(timeline),
         "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
         **{name: asdict(Spread.of(values)) for name, values in latency_series(timeline.finished).items()},
         **_variation(timeline, bubbles),
@@ -98,6 +101,22 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "closing_error": max(stage.closing_error for stage in bubbles.stages),
         "notes": [*_notes(timeline, bubbles), *(_UNFITTED if fit is not None and fitted is None else ())],
     }
+
+
+def _issue_waits(timeline: Timeline) -> Report:
+    """Seconds of the window in which the coordinator had looked and found nothing to issue, by the reason."""
+    begin, end = timeline.window
+    waits = dict.fromkeys(get_args(StarvedReason), 0.0)
+    issues = [event.at_s for event in timeline.issued]
+    for event, following in zip_longest(timeline.starved, timeline.starved[1:]):
+        next_issue = bisect_left(issues, event.at_s)
+        over_s = min(
+            end,
+            issues[next_issue] if next_issue < len(issues) else end,
+            following.at_s if following is not None else end,
+        )
+        waits[event.reason] += max(0.0, over_s - max(begin, event.at_s))
+    return waits
 
 
 def _throughput(timeline: Timeline, wall_s: float) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import inf
 
 from sarathi_pp.errors import InputError
@@ -135,6 +136,21 @@ class Timeline:
         if not results or not self.issued:
             return (0.0, 0.0)
         return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
+
+    def check_order(self) -> None:
+        """Raises InputError unless microbatches 0, 1, 2, ... is what each list has of those that came back."""
+        count = self.num_returned
+        told = {f"stage {stage.start.stage} computed": stage.microbatches for stage in self.stages}
+        told["were issued"] = array("q", (event.microbatch for event in self.issued))
+        told["came back"] = array("q", (event.microbatch for event in self.returned))
+        for what, found in told.items():
+            for expected, microbatch in zip_longest(range(count), found[:count]):
+                if microbatch != expected:
+                    instead = "nothing" if microbatch is None else f"microbatch {microbatch}"
+                    raise InputError(
+                        f"the traces are damaged: of the microbatches that {what}, {instead} stands where {expected} "
+                        f"must; if they were copied, copy them again"
+                    )
 
     def _cut(self) -> None:
         """Where results show that a stage went on after its last line, it would be called idle, and tokens be counted,

@@ -55,7 +55,7 @@ def limits_strategy():
     )
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120))
 @given(limits=limits_strategy(), seed=st.integers(0, 3))
 @example(limits=Limits(2, 100, 21, 38, 4, 79, 3), seed=2)  # a prompt was begun by the last steps and not ended
 def test_the_coordinator_keeps_the_timetable_to_the_letter(limits: Limits, seed: int) -> None:

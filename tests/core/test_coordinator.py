@@ -23,7 +23,7 @@ def requests_strategy(max_prompt):
     return st.lists(request, min_size=1, max_size=12)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(
     shapes=requests_strategy(max_prompt=40),
     spec=st.sampled_from(

@@ -32,7 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 # The twelve pages are taken and given back several times over in as many steps.
-TestPool.settings = settings(max_examples=examples(90), stateful_step_count=25, deadline=None)
+TestPool.settings = settings(max_examples=examples(90), stateful_step_count=25)
 
 
 def test_giving_back_twice_fails_at_once():

@@ -227,7 +227,7 @@ def test_splitfuse_puts_next_tokens_before_prompts():
     num_decodes=st.integers(0, 12),
     chunk_size=st.integers(1, 40),
 )
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 def test_splitfuse_is_exact_whenever_enough_tokens_are_there(lengths, num_decodes, chunk_size):
     """As "even short prompts may be decomposed to ensure the budget is precisely met"."""
     decodes = [decode(100 + i) for i in range(num_decodes)]
@@ -371,7 +371,7 @@ SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 6))  # prompt and output
 
 
 @pytest.mark.parametrize("spec", [*POLICIES, "balanced:tbt_slo=0.01"])
-@settings(max_examples=examples(6), deadline=None)
+@settings(max_examples=examples(6))
 @given(
     shapes=st.lists(SHAPES, min_size=1, max_size=4),
     newcomer=st.one_of(st.tuples(st.integers(1, 12), st.just(1)), SHAPES),

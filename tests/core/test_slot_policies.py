@@ -398,7 +398,7 @@ def test_chunkllm_a_decode_never_overlaps():
 
 
 @given(st.integers(1, 60), st.floats(0, 0.3), st.sets(st.integers(1, 200)), st.integers(0, 199))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_chunkllm_chunks_stay_within_the_threshold_and_the_overlap_within_its_share(threshold, overlap, ends, issued):
     made = Sequence(request(0, 200, ends=tuple(sorted(ends))))
     made.issued = issued
@@ -427,7 +427,7 @@ COST = CostModel(4, (stage_cost(0.1, 1.0), stage_cost(0.2, 1.0)))
 SHAPES = st.tuples(st.integers(1, 40), st.integers(0, 8), st.integers(0, 20), st.frozensets(st.integers(1, 40)))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     shapes=st.lists(SHAPES, min_size=1, max_size=9),
     spec=st.sampled_from(SPECS),

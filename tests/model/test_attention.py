@@ -148,7 +148,7 @@ def test_the_reference_sees_what_transformers_sees() -> None:
 
 
 @every_backend
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     extents=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(2, 30))), min_size=1, max_size=4),
     page_size=st.sampled_from([1, 3, 16, 64]),

@@ -25,7 +25,7 @@ def spans_and_page_size(draw: st.DrawFn) -> tuple[list[Span], int]:
     return [Span(*extent, table) for extent, table in zip(extents, tables, strict=True)], page_size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=spans_and_page_size())
 def test_every_row_has_its_position_and_its_slot(case: tuple[list[Span], int]) -> None:
     spans, page_size = case

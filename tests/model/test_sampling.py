@@ -74,7 +74,7 @@ def test_draws_follow_the_distribution_of_transformers(row: Draw) -> None:
     assert statistic < [1e-9, 10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32][int(possible.sum()) - 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     scores=st.lists(st.integers(-40, 40), min_size=2, max_size=12, unique=True),
     temperature=st.floats(0.1, 5),

@@ -28,6 +28,10 @@ CAUSES = dict.fromkeys(
 )
 
 
+def waits(**seconds: float) -> dict[str, float]:
+    return dict.fromkeys(("full", "held", "no_arrivals", "no_kv", "tokens_in_flight"), 0.0) | seconds
+
+
 def report(**changes: Any) -> dict[str, Any]:
     """A run of 100 s on two stages that needs no advice: 64 requests of 1000 and 100 tokens, 44.8 decodes at a time."""
     base: dict[str, Any] = {
@@ -36,6 +40,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "chunk_size": 256,
         "layer_split": [8, 8],
         "inflight": 2,
+        "microbatches": 256,
         "wall_s": 100.0,
         "requests": 64,
         "completed": 64,
@@ -45,6 +50,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "bubble_ratio": 0.1,
         "per_stage": [{"compute_s": 90.0, "no_work_s": 10.0}, {"compute_s": 90.0, "no_work_s": 0.0}],
         "causes": CAUSES,
+        "issue_waits_s": waits(full=10.0),
         "ttft_s": {"mean": 10.0},
         "e2el_s": {"mean": 80.0},
         "itl_s": {"p50": 0.1},
@@ -138,6 +144,28 @@ def test_a_cause_that_no_option_changes_gives_way_to_the_next(cause: str, settin
     assert (advice.rule, advice.option.split()[0]) == ("bubble", "--inflight")
     assert "8.0 of its" in advice.text
     assert advise(report(bubble_ratio=0.2, causes=causes(**{cause: 20.0}), **settings)) == []
+
+
+@pytest.mark.parametrize("limit", ["full", "held"])
+def test_one_more_in_flight_helps_where_their_number_was_waited_for(limit: str) -> None:
+    slow = report(bubble_ratio=0.2, causes=causes(communication_s=20.0), policy="orca")
+    (advice,) = advise(slow | {"issue_waits_s": waits(**{limit: 6.0}, tokens_in_flight=5.0)})
+    assert advice.option == "--inflight 3"
+    assert advise(slow | {"issue_waits_s": waits(**{limit: 5.0}, tokens_in_flight=6.0)}) == []
+    assert advise(slow | {"issue_waits_s": waits()}) == []
+    assert advise({name: value for name, value in slow.items() if name != "issue_waits_s"}) == []
+
+
+def test_larger_chunks_help_where_prompts_fill_the_chunks_there_are() -> None:
+    busy = report(bubble_ratio=0.2, causes=causes(host_s=20.0))
+    assert only(advise(busy | {"microbatches": 512})).gain_s == pytest.approx(2.5)  # half of them hold no prompt
+    assert only(advise(busy | {"prompt_tokens": 46_000})).option == "--chunk-size 512"
+    assert advise(busy | {"prompt_tokens": 45_000}) == []  # 176 in chunks of 256
+
+
+def test_the_seconds_of_a_short_run_are_told_to_the_hundredth() -> None:
+    short = report(bubble_ratio=0.2, causes=causes(communication_s=0.1), wall_s=1.8)
+    assert "save at most 0.05 of 1.80 s (3%)" in only(advise(short)).text
 
 
 def test_the_causes_of_a_bubble_come_by_gain() -> None:
@@ -358,6 +386,7 @@ def kv(fragmentation: float | None, **page_size: int) -> dict[str, Any]:
 
 def test_fragmentation_above_30_percent() -> None:
     assert advise(report(kv=kv(0.30, page_size=16))) == []
+    assert only(advise(report(kv=kv(0.31, page_size=16)))).rule == "kv_fragmentation"
     assert advise(report(kv=kv(None, page_size=16))) == []
     assert advise(report(kv=kv(0.4, page_size=1))) == []
     advice = only(advise(report(kv=kv(0.4, page_size=16))))
@@ -393,7 +422,8 @@ def test_the_best_three_with_one_for_an_option() -> None:
 
 def test_an_option_is_not_advised_in_two_directions() -> None:
     seconds = causes(host_s=20.0, prefill_variance_s=12.0)
-    found = advise(report(bubble_ratio=0.2, causes=seconds, prompt_tokens=64 * 256))
+    short = {"prompt_tokens": 64 * 256, "chunk_throughput": 0.64, "microbatches": 64}
+    found = advise(report(bubble_ratio=0.2, causes=seconds, **short))
     assert [(advice.rule, advice.option, advice.gain_s) for advice in found] == [("bubble", "--chunk-size 512", 5.0)]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sarathi_pp.cli.runs import read_run
-from sarathi_pp.errors import MissingError
+from sarathi_pp.errors import InputError, MissingError
 from tests.runtime.processes import COMMAND, Files, environment, free_port, run
 from tests.runtime.test_emulated import write_profile
 
@@ -116,6 +116,24 @@ def test_traces_that_lie_on_another_host_are_named_with_it(runs, tmp_path):
     (elsewhere / "run.json").unlink()
     with pytest.raises(MissingError, match="missing: stage 1\n"):
         read_run(elsewhere)
+
+
+def test_what_is_no_part_of_a_run_is_passed_over_and_what_hides_one_is_named(runs, tmp_path):
+    copy = tmp_path / "copy.run"
+    shutil.copytree(runs[0], copy)
+    attempt = copy / "attempt-0000"
+    (copy / "attempt-0002.txt").touch()
+    (attempt / "trace-foo-of-bar.jsonl").touch()
+    (copy / "run.json").write_text('{"max_num_seqs": "many"}')
+    assert read_run(copy).report["microbatches"] == read_run(runs[0]).report["microbatches"]
+    (copy / "attempt-0001").mkdir()
+    with pytest.raises(MissingError, match="attempt-0001 holds no trace.*--attempt reads one before it"):
+        read_run(copy)
+    read_run(copy, attempt=0)
+    (copy / "attempt-0001").rmdir()
+    (attempt / "trace-00002-of-00003.jsonl").touch()
+    with pytest.raises(InputError, match="of runs of 2 and of 3 stages; keep those of one"):
+        read_run(copy)
 
 
 def test_a_metrics_port_that_is_taken_is_refused_before_anything_starts(tmp_path):

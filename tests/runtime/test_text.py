@@ -229,7 +229,7 @@ WORDS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.one_of(
         WORDS.map(plain_ids), WORDS.map(lambda t: [BYTES.convert_tokens_to_ids(p) for p in byte_pieces(t)] if t else [])
@@ -240,7 +240,7 @@ def test_incremental_stops_are_those_of_the_full_decode(ids, stop):
     assert_stops_where_defined(BYTES, ids, stop)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.lists(st.integers(min_value=0, max_value=330), max_size=80),
     st.lists(st.sampled_from(["a", "\u8bed", "th", "\n"])),
@@ -251,7 +251,7 @@ def test_arbitrary_tokens_stop_where_the_full_decode_does(ids, stop):
         assert_stops_where_defined(BYTES, ids, stop)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.lists(
         st.sampled_from(
@@ -269,7 +269,7 @@ def test_a_stop_string_that_begins_in_a_long_token_is_seen():
     assert_stops_where_defined(PIECES, ids, ["-END"])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.text(alphabet="\u8a9e\N{GRINNING FACE}aE", max_size=80),
     st.sampled_from(["\u8a9eE", "\u8a9e\u8a9e\N{GRINNING FACE}", "aE"]),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from sarathi_pp.trace.bubbles import Bubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait, TraceEnd, TraceStart
@@ -225,7 +225,6 @@ def test_clock_offsets_are_applied_and_interpolated(drift: float) -> None:
 
 
 @given(schedules(microbatches=12, least_compute=0, most=50, fraction=16))
-@settings(deadline=None)
 def test_states_partition_the_window(schedule: Schedule) -> None:
     traces = schedule.events()
     bubbles = measure(traces)

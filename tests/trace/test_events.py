@@ -15,6 +15,8 @@ from tests.trace.schedules import start
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if hint is int:
+        return st.integers(1 - 2**63, 2**63 - 1)
     if hint is float:
         return st.floats(allow_nan=False, allow_infinity=False)
     if get_origin(hint) is Literal:
@@ -71,6 +73,16 @@ def test_short_keys_do_not_collide() -> None:
         ('{"e":"send_wait","b":1.0,"f":2.0,"g":3}', "has the keys"),
         ('{"e":"send_wait","b"', "not a line of JSON"),
         ("[1, 2]", "not a trace event"),
+        ('{"e":"send_wait","b":1.0,"f":"soon"}', r"'send_wait' has 'soon' as 'f' \(end_s\), which is none"),
+        ('{"e":"send_wait","b":1.0,"f":NaN}', "has nan as 'f'"),
+        ('{"e":"send_wait","b":1e999,"f":2}', "has inf as 'b'"),
+        ('{"e":"send_wait","b":true,"f":2}', "has True as 'b'"),
+        ('{"e":"send_wait","b":1' + "0" * 400 + ',"f":2}', "as 'b'"),
+        ('{"e":"returned","m":"x","t":1.0}', "has 'x' as 'm'"),
+        ('{"e":"returned","m":1.0,"t":1.0}', "has 1.0 as 'm'"),
+        ('{"e":"returned","m":9223372036854775808,"t":1.0}', "as 'm'"),
+        ('{"e":"starved","t":1.0,"reason":"lunch"}', "has 'lunch' as 'reason'"),
+        ('{"e":"starved","t":1.0,"reason":["full"]}', "as 'reason'"),
         ("\xff".encode("latin-1"), "not a line of JSON"),
     ],
 )

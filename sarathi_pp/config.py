@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from sarathi_pp.errors import ConfigError, RowError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class SamplingParams:
     top_k: 0 keeps every token. top_p, min_p: 1.0 and 0.0 keep every token.
     seed: the sample at position i is drawn from (seed, i) alone, so that neither batch mates, chunk size nor
     stage count change it. None: derived from the run's seed and the request.
-    stop: strings that end the output and are left out of its text.
+    stop: strings that end the output and are left out of its text; one alone, or None, will do.
 
     Raises RowError (`invalid_parameter`) naming the field, its value and the legal range.
     """
@@ -38,8 +41,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.stop, str) or self.stop is None:  # both as other engines take them
+            object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
         _require(
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 0,
             "max_new_tokens",
@@ -85,6 +88,11 @@ def _require(legal: bool, name: str, value: object, allowed: str) -> None:
         raise RowError("invalid_parameter", f"{name} is {value!r}; it must be {allowed}")
 
 
+def _demand(legal: bool, name: str, value: object, allowed: str) -> None:
+    if not legal:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; it must be {allowed}")
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -128,9 +136,21 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("stages", "chunk_size", "max_num_seqs", "max_model_len", "page_size", "inflight"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} is {value}; it must be at least 1")
+            absent = value is None and name != "stages"
+            _demand(absent or (_is_int(value) and value >= 1), name, value, "an integer of at least 1")
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+            _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+        split = self.layer_split
+        _demand(
+            split in (None, "even") or (isinstance(split, (tuple, list)) and all(map(_is_int, split))),
+            "layer_split",
+            split,
+            "integers, one a stage, or 'even'",
+        )
+        _demand(_is_int(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+        known = {one.name for one in fields(SamplingParams)}
+        for name in self.sampling_overrides:
+            _demand(name in known, "sampling_overrides", name, f"fields of SamplingParams ({', '.join(sorted(known))})")
         if not self.request_rate > 0:
             raise ConfigError(f"--request-rate is {self.request_rate}; it must be above 0 (inf: all at once)")
         if not 0 < self.gpu_memory_utilization <= 1:

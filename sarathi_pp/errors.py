@@ -73,6 +73,16 @@ class UnsafeError(SarathiError, PermissionError):
     exit_code = 77
 
 
+def error_class(name: str) -> type[SarathiError]:
+    """The class of the tree that has this name, SarathiError where none has."""
+    kinds: list[type[SarathiError]] = [SarathiError]
+    for kind in kinds:
+        if kind.__name__ == name:
+            return kind
+        kinds += kind.__subclasses__()
+    return SarathiError
+
+
 class RowError(ValueError):
     """One request that cannot run. `code` is stable, for programs; the message is for people."""
 

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
-from sarathi_pp.config import RunConfig
+from sarathi_pp.config import DEVICES, DTYPES, RunConfig
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 
 _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
@@ -102,10 +102,8 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
 @click.option(
     "--request-rate", type=float, default=float("inf"), show_default=True, help="Arrivals a second (Poisson)."
 )
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
 @click.option("--attention", default="auto", show_default=True, help="Attention backend.")
 @click.option(
     "--max-model-len", type=Count(), help="Most tokens of prompt and output together.  [default: the model's]"

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
-from sarathi_pp.config import RunConfig
+from sarathi_pp.config import DEVICES, DTYPES, RunConfig
 
 _MODEL_OPTIONS = (
     click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub."),
@@ -21,10 +21,8 @@ _MODEL_OPTIONS = (
     ),
     click.option("--layer-split", type=LayerSplit(), default="auto", help="Layers a stage.  [default: auto]"),
     click.option("--max-num-seqs", type=Count(), help="Running sequences over the pipeline.  [default: 64 x stages]"),
-    click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-    ),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
+    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
     click.option(
         "--max-model-len", type=Count(), help="Most tokens of prompt and output together.  [default: the model's]"
     ),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sarathi_pp.errors import InputError, MissingError, UnsafeError, UnsupportedModelError
+from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsafeError, UnsupportedModelError
 from sarathi_pp.model.checkpoint import Checkpoint, open_checkpoint, read_json, safe_path
 from sarathi_pp.model.families import FAMILIES, Family
 
@@ -18,7 +18,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Dynamic and longrope rotate by the longest position of the whole batch, so a sequence's result would depend
 # on its batch mates; the others are fixed tables.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# No kernel here computes in float64; float32 holds what a language model's weights have to say.
+_DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,9 @@ class ModelFacts:
     """What planning needs to know of a model.
 
     num_heads, num_kv_heads, head_dim: of the attention. max_position_embeddings: most tokens of prompt and
-    output together. dtype: float type most of the weights are stored in, torch's name. eos_token_ids: may
-    be empty. fingerprint: hex, equal for equal config.json and equal tensor names, types, shapes and files.
+    output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
+    eos_token_ids: may be empty. fingerprint: hex, equal for equal config.json and equal tensor names, types, shapes
+    and files.
     """
 
     model_type: str
@@ -43,6 +45,12 @@ class ModelFacts:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+
+    def max_model_len(self, asked: int | None) -> int:
+        """Most tokens of prompt and output together in a run. Raises ConfigError for more than there are positions."""
+        if asked is not None and asked > self.max_position_embeddings:
+            raise ConfigError(f"--max-model-len is {asked}; the model has {self.max_position_embeddings} positions")
+        return asked or self.max_position_embeddings
 
 
 def check_model(directory: Path) -> ModelFacts:

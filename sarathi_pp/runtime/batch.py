@@ -85,6 +85,7 @@ def preflight(job: BatchJob) -> Preflight:
     RunDirectory.check(run_path, overwrite=job.overwrite)
     config, model_dir, profile, facts = _open_model(config)
     partition(facts.num_layers, config.stages, config.layer_split)
+    facts.max_model_len(config.max_model_len)
     defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
     defaults = defaults.with_command(config.sampling_overrides)
     warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
@@ -231,8 +232,8 @@ def _run_rank(
     watchdog = Watchdog(leave)
     if place.store is not None:
         watchdog.follow_parent()
-    elif place.under_torchrun:
-        watchdog.follow_agent(place.rank)
+    else:
+        watchdog.heed_sigterm(place.rank)
     from sarathi_pp.runtime.job import Job
     from sarathi_pp.runtime.topology import Topology
 

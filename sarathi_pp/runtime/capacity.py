@@ -10,7 +10,7 @@ import torch
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.errors import CapacityError, ConfigError
+from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.support import ModelFacts
 
@@ -62,20 +62,18 @@ def resolve(
     Raises ConfigError for a --max-model-len beyond the model's positions.
     """
     num_stages = len(layers)
-    max_model_len = config.max_model_len or facts.max_position_embeddings
-    if max_model_len > facts.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len is {max_model_len}; {config.model} has {facts.max_position_embeddings} positions"
-        )
+    max_model_len = facts.max_model_len(config.max_model_len)
     max_num_seqs = config.max_num_seqs or _SEQS_PER_STAGE * num_stages
     useful = max_num_seqs * -(-max_model_len // page_size)
+    num_pages = min(*pages, useful) if pages else useful
     limits = Limits(
         num_stages=num_stages,
-        chunk_size=config.chunk_size or auto_chunk_size(config.policy),
+        # Every token computed has a place in the pool, so no microbatch is larger than that.
+        chunk_size=min(config.chunk_size or auto_chunk_size(config.policy), num_pages * page_size),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         page_size=page_size,
-        num_pages=min(*pages, useful) if pages else useful,
+        num_pages=num_pages,
         inflight=config.inflight or auto_inflight(config.policy, num_stages),
     )
     return ResolvedRun(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.errors import ConfigError, OutputError, SarathiError
+from sarathi_pp.errors import ConfigError, OutputError, SarathiError, error_class
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import limits_of, resolve
@@ -48,6 +48,8 @@ from sarathi_pp.trace.summary import Analyse, summarise
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
+
+T = TypeVar("T")
 
 # First calls cost the same for larger microbatches.
 _WARM_UP_TOKENS = 256
@@ -82,12 +84,12 @@ class Job:
         self._model_dir = model_dir
         self._watchdog = watchdog
         torch.set_num_threads(place.num_threads())
-        self.device = choose_device(config.device, place)
         self._agree(lambda: _passport(config, facts), must_match=True)
+        self._agree(self._choose_device)
         hosts = self._agree(lambda: {"run_dir": str(run_dir.path), "attempt": run_dir.attempt})
         self._run_dir = run_dir.joining(Path(hosts[0]["run_dir"]), hosts[0]["attempt"], own=config.run_dir is not None)
         located(self._run_dir)
-        layers = partition(facts.num_layers, place.world_size, config.layer_split)
+        layers = self._alike(lambda: partition(facts.num_layers, place.world_size, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
         maker: StageMaker
@@ -99,15 +101,17 @@ class Job:
 
             maker = ModelStages(config, model_dir, facts, self.dtype, self.device, place.local_world_size)
         stages = self._agree(lambda: {"pages": maker.load(layers[place.rank])})
-        self.run: ResolvedRun = resolve(
-            config,
-            facts,
-            layers,
-            [stage["pages"] for stage in stages],
-            page_size=maker.page_size,
-            dtype=dtype_name,
-            device=maker.device_name,
-            attention=maker.attention,
+        self.run: ResolvedRun = self._alike(
+            lambda: resolve(
+                config,
+                facts,
+                layers,
+                [stage["pages"] for stage in stages],
+                page_size=maker.page_size,
+                dtype=dtype_name,
+                device=maker.device_name,
+                attention=maker.attention,
+            )
         )
         self.layers = layers[place.rank]
         self._stage = maker.make(self.run, self.layers, self.dtype)
@@ -200,12 +204,24 @@ class Job:
         with suppress(OutputError):
             self._recorder.close()
 
+    def _choose_device(self) -> dict[str, Any]:
+        self.device = choose_device(self._config.device, self.place)
+        return {}
+
+    def _alike(self, work: Callable[[], T]) -> T:
+        """What every rank does alike; an error is then the same on all of them, and rank 0's to show."""
+        try:
+            return work()
+        except SarathiError as error:
+            error.agreed = True
+            raise
+
     def _agree(self, work: Callable[[], dict[str, Any]], *, must_match: bool = False) -> list[dict[str, Any]]:
         """Every rank's answer; an error on any of them is raised on all, so that none waits for one that left."""
         try:
             mine: dict[str, Any] = {"answer": work()}
         except SarathiError as error:
-            mine = {"error": str(error), "exit_code": error.exit_code}
+            mine = {"error": str(error), "class": type(error).__name__}
         answers = self._topology.exchange(mine)
         for rank, answer in enumerate(answers):
             if "error" in answer:
@@ -340,8 +356,7 @@ def _require_equal(passports: list[dict[str, Any]]) -> None:
 
 def _agreed_error(rank: int, answer: dict[str, Any], place: Place) -> SarathiError:
     where = f"stage {rank} (rank {rank}): " if place.world_size > 1 else ""
-    error = SarathiError(where + answer["error"])
-    error.exit_code = answer["exit_code"]
+    error = error_class(answer["class"])(where + answer["error"])
     error.agreed = True
     return error
 

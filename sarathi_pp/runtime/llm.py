@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import operator
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -79,7 +80,8 @@ class LLM:
         if place is not None and stages not in (None, place.world_size):
             raise ConfigError(f"stages is {stages}, and torchrun started {place.world_size} processes: leave it out")
         try:
-            config = RunConfig(model=model, stages=place.world_size if place else stages or 1, **options)
+            asked = 1 if stages is None else stages
+            config = RunConfig(model=model, stages=place.world_size if place else asked, **options)
         except TypeError as error:
             raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
         model_dir = find_model(config.model)
@@ -130,11 +132,13 @@ class LLM:
         """Answers in the order of the prompts, each a string or a list of token ids.
 
         sampling_params: for all prompts, or one each; None takes the model's generation_config.json.
-        Raises PeerLostError if a stage is lost.
+        Raises PeerLostError if a stage is lost, ConfigError for arguments that are none of these.
         """
+        if not isinstance(prompts, Sequence):
+            raise ConfigError(f"prompts is {prompts!r:.60}; give a string, token ids, or a list of them")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            return self._run([_prompt_line(cast(Prompt, prompts))], sampling_params)
-        return self._run([_prompt_line(prompt) for prompt in cast(Sequence[Prompt], prompts)], sampling_params)
+            return self._run([_prompt_line(prompts)], sampling_params)
+        return self._run([_prompt_line(prompt) for prompt in prompts], sampling_params)
 
     def chat(
         self,
@@ -147,7 +151,10 @@ class LLM:
         return self._run([ParsedLine(0, None, "own", messages=chat) for chat in chats], sampling_params)
 
     def close(self) -> dict[str, Any] | None:
-        """End the workers; returns the report of everything generated (None where there is none)."""
+        """End the workers; returns the report of everything generated (None where there is none).
+
+        Without causes and advice: with a `run_dir`, `sarathi-pp report` finds them.
+        """
         if self._closed:
             return None
         self._closed = True
@@ -197,6 +204,8 @@ class LLM:
     ) -> Sequence[SamplingParams | None]:
         if given is None or isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
+            raise ConfigError(f"sampling_params is {given!r:.60}; give SamplingParams(...), or a list of them")
         if len(given) != count:
             raise ConfigError(f"{len(given)} sampling_params were given for {count} prompts; give one, or one each")
         return given
@@ -213,10 +222,13 @@ class LLM:
             return Row(index + 1, index, "own", error=error, arrival_s=now_s)
 
 
-def _prompt_line(prompt: Prompt) -> ParsedLine:
+def _prompt_line(prompt: object) -> ParsedLine:
     if isinstance(prompt, str):
         return ParsedLine(0, None, "own", prompt=prompt)
-    return ParsedLine(0, None, "own", prompt_token_ids=tuple(prompt))
+    try:
+        return ParsedLine(0, None, "own", prompt_token_ids=tuple(map(operator.index, prompt)))  # type: ignore[call-overload]
+    except TypeError:
+        raise ConfigError(f"prompts holds {prompt!r:.60}; each must be a string or a list of token ids") from None
 
 
 def _output(line: ParsedLine, ended: FinishedRow) -> RequestOutput:

@@ -248,7 +248,8 @@ class _LineReader:
         except ValueError as error:
             self.fail("invalid_json", f"not JSON: {error}")
         if not isinstance(record, dict):
-            self.fail("invalid_json", f"a line must be a JSON object, and this one is {_kind(record)}")
+            kind = "null" if record is None else _kind(record)
+            self.fail("invalid_json", f"a line must be a JSON object, and this one is {kind}")
         name, self._form = _name(record)
         if record.get("id") is not None and record.get("custom_id") is not None:
             self.fail("invalid_parameter", "id and custom_id are both given; keep one")

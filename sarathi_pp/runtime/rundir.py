@@ -31,8 +31,11 @@ class RunDirectory:
 
     @classmethod
     def check(cls, path: Path, *, overwrite: bool) -> None:
-        """Raises ConfigError where an earlier run's directory would be written over."""
-        if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+        """Raises ConfigError where an earlier run's directory would be written over.
+
+        Not where a start was refused before it ran anything: whoever corrects the option may start again.
+        """
+        if path.exists() and not overwrite and (not path.is_dir() or not all(map(_left_by_a_refusal, path.iterdir()))):
             raise ConfigError(f"the run directory {path} exists; use --overwrite, or --run-dir with another one")
 
     @classmethod
@@ -86,3 +89,10 @@ class RunDirectory:
         partial = self.path / f".{name}.{os.getpid()}.part"
         partial.write_text(text)
         partial.replace(self.path / name)
+
+
+def _left_by_a_refusal(entry: Path) -> bool:
+    """The code that it ended with, and a directory for traces that never began."""
+    if entry.is_dir():
+        return entry.name.startswith("attempt-") and not any(entry.iterdir())
+    return entry.name == "exit_code"

@@ -99,6 +99,8 @@ class RequestMaker:
 
     def _encode(self, parsed: ParsedLine) -> Encoded:
         if parsed.prompt_token_ids is not None:
+            if not parsed.prompt_token_ids:
+                raise RowError("empty_prompt", "the prompt is empty; it needs at least one token id")
             return Encoded(self.tokenizer.check_token_ids(parsed.prompt_token_ids))
         if parsed.messages is not None:
             return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs)

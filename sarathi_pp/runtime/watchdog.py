@@ -53,10 +53,10 @@ class Watchdog:
 
         threading.Thread(target=watch, name="follow parent", daemon=True).start()
 
-    def follow_agent(self, stage: int) -> None:
-        """Leave the exit code behind also when torchrun's agent stops this process.
+    def heed_sigterm(self, stage: int) -> None:
+        """Leave the exit code behind also when torchrun's agent, or a batch system, stops this process.
 
-        It sends SIGTERM to the survivors of a lost stage, mostly before they have noticed the loss themselves.
+        The agent sends SIGTERM to the survivors of a lost stage, mostly before they have noticed the loss themselves.
         The main thread may be inside a library then, where no handler of Python's runs; the wake-up descriptor
         is written to at once.
         """
@@ -72,7 +72,7 @@ class Watchdog:
                 self.report(PeerLostError(f"stage {stage} (rank {stage}) was stopped by SIGTERM"))
                 self._ended.wait()
 
-        threading.Thread(target=watch, name="follow agent", daemon=True).start()
+        threading.Thread(target=watch, name="heed SIGTERM", daemon=True).start()
 
     def dismiss(self) -> None:
         """The run is over in order, or the main thread has the error in hand."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame
@@ -47,8 +47,16 @@ class Edge:
     device: torch.device
 
     def buffer(self) -> torch.Tensor:
-        """One message's bytes. On CPU untouched until used, so that a large bound costs no memory by itself."""
-        return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        """One message's bytes. On CPU untouched until used, so that a large bound costs no memory by itself.
+
+        Raises CapacityError where there is no room for them.
+        """
+        try:
+            return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            raise CapacityError(
+                f"no memory for messages of up to {self.message_bytes} bytes; try a smaller --chunk-size"
+            ) from error
 
 
 class TorchSender:

@@ -31,6 +31,11 @@ def schedule(cost, work, **limits):
     return drive(coordinator(cost, **limits), work, [0] * len(work))[1]
 
 
+def test_a_ceiling_beyond_all_use_costs_neither_time_nor_a_different_schedule():
+    work = requests(8, 300, 20)
+    assert schedule(model(64), work, chunk_size=10**15) == schedule(model(64), work, chunk_size=4096)
+
+
 def test_totals_are_whole_tiles_while_prompts_last():
     batches = schedule(model(64), requests(24, 300, 20), max_num_seqs=64)
     backlog = [m for m in batches if m.num_prefill_tokens][:-6]

@@ -158,6 +158,20 @@ def test_a_stage_killed_during_set_up_leaves_the_code_too(stage, start, tmp_path
     running.expect_nobody_left()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_that_is_told_to_stop_ends_with_75(stages, start):
+    running = start(COMMAND, "--stages", str(stages), "--quiet")
+    started_s = time.monotonic()
+    running.process.terminate()
+    said = running.process.communicate(timeout=60)[1]
+    assert time.monotonic() - started_s < MOST_S
+    assert running.process.returncode == PeerLostError.exit_code, said
+    assert "Traceback" not in said
+    assert running.files.exit_code() == PeerLostError.exit_code
+    running.expect_nobody_left()
+    running.expect_whole_answers()
+
+
 def test_workers_end_with_a_launcher_that_is_killed(start):
     running = start(COMMAND, "--stages", "2", "--quiet")
     running.process.kill()

@@ -107,6 +107,10 @@ def test_dtype_is_that_of_most_bytes(write: Write) -> None:
     assert check_model(directory).dtype == "bfloat16"
 
 
+def test_float64_is_computed_in_the_widest_type_that_runs(write: Write) -> None:
+    assert check_model(write(dtype="float64")).dtype == "float32"
+
+
 def test_fingerprint_sees_config_names_shapes_and_types_but_not_place(write: Write, tmp_path: Path) -> None:
     first = check_model(write()).fingerprint
     assert check_model(write()).fingerprint == first

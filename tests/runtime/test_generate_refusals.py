@@ -54,6 +54,8 @@ def copy_model(tmp_path, **changed):
         (["--request-rate", "0"], 2, "--request-rate is 0"),
         (["--kv-cache-memory", "much"], 2, "4GiB"),
         (["--dtype", "int8"], 2, "int8"),
+        (["--max-model-len", "9999"], 2, "--max-model-len is 9999; the model has 1152 positions"),
+        (["--seed", "9" * 20], 2, "it must be a 64-bit integer"),
     ],
 )
 def test_options_that_cannot_work(tmp_path, capsys, prompts, options, code, says):
@@ -103,6 +105,34 @@ def test_pickled_weights_and_missing_shards(tmp_path, capsys, prompts):
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     code, says = refuse(capsys, "--model", model, "-i", prompts, "-o", tmp_path / "out.jsonl")
     assert code == 66 and "model-00001-of-00002.safetensors" in says
+
+
+@pytest.mark.timeout(120)
+def test_a_start_that_was_refused_is_not_in_the_way_of_the_next(tmp_path, prompts):
+    """Refused by the workers, who alone know torch: said once, and the corrected command runs."""
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "--stages", "2", "--quiet"]
+    command += ["-i", str(prompts), "-o", str(out)]
+    done = subprocess.run([*command, "--kv-cache-memory", "1KiB"], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("CapacityError: stage 0 (rank 0): layers [0, 3) need") == 1
+    assert (tmp_path / "out.jsonl.run" / "exit_code").read_text() == "2\n"
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["text"] == "3"
+    out.unlink()
+    assert subprocess.run(command, capture_output=True).returncode == 2, "there is a run to lose now"
+
+
+@pytest.mark.timeout(120)
+def test_a_size_beyond_all_use_is_the_largest_of_use(tmp_path, prompts):
+    for policy, stages in (("balanced", "1"), ("sarathi", "2")):
+        command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "--stages", stages]
+        command += ["-i", str(prompts), "-o", str(tmp_path / f"{policy}.jsonl"), "--policy", policy]
+        command += ["--chunk-size", "99999999999999", "--quiet", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["chunk_size"] == 64 * int(stages) * 1152
 
 
 @pytest.mark.timeout(120)

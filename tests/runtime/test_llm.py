@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sarathi_pp import LLM, SamplingParams
-from sarathi_pp.errors import ConfigError, MissingError
+from sarathi_pp.errors import CapacityError, ConfigError, MissingError
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")
 LONG = "1+1=2\n" * 300 + "1+2="
@@ -58,6 +59,46 @@ def test_refusals():
         LLM(ADDER, stages=9)
     with LLM(ADDER) as llm, pytest.raises(ConfigError, match="1 sampling_params were given for 2 prompts"):
         llm.generate(["1+2=", "1+2="], [SamplingParams()])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"stages": 0}, "--stages is 0; it must be an integer of at least 1"),
+        ({"stages": 1.5}, "--stages is 1.5"),
+        ({"stages": "2"}, "--stages is '2'"),
+        ({"chunk_size": "7"}, "--chunk-size is '7'"),
+        ({"page_size": 2.5}, "--page-size is 2.5"),
+        ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, float32"),
+        ({"device": "tpu"}, "--device is 'tpu'"),
+        ({"seed": "x"}, "--seed is 'x'; it must be a 64-bit integer"),
+        ({"layer_split": "2,3"}, "--layer-split is '2,3'; it must be integers, one a stage, or 'even'"),
+        ({"sampling_overrides": {"bogus": 1}}, "--sampling-overrides is 'bogus'"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_named(options, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        LLM(ADDER, **options)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_error_of_the_set_up_keeps_its_class(stages):
+    with pytest.raises(CapacityError, match="one KV page"):
+        LLM(ADDER, stages=stages, kv_cache_memory_bytes=1024)
+
+
+def test_arguments_of_the_wrong_kind_are_refused_and_harm_nothing():
+    with LLM(ADDER) as llm:
+        for prompts in (3, None, [None], [[1, 2.5]], [["12"]]):
+            with pytest.raises(ConfigError, match=r"^prompts (is|holds) "):
+                llm.generate(prompts)
+        for params in ({"temperature": 1}, ["x"], 3):
+            with pytest.raises(ConfigError, match=r"^sampling_params is "):
+                llm.generate(["1+2="], params)
+        empty, answered = llm.generate([[], "40+2="], SamplingParams(max_new_tokens=8, stop=None))
+        assert empty.error is not None and empty.error.code == "empty_prompt"
+        assert answered.outputs[0].text == "42"
 
 
 SCRIPT = """

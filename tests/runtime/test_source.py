@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sarathi_pp.config import SamplingParams
@@ -192,6 +193,25 @@ def test_the_reader_stays_within_its_capacity(tmp_path):
     assert len(written) < 10 + 3 + 5
     assert len(drain(source)) == 190
     feeder.join()
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """100,000 lines of 500 bytes: what stays of each is the hash of its id."""
+    path = tmp_path / "in.jsonl"
+    with open(path, "w") as file:
+        for number in range(100_000):
+            file.write(json.dumps({"id": f"row-{number:06}", "prompt": "word " * 95}) + "\n")
+    assert path.stat().st_size > 50e6
+    source = opened(str(path), capacity=1024, limits=replace(LIMITS, max_model_len=500, num_pages=500))
+    process = psutil.Process()
+    before = most = process.memory_info().rss
+    taken = 0
+    while not source.exhausted:
+        source.wait(1.0)
+        taken += len(source.take(1024))
+        most = max(most, process.memory_info().rss)
+    assert taken == 100_000
+    assert most - before < 30e6
 
 
 def test_take_gives_no_more_than_asked_and_never_waits(tmp_path):

@@ -164,7 +164,8 @@ def _sustained(
     step = min(max(tile, _LEAST_STEP), chunk_size)
     least = min(chunk_size // step, max(1, math.ceil(decodes * (1 + min(1.0, ratio)) / step))) * step
     best, best_rate = least, 0.0
-    for size in range(least, chunk_size + 1, step):
+    most = max(least, min(chunk_size, math.ceil(sustained / step) * step))  # beyond, only the time grows
+    for size in range(least, most + 1, step):
         tokens = min(size, sustained)
         rate = tokens / (stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio))
         if rate > best_rate * _WORTHWHILE:

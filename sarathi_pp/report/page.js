@@ -353,7 +353,9 @@
     };
     plot.on("plotly_relayouting", follow);
     plot.on("plotly_afterplot", follow);
+    // Plotly's is two taps within 0.3 s; how far apart clicks of a mouse may be the browser knows.
     plot.on("plotly_doubleclick", () => show(MOVES.all()));
+    view.addEventListener("mousedown", (event) => { if (event.detail === 2) show(MOVES.all()); }, { capture: true });
     view.addEventListener("wheel", turn, { passive: false });
     view.addEventListener("pointermove", point);
     view.addEventListener("pointerdown", point);

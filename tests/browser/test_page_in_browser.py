@@ -190,7 +190,7 @@ def test_it_zooms_and_pans_with_wheel_drag_and_double_click(opened: Opener, widt
     until_shown(page, f"begin > {begin} + 0.1")
     dragged = shown(page)
     assert dragged[1] - dragged[0] == pytest.approx(end - begin)
-    page.mouse.dblclick(x, y)
+    page.mouse.dblclick(x, y, delay=400)  # slower than what plotly takes for one
     until_shown(page, "begin === 0 && end === 9")
 
 

@@ -139,7 +139,7 @@ def load_stage(
             raise InputError(f"{directory}: the weights do not fit config.json: {error}") from error
     _require_complete(directory, layers, module, loaded)
     if device.type == "cpu" and _has_experts(config):
-        # The grouped product that is the default computes in bf16 only on CPU.
+        # The default, a grouped product, takes nothing but bf16 on CPU in the older torch releases supported.
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
     module.to(device)

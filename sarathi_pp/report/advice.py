@@ -39,6 +39,7 @@ from sarathi_pp.report.remedies import (
     keep_busy,
     larger_chunks,
     longer_run,
+    most_running,
     num_chunks,
     pages_ran_out,
     smaller_chunks,
@@ -151,14 +152,15 @@ def _slow_stage(report: Report) -> Advice | None:
 
 def _few_sequences(report: Report) -> Advice | None:
     """Decodes read every weight once a pass, however many ride in it: fewer at once means more passes."""
-    limit, requests = report.get("max_num_seqs"), report["requests"]
-    most = min(requests, limit or requests)
+    limit, requests, most = report.get("max_num_seqs"), report["requests"], most_running(report)
     decoding_s = _decoding_s(report)
     if not decoding_s:
         return None
     if most >= _FEW_SEQUENCES:
         return _few_in_pages(report, decoding_s)
     seen = f"At most {_counted(most, 'sequence')} ran at once: too few to share the passes that decodes need."
+    if requests > most and most != limit:
+        return None  # they came one after the other
     if requests > most:
         wanted = min(requests, _FEW_SEQUENCES * report["stages"])
         passes_s = min(report["wall_s"], decoding_s / most)
@@ -247,8 +249,13 @@ def _flat_chunks(fewer: Report, more: Report) -> Advice | None:
 
 
 def _advice(report: Report, rule: str, seen: str, remedy: Remedy, lost_s: float) -> Advice | None:
-    """The remedy against lost_s seconds of the run; None where that is too little to speak of."""
-    wall_s, gain_s = report["wall_s"], lost_s * remedy.share
+    """The remedy against lost_s seconds of the run; None where that is too little to speak of.
+
+    No work is done before it is there: what is saved is saved after the run has last been up with its arrivals.
+    """
+    wall_s = report["wall_s"]
+    lost_s = min(lost_s, wall_s - report.get("paced_until_s", 0.0))
+    gain_s = lost_s * remedy.share
     if (gain_s if remedy.share else lost_s) < _WORTHWHILE * wall_s:
         return None
     if not remedy.share:

@@ -102,7 +102,7 @@ def equal_contexts(report: Report) -> Remedy | None:
     if policy_name(report) != "balanced":
         return Remedy("--policy balanced", "shares decodes out by the length of their contexts")
     limit = report.get("max_num_seqs")
-    if limit is None or limit >= report["requests"]:
+    if limit is None or limit >= report["requests"] or most_running(report) < limit:
         return None
     # The spread of a sum of n contexts, over its mean, falls as 1 / sqrt(n).
     wanted = min(report["requests"], 2 * limit)
@@ -118,11 +118,10 @@ def even_layers(report: Report) -> Remedy | None:
 
 
 def hide_transfers(report: Report) -> Remedy | None:
-    """One more in flight, where it was that limit which the coordinator waited for, and not for tokens or requests."""
-    stages, inflight, waits = report["stages"], report["inflight"], report.get("issue_waits_s")
-    limited_s = waits["full"] + waits["held"] if waits else 0.0
-    if not waits or limited_s <= sum(waits.values()) / 2:
-        return larger_chunks(report)
+    """One more in flight where the coordinator waited for that limit, more sequences where it waited for those."""
+    stages, inflight, limited_s = report["stages"], report["inflight"], report.get("issue_limited_s")
+    if limited_s is None or limited_s <= sum(report["issue_waits_s"].values()) / 2:
+        return _more_seats(report, "keeps some to compute while the tokens of others travel") or larger_chunks(report)
     if inflight >= 2 * stages:
         return larger_chunks(report)
     return Remedy(f"--inflight {inflight + 1}", "gives stages a microbatch to compute while another one travels")
@@ -140,14 +139,29 @@ def longer_run(report: Report) -> Remedy | None:
 
 def keep_busy(report: Report) -> Remedy:
     """More to issue: pages, places for sequences, or requests, whichever ran out."""
-    limit, requests, stages = report.get("max_num_seqs"), report["requests"], report["stages"]
+    requests, stages = report["requests"], report["stages"]
     if pages_ran_out(report):
         return Remedy("--kv-cache-memory", "of twice the size holds more sequences at once: pages ran out")
-    if limit and requests > limit:
-        return Remedy(f"--max-num-seqs {min(requests, 2 * limit)}", "lets more of the waiting requests run")
+    more = _more_seats(report, "lets more of the waiting requests run")
+    if more is not None:
+        return more
     if 1 < requests < stages:
         return Remedy(f"--stages {requests}", f"is about as fast, on {stages - requests} fewer (an estimate)", 0)
     return Remedy("--input", "with twice the requests gives them something to do while these wait", 0.5)
+
+
+def _more_seats(report: Report, how: str) -> Remedy | None:
+    """Where there were requests for them: all seats were taken, and fewer than there were requests."""
+    limit, requests = report.get("max_num_seqs"), report["requests"]
+    if not limit or requests <= limit or most_running(report) < limit:
+        return None
+    return Remedy(f"--max-num-seqs {min(requests, 2 * limit)}", how)
+
+
+def most_running(report: Report) -> int:
+    """Sequences at once; a report that does not tell is taken to have had as many as it might."""
+    might = min(report["requests"], report.get("max_num_seqs") or report["requests"])
+    return int(min(might, report.get("peak_running", might)))
 
 
 def pages_ran_out(report: Report) -> bool:

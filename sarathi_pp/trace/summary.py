@@ -6,22 +6,21 @@ tokens of requests that completed, over the run window; loading and reporting li
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.causes import explain
-from sarathi_pp.trace.events import Event, StarvedReason
+from sarathi_pp.trace.events import Event
 from sarathi_pp.trace.latency import Spread, latency_series
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
+from sarathi_pp.trace.waits import measure_waits
 
 SCHEMA = "sarathi-pp/report/1"
 
@@ -64,13 +63,16 @@ def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
     """Raises InputError or MissingError for traces that cannot be used."""
     if not traces:
         raise InputError("there are no traces; a report needs one of each stage")
-    return Timeline.read(read_trace(trace) if isinstance(trace, Path) else trace for trace in traces)
+    timeline = Timeline.read(read_trace(trace) if isinstance(trace, Path) else trace for trace in traces)
+    timeline.check_order()
+    return timeline
 
 
 def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None = None) -> Report:
     """The same from what was already read and measured."""
     settings = timeline.stages[0].start
     fitted = fit(timeline) if fit is not None else None
+    waits = measure_waits(timeline)
     return {
         "schema": SCHEMA,
         "policy": settings.policy,
@@ -91,7 +93,10 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         ],
         "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
         "cost_error": fitted.error if fitted is not None else None,
-        "issue_waits_s": _issue_waits(timeline),
+        "issue_waits_s": waits.issue_s,
+        "issue_limited_s": waits.limited_s,
+        "peak_running": waits.peak_running,
+        "paced_until_s": waits.paced_until_s,
         "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
         **{name: asdict(Spread.of(values)) for name, values in latency_series(timeline.finished).items()},
         **_variation(timeline, bubbles),
@@ -101,22 +106,6 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "closing_error": max(stage.closing_error for stage in bubbles.stages),
         "notes": [*_notes(timeline, bubbles), *(_UNFITTED if fit is not None and fitted is None else ())],
     }
-
-
-def _issue_waits(timeline: Timeline) -> Report:
-    """Seconds of the window in which the coordinator had looked and found nothing to issue, by the reason."""
-    begin, end = timeline.window
-    waits = dict.fromkeys(get_args(StarvedReason), 0.0)
-    issues = [event.at_s for event in timeline.issued]
-    for event, following in zip_longest(timeline.starved, timeline.starved[1:]):
-        next_issue = bisect_left(issues, event.at_s)
-        over_s = min(
-            end,
-            issues[next_issue] if next_issue < len(issues) else end,
-            following.at_s if following is not None else end,
-        )
-        waits[event.reason] += max(0.0, over_s - max(begin, event.at_s))
-    return waits
 
 
 def _throughput(timeline: Timeline, wall_s: float) -> Report:

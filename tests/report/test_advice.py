@@ -51,6 +51,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "per_stage": [{"compute_s": 90.0, "no_work_s": 10.0}, {"compute_s": 90.0, "no_work_s": 0.0}],
         "causes": CAUSES,
         "issue_waits_s": waits(full=10.0),
+        "issue_limited_s": 10.0,
         "ttft_s": {"mean": 10.0},
         "e2el_s": {"mean": 80.0},
         "itl_s": {"p50": 0.1},
@@ -58,7 +59,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "preemptions": 0,
         "max_num_seqs": 128,
     }
-    assert changes.keys() <= base.keys() | {"attention"}, changes
+    assert changes.keys() <= base.keys() | {"attention", "peak_running", "paced_until_s"}, changes
     return base | changes
 
 
@@ -146,14 +147,33 @@ def test_a_cause_that_no_option_changes_gives_way_to_the_next(cause: str, settin
     assert advise(report(bubble_ratio=0.2, causes=causes(**{cause: 20.0}), **settings)) == []
 
 
-@pytest.mark.parametrize("limit", ["full", "held"])
-def test_one_more_in_flight_helps_where_their_number_was_waited_for(limit: str) -> None:
+def test_one_more_in_flight_helps_where_their_number_was_waited_for() -> None:
     slow = report(bubble_ratio=0.2, causes=causes(communication_s=20.0), policy="orca")
-    (advice,) = advise(slow | {"issue_waits_s": waits(**{limit: 6.0}, tokens_in_flight=5.0)})
-    assert advice.option == "--inflight 3"
-    assert advise(slow | {"issue_waits_s": waits(**{limit: 5.0}, tokens_in_flight=6.0)}) == []
-    assert advise(slow | {"issue_waits_s": waits()}) == []
-    assert advise({name: value for name, value in slow.items() if name != "issue_waits_s"}) == []
+    both = {"issue_waits_s": waits(full=8.0, tokens_in_flight=3.0)}
+    assert only(advise(slow | both | {"issue_limited_s": 6.0})).option == "--inflight 3"
+    assert advise(slow | both | {"issue_limited_s": 5.0}) == []
+    assert only(advise(slow | both | {"issue_limited_s": 5.0, "max_num_seqs": 20})).option == "--max-num-seqs 40"
+    assert advise(slow | {"issue_waits_s": waits(), "issue_limited_s": 0.0}) == []
+    assert advise({name: value for name, value in slow.items() if name != "issue_limited_s"}) == []
+
+
+def test_more_seats_help_where_they_ran_out() -> None:
+    starved = {"causes": causes(starvation_s=20.0), "max_num_seqs": 20}
+    assert only(advise(report(**starved, peak_running=20))).option == "--max-num-seqs 40"
+    assert only(advise(report(**starved, peak_running=19))).option == "--input"
+    uneven = {"causes": causes(decode_context_s=20.0), "policy": "balanced", "max_num_seqs": 32, "bubble_ratio": 0.2}
+    assert only(advise(report(**uneven, peak_running=32))).option == "--max-num-seqs 64"
+    assert advise(report(**uneven, peak_running=31)) == []
+    few = {"max_num_seqs": 16, "ttft_s": {"mean": 1.0}, "e2el_s": {"mean": 4.0}}
+    assert given_by("few_sequences", advise(report(**few, peak_running=3))) is None, "they came one after the other"
+    assert given_by("few_sequences", advise(report(**{**few, "max_num_seqs": 3}, peak_running=3))) is not None
+
+
+def test_what_is_paced_by_its_arrivals_cannot_be_made_shorter() -> None:
+    slow = report(bubble_ratio=0.4, causes=causes(starvation_s=40.0, communication_s=30.0))
+    assert [advice.gain_s for advice in advise(slow)] == [15.0, 10.0]
+    assert [advice.gain_s for advice in advise(slow | {"paced_until_s": 92.0})] == [8.0, 4.0]
+    assert advise(slow | {"paced_until_s": 99.5}) == []
 
 
 def test_larger_chunks_help_where_prompts_fill_the_chunks_there_are() -> None:

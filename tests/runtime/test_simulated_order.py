@@ -40,10 +40,15 @@ def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> Non
         options = ("--policy", policy, "--chunk-size", "48", "--max-num-seqs", "6", "--quiet")
         run((*COMMAND, "generate", "--emulate", str(path), *where, *options), folder, timeout_s=120)
         lines = map(json.loads, files.traces()[0].read_text().splitlines())
-        assert [event.text for event in timeline.issued] == [line["x"] for line in lines if line["e"] == "issued"]
-        return files.report()
+        return files.report() | {"order": [line["x"] for line in lines if line["e"] == "issued"]}
 
-    report = least_disturbed(measure, tmp_path, lambda report: abs(report["bubble_ratio"] - predicted.bubble_ratio))
+    def off(report: dict[str, Any]) -> float:
+        """A machine that stands still for tens of milliseconds turns the order: two results come at once."""
+        return abs(report["bubble_ratio"] - predicted.bubble_ratio) + (report["order"] != expected)
+
+    expected = [event.text for event in timeline.issued]
+    report = least_disturbed(measure, tmp_path, off)
+    assert report["order"] == expected
     assert predicted.wall_s == pytest.approx(report["wall_s"], rel=0.1)
     assert predicted.bubble_ratio == pytest.approx(report["bubble_ratio"], abs=0.03)
     assert bubble_floor(report) == pytest.approx(0, abs=0.02)

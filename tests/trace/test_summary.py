@@ -16,7 +16,6 @@ from sarathi_pp.trace.events import (
     RequestFinished,
     Returned,
     RowRefused,
-    Starved,
     encode,
 )
 from sarathi_pp.trace.summary import Report, summarise
@@ -86,6 +85,9 @@ GOLDEN = {
     "causes": None,
     "cost_error": None,
     "issue_waits_s": {"full": 0.0, "held": 0.0, "no_arrivals": 0.0, "no_kv": 0.0, "tokens_in_flight": 0.0},
+    "issue_limited_s": 0.0,
+    "peak_running": 8,
+    "paced_until_s": 0.0,
     "request_bubble_s": {"p50": 0.0, "p90": 0.0, "p99": 0.0},
     "ttft_s": {"mean": 5.5, "p50": 5.5, "p90": 8.3, "p99": 8.93},
     "tpot_s": NULLS,
@@ -206,25 +208,6 @@ def test_kv_use_and_fragmentation_are_time_means() -> None:
     assert (kv["fragmentation"], kv["mean_used"], kv["peak_used"]) == (pytest.approx(0.375), pytest.approx(1.25), 2)
     cut_short = [*events[:4], *events[5:6]]  # as read from a run that goes on: the second has no result yet
     assert summarise([cut_short])["kv"]["mean_used"] == pytest.approx(1.0)
-
-
-def test_what_the_coordinator_waited_for_is_summed_by_reason() -> None:
-    events: list[Event] = [
-        start(0, 1),
-        Starved(-5.0, "no_arrivals"),  # before the window
-        Issued(0, 0.0, "m0[s0:0+8]", 8, 0, 0, 0.0, 1, 8),
-        Starved(0.5, "tokens_in_flight"),
-        Starved(0.75, "full"),
-        Compute(0, 0.0, 0.0, 0.0, 2.0),
-        Returned(0, 2.0),
-        Issued(1, 2.25, "m1[d s0:8]", 0, 1, 9, 0.0, 1, 9),
-        Starved(3.0, "held"),
-        Compute(1, 2.25, 2.25, 2.25, 4.0),
-        Returned(1, 4.0),
-        Starved(4.5, "no_arrivals"),  # and after it
-    ]
-    waits = {"full": 1.5, "held": 1.0, "no_arrivals": 0.0, "no_kv": 0.0, "tokens_in_flight": 0.25}
-    assert summarise([events])["issue_waits_s"] == waits
 
 
 def test_notes_name_what_the_figures_do_not_show() -> None:

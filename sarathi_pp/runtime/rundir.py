@@ -35,7 +35,7 @@ class RunDirectory:
 
         Not where a start was refused before it ran anything: whoever corrects the option may start again.
         """
-        if path.exists() and not overwrite and (not path.is_dir() or not all(map(_left_by_a_refusal, path.iterdir()))):
+        if path.exists() and not overwrite and not (path.is_dir() and _holds_no_run(path)):
             raise ConfigError(f"the run directory {path} exists; use --overwrite, or --run-dir with another one")
 
     @classmethod
@@ -91,8 +91,15 @@ class RunDirectory:
         partial.replace(self.path / name)
 
 
-def _left_by_a_refusal(entry: Path) -> bool:
-    """The code that it ended with, and a directory for traces that never began."""
-    if entry.is_dir():
-        return entry.name.startswith("attempt-") and not any(entry.iterdir())
-    return entry.name == "exit_code"
+def _holds_no_run(path: Path) -> bool:
+    """Empty, or what a refused start leaves: its code, and a directory for traces that never began.
+
+    Without the code somebody else may be setting up there.
+    """
+    entries = {entry.name: entry for entry in path.iterdir()}
+    if not entries:
+        return True
+    ended = entries.pop("exit_code", None) is not None
+    return ended and all(
+        name.startswith("attempt-") and entry.is_dir() and not any(entry.iterdir()) for name, entry in entries.items()
+    )

@@ -75,7 +75,9 @@ def test_files_that_are_not_there_or_in_the_way(tmp_path, capsys, prompts):
     assert code == 2 and "--overwrite" in says and out.read_text() == "dear results\n"
     out.unlink()
     run = tmp_path / "out.jsonl.run"
-    run.mkdir()
+    (run / "attempt-0000").mkdir(parents=True)
+    code, says = refuse(capsys, "--model", ADDER, "-i", prompts, "-o", out)
+    assert code == 2 and "run directory" in says, "another start may be setting up there"
     (run / "report.json").write_text("{}")
     code, says = refuse(capsys, "--model", ADDER, "-i", prompts, "-o", out)
     assert code == 2 and "run directory" in says and (run / "report.json").exists()

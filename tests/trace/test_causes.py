@@ -290,7 +290,7 @@ def test_a_model_of_another_pipeline_is_refused() -> None:
 def test_a_timeline_that_lacks_or_mixes_up_microbatches_is_refused() -> None:
     def refuses(timeline: Timeline, message: str) -> None:
         with pytest.raises(InputError, match=f"damaged: of the microbatches that {message}"):
-            explain(timeline, cost(2))
+            timeline.check_order()
 
     mixed_up, lost, unissued, unreturned = (Run([CHUNK] * 3, cost(2), 2).timeline() for _ in range(4))
     mixed_up.stages[1].microbatches[0], mixed_up.stages[1].microbatches[1] = 1, 0

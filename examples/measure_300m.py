@@ -90,9 +90,16 @@ def write_prompts(path: Path, spec: str) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def start(work_dir: Path, name: str, stages: int, *options: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-P", "-m", "sarathi_pp", name, "--model", str(work_dir / "model"), "--quiet", "--json"]
-    words += ["--stages", str(stages), "--max-num-seqs", str(SEQS), "--overwrite", *options]
+class Work(NamedTuple):
+    """The directory of the model and its prompts, and what the weights are held in."""
+
+    dir: Path
+    dtype: str
+
+
+def start(work: Work, name: str, stages: int, *options: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-P", "-m", "sarathi_pp", name, "--model", str(work.dir / "model"), "--quiet", "--json"]
+    words += ["--dtype", work.dtype, "--stages", str(stages), "--max-num-seqs", str(SEQS), "--overwrite", *options]
     return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
 
 
@@ -113,7 +120,7 @@ class Run(NamedTuple):
     run_dirs: list[Path]
 
 
-def run(work_dir: Path, policy: str, stages: int, ratio: int, copies: int = 1) -> Run:
+def run(work: Work, policy: str, stages: int, ratio: int, copies: int = 1) -> Run:
     """As many copies of a run, started at once when the host is quiet.
 
     Run again where it was not for long; the least disturbed one counts.
@@ -121,21 +128,21 @@ def run(work_dir: Path, policy: str, stages: int, ratio: int, copies: int = 1) -
     tries: list[Run] = []
     for attempt in range(TRIES):
         wait_until_quiet(PATIENCE_S)
-        outputs = [work_dir / f"answers-{attempt}-{copy}.jsonl" for copy in range(copies)]
+        outputs = [work.dir / f"answers-{attempt}-{copy}.jsonl" for copy in range(copies)]
         with stolen() as lost:
-            reports = run_once(work_dir, policy, stages, ratio, outputs)
+            reports = run_once(work, policy, stages, ratio, outputs)
         tries.append(Run(lost.share, reports, [output.with_name(f"{output.name}.run") for output in outputs]))
         if lost.share <= QUIET:
             break
     return min(tries, key=lambda one: one.stolen)
 
 
-def run_once(work_dir: Path, policy: str, stages: int, ratio: int, outputs: Iterable[Path]) -> list[Report]:
-    given = ["--input", str(work_dir / f"prompts-{ratio}.jsonl"), "--policy", policy]
+def run_once(work: Work, policy: str, stages: int, ratio: int, outputs: Iterable[Path]) -> list[Report]:
+    given = ["--input", str(work.dir / f"prompts-{ratio}.jsonl"), "--policy", policy]
     given += ["--chunk-size", str(auto_chunk_size(policy))]
     if stages > 1:
-        given += ["--profile", str(work_dir / "profile.json"), "--layer-split", "even"]
-    started = [start(work_dir, "generate", stages, *given, "--output", str(output)) for output in outputs]
+        given += ["--profile", str(work.dir / "profile.json"), "--layer-split", "even"]
+    started = [start(work, "generate", stages, *given, "--output", str(output)) for output in outputs]
     reports = [finish(process) for process in started]
     assert all(report["failed"] == 0 and report["requests"] == 32 for report in reports), reports
     return reports
@@ -175,13 +182,13 @@ def order(ratios: tuple[int, ...], singles: tuple[int, ...], index: int) -> Iter
                 yield ratio, policy, stages
 
 
-def one_round(work_dir: Path, cases: Iterable[tuple[int, str, int]]) -> Report:
+def one_round(work: Work, cases: Iterable[tuple[int, str, int]]) -> Report:
     wait_until_quiet(PATIENCE_S)
-    finish(start(work_dir, "profile", 2, "--output", str(work_dir / "profile.json")))
-    profile = read_profile(work_dir / "profile.json")
+    finish(start(work, "profile", 2, "--output", str(work.dir / "profile.json")))
+    profile = read_profile(work.dir / "profile.json")
     found: Report = {"profile error": profile.error}
     for ratio, policy, stages in cases:
-        made = run(work_dir, policy, stages, ratio)
+        made = run(work, policy, stages, ratio)
         [report] = made.reports
         kept = (*FIGURES, "microbatches", "per_stage", "chunk_size", "inflight")
         case = found[case_name(ratio, policy, stages)] = {name: report[name] for name in kept}
@@ -195,7 +202,7 @@ def one_round(work_dir: Path, cases: Iterable[tuple[int, str, int]]) -> Report:
             for kind in PREDICTIONS:
                 print(f"    {kind}  " + " ".join(f"{value:.3f}" for value in case[kind].values()), flush=True)
         elif policy == TWICE:
-            both = run(work_dir, policy, 1, ratio, copies=2)
+            both = run(work, policy, 1, ratio, copies=2)
             case["wall_s of two at once"] = statistics.fmean(one["wall_s"] for one in both.reports)
             print(f"    two at once  wall_s {case['wall_s of two at once']:.3f}", flush=True)
     return found
@@ -260,9 +267,17 @@ def summary(rounds: list[Report], singles: tuple[int, ...]) -> Report:
     multiple=True,
     help="A --pd to run on one stage too; may be given several times.  [default: the first --pd]",
 )
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every round.")
-def main(work_dir: Path, ratios: tuple[int, ...], singles: tuple[int, ...], rounds: int, output: Path | None) -> None:
+def main(
+    work_dir: Path,
+    ratios: tuple[int, ...],
+    singles: tuple[int, ...],
+    dtype: str,
+    rounds: int,
+    output: Path | None,
+) -> None:
     singles = singles or ratios[:1]
     for ratio in singles:
         if ratio not in ratios:
@@ -273,10 +288,11 @@ def main(work_dir: Path, ratios: tuple[int, ...], singles: tuple[int, ...], roun
         make_checkpoint(work_dir / "model")
     for ratio in ratios:
         write_prompts(work_dir / f"prompts-{ratio}.jsonl", workload(ratio))
+    work = Work(work_dir, dtype)
     results: list[Report] = []
     with awake():
         for index in range(rounds):
-            results.append(one_round(work_dir, order(ratios, singles, index)))
+            results.append(one_round(work, order(ratios, singles, index)))
             made = {"rounds made": f"{len(results)} of {rounds}"}
             document = record.write(output, {**made, **summary(results, singles), "rounds": results})
     print(json.dumps({name: value for name, value in document.items() if name != "rounds"}, indent=1))

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from math import exp, log
 from typing import Any
 
+from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import Bubbles
 from sarathi_pp.trace.latency import latency_series
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
@@ -74,7 +75,11 @@ def _stage_spans(stage: StageTimeline, origin_s: float, tick_s: float, position:
 
 
 def _block(values: Iterable[int]) -> str:
-    numbers = array("i", values)
+    """Raises InputError for a number that no run writes."""
+    try:
+        numbers = array("i", values)
+    except OverflowError:
+        raise InputError("the traces are damaged: a microbatch has more than 2,147,483,647 of something") from None
     if sys.byteorder == "big":
         numbers.byteswap()
     return _deflated(numbers.tobytes())

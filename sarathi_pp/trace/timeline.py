@@ -24,6 +24,8 @@ from sarathi_pp.trace.events import (
 )
 from sarathi_pp.trace.intervals import Interval, merge
 
+_COPY_AGAIN = "if they were copied, copy them again"
+
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
@@ -114,9 +116,9 @@ class Timeline:
             timeline._read_stage(events)
         timeline.stages.sort(key=lambda stage: stage.start.stage)
         found = [stage.start.stage for stage in timeline.stages]
-        expected = list(range(timeline.stages[0].start.num_stages)) if timeline.stages else [0]
-        if found != expected:
-            raise InputError(f"the traces are of stages {found}; a report needs one of each of {expected}")
+        num_stages = timeline.stages[0].start.num_stages if timeline.stages else 1
+        if len(found) != num_stages or found != list(range(num_stages)):
+            raise InputError(f"the traces are of stages {found}; a report needs one of each of 0 to {num_stages - 1}")
         timeline._cut()
         return timeline
 
@@ -138,7 +140,16 @@ class Timeline:
         return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
 
     def check_order(self) -> None:
-        """Raises InputError unless microbatches 0, 1, 2, ... is what each list has of those that came back."""
+        """Raises InputError unless microbatches 0, 1, 2, ... is what each list has of those that came back, and no
+        span ends before it starts.
+        """
+        for stage in self.stages:
+            for index, (begin, end) in enumerate(zip(stage.starts, stage.ends, strict=True)):
+                if end < begin:
+                    raise InputError(
+                        f"the traces are damaged: stage {stage.start.stage} ended microbatch "
+                        f"{stage.microbatches[index]} {begin - end:g} s before it began it; {_COPY_AGAIN}"
+                    )
         count = self.num_returned
         told = {f"stage {stage.start.stage} computed": stage.microbatches for stage in self.stages}
         told["were issued"] = array("q", (event.microbatch for event in self.issued))
@@ -149,7 +160,7 @@ class Timeline:
                     instead = "nothing" if microbatch is None else f"microbatch {microbatch}"
                     raise InputError(
                         f"the traces are damaged: of the microbatches that {what}, {instead} stands where {expected} "
-                        f"must; if they were copied, copy them again"
+                        f"must; {_COPY_AGAIN}"
                     )
 
     def _cut(self) -> None:

@@ -6,6 +6,7 @@ import zlib
 from array import array
 from base64 import b64decode
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sarathi_pp.errors import InputError
 from sarathi_pp.report.charts import distributions, request_bubble_cdf, spans
 from sarathi_pp.report.page import PageRun, render_page
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
@@ -211,6 +213,13 @@ def test_every_span_survives_its_encoding_within_a_tick(times: list[tuple[float,
         written = list(zip(stage.starts, stage.ends, strict=True))
         flat = [edge for span in read for edge in span]
         assert flat == pytest.approx([edge for span in written for edge in span], abs=0.51 * data["tick_s"], rel=1e-9)
+
+
+def test_more_tokens_than_any_microbatch_has_are_damage() -> None:
+    timeline = Timeline.read(Schedule(6, 2, constant(0.5)).events())
+    timeline.issued[3] = replace(timeline.issued[3], prefill_tokens=2**40)
+    with pytest.raises(InputError, match="damaged: a microbatch has more than 2,147,483,647"):
+        spans(timeline, measure_bubbles(timeline))
 
 
 def test_spans_know_what_ran_in_them() -> None:

@@ -287,6 +287,13 @@ def test_a_model_of_another_pipeline_is_refused() -> None:
         explain(Run([CHUNK], cost(2), 2).timeline(), cost(3))
 
 
+def test_a_span_that_ends_before_it_begins_is_refused() -> None:
+    timeline = Run([CHUNK] * 3, cost(2), 2).timeline()
+    timeline.stages[1].ends[1] = timeline.stages[1].starts[1] - 2.5
+    with pytest.raises(InputError, match=r"stage 1 ended microbatch 1 2\.5 s before it began it; if they were copied"):
+        timeline.check_order()
+
+
 def test_a_timeline_that_lacks_or_mixes_up_microbatches_is_refused() -> None:
     def refuses(timeline: Timeline, message: str) -> None:
         with pytest.raises(InputError, match=f"damaged: of the microbatches that {message}"):

@@ -4,49 +4,59 @@
 
 Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the work directory) and for each P:D the
 workload `uniform:n=32,min=256,max=1024,pd=P:D` (32 prompts of 256 to 1024 random tokens, end of sequence ignored, all
-there at time 0). A round measures a profile of 2 stages and runs `sarathi-pp generate` for every case in turn, one
-compute thread a stage. Machines drift, so speed is compared within a round only, and a single stage runs right before
-or after the two of the same policy, in turn from round to round. Two jobs of a single stage at once show what the cores
-can do together. Each run of 2 stages is also simulated, from its round's profile and from costs fitted to its own
-spans: the first predicts, the second shows what of the error is the machine's drift. `balanced` gets no chunk size, the
-others 256. The cores are kept awake; on a shared host each run waits until the host is quiet, and is run again, at most
-twice, where it took more than 6 % of the cores meanwhile (`steal.py`). Prints each run and writes all figures as JSON.
+there at time 0). In a round, `sarathi-pp generate` of every policy on 2 stages, on a single one where asked for, and a
+profile of 2 stages take turns of two seconds on the cores (`turns.py`), one compute thread a stage; figures are of the
+traces without the time in which a job stood still. Two jobs of a single stage at once show what the cores can do
+together. Each run of 2 stages is also simulated, from the profile of its turns and from costs fitted to its own spans:
+the first predicts, the second shows what of the error is the cost model's. `balanced` gets no chunk size, the others
+256; all get the profile that is measured at first. The cores are kept awake. Prints each run and writes all figures as
+JSON, with the share of the cores that the host took meanwhile (`steal.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 from awake import awake
 from record import Record
-from steal import QUIET, stolen, wait_until_quiet
+from steal import stolen
+from turns import take_turns, without
 
+from sarathi_pp.bench.calibrate import measure
 from sarathi_pp.bench.profile import fit_cost
+from sarathi_pp.cli.runs import find_traces
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.events import Event
+from sarathi_pp.trace.intervals import Interval
 from sarathi_pp.trace.recorder import read_trace
+from sarathi_pp.trace.summary import summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
 
 POLICIES = ("balanced", "sarathi", "orca")
 ON_ONE_STAGE = ("balanced", "sarathi")
 # Also run twice at once on one stage each: two stages cannot be faster than cores that share memory let two jobs be.
 TWICE = "sarathi"
+STAGES = 2
 SEQS = 32
 SEEDS = 9
-TRIES = 3
-PATIENCE_S = 120.0
+# In the work directory: what the runs are given, and what takes turns with them, with its traces.
+FIRST_PROFILE, TURNS_PROFILE, PROFILE_RUN = "profile.json", "profile-turns.json", "profile-turns.run"
 FIGURES = ("wall_s", "total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "overlap", "microbatch_tokens_cv")
 PREDICTIONS = ("predicted", "predicted from its own costs")
 PREDICTED = ("wall_s", "bubble_ratio", "bubble_ratio_steady")
@@ -97,55 +107,79 @@ class Work(NamedTuple):
     dtype: str
 
 
-def start(work: Work, name: str, stages: int, *options: str) -> subprocess.Popen[bytes]:
+def start(work: Work, name: str, stages: int, printed: Path, *options: str) -> subprocess.Popen[bytes]:
+    """A command that prints its JSON into that file, at its end."""
     words = [sys.executable, "-P", "-m", "sarathi_pp", name, "--model", str(work.dir / "model"), "--quiet", "--json"]
     words += ["--dtype", work.dtype, "--stages", str(stages), "--max-num-seqs", str(SEQS), "--overwrite", *options]
-    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+    with printed.open("wb") as file:
+        return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file)
 
 
-def finish(process: subprocess.Popen[bytes]) -> Report:
-    """The JSON that a command prints at its end."""
-    printed, _ = process.communicate()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, process.args)
-    report: Report = json.loads(printed.splitlines()[-1])
+def last_json(printed: Path) -> Report:
+    report: Report = json.loads(printed.read_text().splitlines()[-1])
     return report
 
 
-class Run(NamedTuple):
-    """stolen: share of the cores' time that the host took meanwhile. reports, run_dirs: of each copy."""
+@dataclass(frozen=True)
+class Case:
+    """`copies` of one run, at once."""
 
-    stolen: float
-    reports: list[Report]
-    run_dirs: list[Path]
+    ratio: int
+    policy: str
+    stages: int
+    copies: int = 1
+
+    @property
+    def name(self) -> str:
+        at_once = f", {self.copies} at once" * (self.copies > 1)
+        return f"P:D {self.ratio}, {self.policy}, {self.stages} stage{'s' * (self.stages > 1)}{at_once}"
+
+    def outputs(self, work: Work) -> list[Path]:
+        stem = f"answers-{self.ratio}-{self.policy}-{self.stages}-{self.copies}"
+        return [work.dir / f"{stem}-{copy}.jsonl" for copy in range(self.copies)]
+
+    def start(self, work: Work) -> list[subprocess.Popen[bytes]]:
+        given = ["--input", str(work.dir / f"prompts-{self.ratio}.jsonl"), "--policy", self.policy]
+        given += ["--chunk-size", str(auto_chunk_size(self.policy))]
+        if self.stages > 1:
+            given += ["--profile", str(work.dir / FIRST_PROFILE), "--layer-split", "even"]
+        return [
+            start(work, "generate", self.stages, output.with_suffix(".printed"), *given, "--output", str(output))
+            for output in self.outputs(work)
+        ]
+
+    def timelines(self, work: Work, away: Sequence[Interval]) -> list[Timeline]:
+        for output in self.outputs(work):
+            report = last_json(output.with_suffix(".printed"))
+            assert report["failed"] == 0 and report["requests"] == SEQS, report
+        return [Timeline.read(traces(output.with_name(f"{output.name}.run"), away)) for output in self.outputs(work)]
 
 
-def run(work: Work, policy: str, stages: int, ratio: int, copies: int = 1) -> Run:
-    """As many copies of a run, started at once when the host is quiet.
-
-    Run again where it was not for long; the least disturbed one counts.
-    """
-    tries: list[Run] = []
-    for attempt in range(TRIES):
-        wait_until_quiet(PATIENCE_S)
-        outputs = [work.dir / f"answers-{attempt}-{copy}.jsonl" for copy in range(copies)]
-        with stolen() as lost:
-            reports = run_once(work, policy, stages, ratio, outputs)
-        tries.append(Run(lost.share, reports, [output.with_name(f"{output.name}.run") for output in outputs]))
-        if lost.share <= QUIET:
-            break
-    return min(tries, key=lambda one: one.stolen)
+def start_profile(work: Work, name: str, *options: str) -> list[subprocess.Popen[bytes]]:
+    output = work.dir / name
+    return [start(work, "profile", STAGES, output.with_suffix(".printed"), "--output", str(output), *options)]
 
 
-def run_once(work: Work, policy: str, stages: int, ratio: int, outputs: Iterable[Path]) -> list[Report]:
-    given = ["--input", str(work.dir / f"prompts-{ratio}.jsonl"), "--policy", policy]
-    given += ["--chunk-size", str(auto_chunk_size(policy))]
-    if stages > 1:
-        given += ["--profile", str(work.dir / "profile.json"), "--layer-split", "even"]
-    started = [start(work, "generate", stages, *given, "--output", str(output)) for output in outputs]
-    reports = [finish(process) for process in started]
-    assert all(report["failed"] == 0 and report["requests"] == 32 for report in reports), reports
-    return reports
+def traces(run_dir: Path, away: Sequence[Interval]) -> list[list[Event]]:
+    return [list(without(away, read_trace(trace))) for trace in find_traces(run_dir, None)]
+
+
+def profile_of_turns(work: Work, away: Sequence[Interval]) -> Profile:
+    """What the profile says without the time in which it stood still."""
+    told = read_profile(work.dir / TURNS_PROFILE)
+    events = traces(work.dir / PROFILE_RUN, away)
+    counted = last_json((work.dir / TURNS_PROFILE).with_suffix(".printed"))["microbatches"]
+    warm_up = len(Timeline.read(events).issued) - counted
+    found = measure(events, warm_up, told.hidden_size * (4 if told.dtype == "float32" else 2))
+    return replace(
+        told,
+        cost=found.fit.model,
+        error=found.fit.error,
+        jitter_cv=found.jitter_cv,
+        drift=found.drift,
+        link_latency_s=found.link_latency_s,
+        link_bytes_per_s=found.link_bytes_per_s,
+    )
 
 
 def predict(profile: Profile, policy: str, ratio: int) -> Report:
@@ -161,50 +195,47 @@ def predict(profile: Profile, policy: str, ratio: int) -> Report:
     return {name: statistics.median(report[name] for report in reports) for name in PREDICTED}
 
 
-def refitted(profile: Profile, run_dir: Path) -> Profile:
+def refitted(profile: Profile, timeline: Timeline) -> Profile:
     """The profile with what microbatches cost in that run itself: the machine as it was then."""
-    traces = sorted((run_dir / "attempt-0000").glob("trace-*.jsonl"))
-    fit = fit_cost(Timeline.read(read_trace(trace) for trace in traces))
-    assert fit is not None, run_dir
+    fit = fit_cost(timeline)
+    assert fit is not None
     return replace(profile, cost=fit.model)
 
 
-def case_name(ratio: int, policy: str, stages: int) -> str:
-    return f"P:D {ratio}, {policy}, {stages} stage{'s' * (stages > 1)}"
+def cases_of(ratio: int, with_singles: bool) -> Iterator[Case]:
+    for policy in POLICIES:
+        yield Case(ratio, policy, STAGES)
+        if with_singles and policy in ON_ONE_STAGE:
+            yield Case(ratio, policy, 1)
+    if with_singles:
+        yield Case(ratio, TWICE, 1, copies=2)
 
 
-def order(ratios: tuple[int, ...], singles: tuple[int, ...], index: int) -> Iterator[tuple[int, str, int]]:
-    """P:D, policy and stages of the runs of round `index`, first to last."""
-    for ratio in ratios:
-        for policy in POLICIES:
-            both = ratio in singles and policy in ON_ONE_STAGE
-            for stages in ((1, 2) if index % 2 else (2, 1)) if both else (2,):
-                yield ratio, policy, stages
-
-
-def one_round(work: Work, cases: Iterable[tuple[int, str, int]]) -> Report:
-    wait_until_quiet(PATIENCE_S)
-    finish(start(work, "profile", 2, "--output", str(work.dir / "profile.json")))
-    profile = read_profile(work.dir / "profile.json")
-    found: Report = {"profile error": profile.error}
-    for ratio, policy, stages in cases:
-        made = run(work, policy, stages, ratio)
-        [report] = made.reports
-        kept = (*FIGURES, "microbatches", "per_stage", "chunk_size", "inflight")
-        case = found[case_name(ratio, policy, stages)] = {name: report[name] for name in kept}
-        case["stolen"] = made.stolen
-        shown = "  ".join(f"{name} {report[name]:.3f}" for name in FIGURES)
-        print(f"P:D {ratio:2} {policy:8} {stages}  {shown}  stolen {made.stolen:.3f}", flush=True)
-        if stages > 1:
-            case["predicted"] = predict(profile, policy, ratio)
-            own = refitted(profile, made.run_dirs[0])
-            case["predicted from its own costs"] = predict(own, policy, ratio)
+def one_heat(work: Work, cases: Sequence[Case]) -> Report:
+    """The cases and a profile in turn."""
+    run_dir = work.dir / PROFILE_RUN
+    shutil.rmtree(run_dir, ignore_errors=True)
+    jobs: dict[str, Callable[[], Sequence[subprocess.Popen[bytes]]]] = {
+        "profile": partial(start_profile, work, TURNS_PROFILE, "--run-dir", str(run_dir)),
+        **{case.name: partial(case.start, work) for case in cases},
+    }
+    with stolen() as lost:
+        away = take_turns(jobs)
+    profile = profile_of_turns(work, away["profile"])
+    found: Report = {"profile error": profile.error, "stolen": lost.share, "cases": {}}
+    print(f"profile error {profile.error:.3f}  stolen {lost.share:.3f}", flush=True)
+    for case in cases:
+        timelines = case.timelines(work, away[case.name])
+        reports = [summarise_timeline(timeline, measure_bubbles(timeline), fit_cost) for timeline in timelines]
+        kept = (*FIGURES, "microbatches", "per_stage", "chunk_size", "inflight", "causes")
+        figures = found["cases"][case.name] = {name: reports[0][name] for name in kept}
+        figures["wall_s"] = statistics.fmean(report["wall_s"] for report in reports)
+        print(case.name, " ".join(f"{name} {figures[name]:.3f}" for name in FIGURES), sep="  ", flush=True)
+        if case.stages == STAGES:
+            figures["predicted"] = predict(profile, case.policy, case.ratio)
+            figures["predicted from its own costs"] = predict(refitted(profile, timelines[0]), case.policy, case.ratio)
             for kind in PREDICTIONS:
-                print(f"    {kind}  " + " ".join(f"{value:.3f}" for value in case[kind].values()), flush=True)
-        elif policy == TWICE:
-            both = run(work, policy, 1, ratio, copies=2)
-            case["wall_s of two at once"] = statistics.fmean(one["wall_s"] for one in both.reports)
-            print(f"    two at once  wall_s {case['wall_s of two at once']:.3f}", flush=True)
+                print(f"    {kind}  " + " ".join(f"{value:.3f}" for value in figures[kind].values()), flush=True)
     return found
 
 
@@ -219,33 +250,54 @@ def share(case: Report) -> float:
 
 
 def summary(rounds: list[Report], singles: tuple[int, ...]) -> Report:
-    names = [name for name in rounds[0] if name != "profile error"]
-    cases = {case: {name: spread([one[case][name] for one in rounds]) for name in FIGURES} for case in names}
-    errors = {
-        case: {
-            kind: {
-                "wall, predicted / measured": spread([r[case][kind]["wall_s"] / r[case]["wall_s"] for r in rounds]),
-                "bubble, predicted - measured": spread(
-                    [r[case][kind]["bubble_ratio"] - r[case]["bubble_ratio"] for r in rounds]
-                ),
-            }
-            for kind in PREDICTIONS
-        }
-        for case in names
-        if PREDICTIONS[0] in rounds[0][case]
+    """Of the heats by P:D, a list of rounds."""
+    heats = {ratio: [one[ratio]["cases"] for one in rounds] for ratio in rounds[0]}
+    cases: Report = {}
+    errors: Report = {}
+    for heat in heats.values():
+        for name, first in heat[0].items():
+            cases[name] = {figure: spread([one[name][figure] for one in heat]) for figure in FIGURES}
+            if PREDICTIONS[0] in first:
+                errors[name] = {kind: off(kind, [one[name] for one in heat]) for kind in PREDICTIONS}
+    return {
+        "profile error": spread([heat["profile error"] for one in rounds for heat in one.values()]),
+        "cases": cases,
+        "against balanced": {ratio: rivals(int(ratio), heats[ratio]) for ratio in heats},
+        "prediction": errors,
+        "wall of 2 stages / wall of 1": {f"P:D {ratio}": speedups(ratio, heats[str(ratio)]) for ratio in singles},
     }
-    speedups: Report = {}
-    for ratio in singles:
-        walls = speedups[f"P:D {ratio}"] = {}
-        for policy in ON_ONE_STAGE:
-            one, two = case_name(ratio, policy, 1), case_name(ratio, policy, 2)
-            walls[policy] = spread([r[two]["wall_s"] / r[one]["wall_s"] for r in rounds])
-            walls[f"{policy}, slowest stage's share of the compute"] = spread([share(r[two]) for r in rounds])
-        one = case_name(ratio, TWICE, 1)
-        walls["two jobs of one stage at once / one after the other"] = spread(
-            [r[one]["wall_s of two at once"] / (2 * r[one]["wall_s"]) for r in rounds]
-        )
-    return {"cases": cases, "prediction": errors, "wall of 2 stages / wall of 1": speedups}
+
+
+def off(kind: str, cases: list[Report]) -> Report:
+    return {
+        "wall, predicted / measured": spread([case[kind]["wall_s"] / case["wall_s"] for case in cases]),
+        "bubble, predicted - measured": spread([case[kind]["bubble_ratio"] - case["bubble_ratio"] for case in cases]),
+    }
+
+
+def rivals(ratio: int, heats: list[Report]) -> Report:
+    """What `balanced` has more of tokens a second, and of bubble, in the same turns."""
+    first, *others = (Case(ratio, policy, STAGES).name for policy in POLICIES)
+    return {
+        other: {
+            "tokens/s, balanced / this": spread([h[other]["wall_s"] / h[first]["wall_s"] for h in heats]),
+            "bubble, balanced - this": spread([h[first]["bubble_ratio"] - h[other]["bubble_ratio"] for h in heats]),
+        }
+        for other in others
+    }
+
+
+def speedups(ratio: int, heats: list[Report]) -> Report:
+    walls: Report = {}
+    for policy in ON_ONE_STAGE:
+        one, two = Case(ratio, policy, 1).name, Case(ratio, policy, STAGES).name
+        walls[policy] = spread([h[two]["wall_s"] / h[one]["wall_s"] for h in heats])
+        walls[f"{policy}, slowest stage's share of the compute"] = spread([share(h[two]) for h in heats])
+    alone, both = Case(ratio, TWICE, 1).name, Case(ratio, TWICE, 1, copies=2).name
+    walls["two jobs of one stage at once / one after the other"] = spread(
+        [h[both]["wall_s"] / (2 * h[alone]["wall_s"]) for h in heats]
+    )
+    return walls
 
 
 @click.command()
@@ -291,8 +343,9 @@ def main(
     work = Work(work_dir, dtype)
     results: list[Report] = []
     with awake():
-        for index in range(rounds):
-            results.append(one_round(work, order(ratios, singles, index)))
+        take_turns({"profile": partial(start_profile, work, FIRST_PROFILE)})
+        for _ in range(rounds):
+            results.append({str(ratio): one_heat(work, list(cases_of(ratio, ratio in singles))) for ratio in ratios})
             made = {"rounds made": f"{len(results)} of {rounds}"}
             document = record.write(output, {**made, **summary(results, singles), "rounds": results})
     print(json.dumps({name: value for name, value in document.items() if name != "rounds"}, indent=1))

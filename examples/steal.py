@@ -5,8 +5,6 @@ Linux counts it (`steal` in /proc/stat). Where it does not, nothing is known to 
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +12,6 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _STEAL = 7  # of the numbers behind "cpu"
-# Share of the cores' time, and seconds over which it is looked at.
-QUIET = 0.06
-_LOOK_S = 5.0
 
 
 @dataclass
@@ -33,19 +28,6 @@ def stolen() -> Iterator[Stolen]:
     yield found
     steal, after = _ticks()
     found.share = (steal - steal_before) / max(1, after - before)
-
-
-def wait_until_quiet(patience_s: float) -> None:
-    """Returns once the host leaves the cores alone for some seconds, or when patience ends; says so then."""
-    until_s = time.monotonic() + patience_s
-    while True:
-        with stolen() as found:
-            time.sleep(_LOOK_S)
-        if found.share <= QUIET:
-            return
-        if time.monotonic() > until_s:
-            print(f"the host still takes {found.share:.0%} of the cores after {patience_s:.0f} s", file=sys.stderr)
-            return
 
 
 def _ticks() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from awake import awake
 from measure_300m import PREDICTED, Report, write_prompts
 from record import Record
 
-from sarathi_pp.bench.calibrate import measure_link
+from sarathi_pp.bench.profile import measure_link
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import Profile

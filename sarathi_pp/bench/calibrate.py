@@ -20,12 +20,11 @@ import torch
 from sarathi_pp.bench.profile import (
     MEDIAN_TO_SIGMA,
     Fit,
-    Mask,
     Spans,
     Vector,
     assess,
     fit_spans,
-    robust_line,
+    measure_link,
     without_outliers,
 )
 from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
@@ -50,8 +49,6 @@ from sarathi_pp.trace.timeline import Timeline
 _HELD_OUT = 5
 # Below this share of its span the computing thread was kept from a core.
 _OWN_CORE = 0.9
-# Links faster than this are not worth telling apart: JSON has no infinity.
-_MOST_BYTES_PER_S = 1e15
 # Equal microbatches: the same counts, modelled times this close, and no more than so many microbatches apart.
 _EQUAL = 0.02
 _NEAR = 8
@@ -275,22 +272,6 @@ def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) ->
         fits.append((float(np.square(product - variance * kept).sum()), variance, seconds))
     _, variance, seconds = min(fits)
     return Drift(variance**0.5, seconds)
-
-
-def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> tuple[float, float]:
-    """One way between neighbouring stages: seconds for nothing, bytes a second. A single stage has no link.
-
-    counted: the microbatches to go by. row_bytes: one token's activations.
-    """
-    sizes = np.array([event.num_tokens * row_bytes for event in timeline.issued[: len(counted)]], dtype=float)
-    taken: list[Vector] = []
-    for upstream, stage in zip(timeline.stages, timeline.stages[1:], strict=False):
-        transfer_s = np.array(stage.arrived[: len(counted)]) - np.array(upstream.ends[: len(counted)])
-        taken.append(transfer_s[counted])
-    if not taken:
-        return 0.0, _MOST_BYTES_PER_S
-    latency_s, s_per_byte = robust_line(np.tile(sizes[counted], len(taken)), np.concatenate(taken))
-    return latency_s, 1 / max(s_per_byte, 1 / _MOST_BYTES_PER_S)
 
 
 def _throughput(model: CostModel, spans: Spans) -> tuple[tuple[int, float], ...]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.sim.pipeline import Link
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 # Tokens that linear layers may take at once; 1 is plain proportionality.
@@ -37,6 +38,9 @@ _OUTLYING = 1.345
 _MOST_OFF = 3.0
 # The median of |x| over a normal x is this share of its standard deviation.
 MEDIAN_TO_SIGMA = 1.4826
+
+# Links faster than this are not worth telling apart: JSON has no infinity.
+_MOST_BYTES_PER_S = 1e15
 
 _PREFILL_CHUNK = re.compile(r"s(\d+)(?:\.\d+)?:(\d+)\+(\d+)")
 
@@ -125,6 +129,28 @@ def fit_spans(spans: Spans) -> CostModel:
     return CostModel(tile, _with_head(scaled, spans))
 
 
+def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> tuple[float, float]:
+    """One way between neighbouring stages: seconds for nothing, bytes a second. A single stage has no link.
+
+    counted: the microbatches to go by. row_bytes: one token's activations.
+    """
+    sizes = np.array([event.num_tokens * row_bytes for event in timeline.issued[: len(counted)]], dtype=float)
+    taken: list[Vector] = []
+    for upstream, stage in zip(timeline.stages, timeline.stages[1:], strict=False):
+        transfer_s = np.array(stage.arrived[: len(counted)]) - np.array(upstream.ends[: len(counted)])
+        taken.append(transfer_s[counted])
+    if not taken:
+        return 0.0, _MOST_BYTES_PER_S
+    latency_s, s_per_byte = robust_line(np.tile(sizes[counted], len(taken)), np.concatenate(taken))
+    return latency_s, 1 / max(s_per_byte, 1 / _MOST_BYTES_PER_S)
+
+
+def fit_link(timeline: Timeline) -> Link:
+    """The links of one run, by tokens, whatever one of them weighs."""
+    latency_s, tokens_per_s = measure_link(timeline, np.ones(timeline.num_returned, dtype=bool), row_bytes=1)
+    return Link(latency_s, tokens_per_s, token_bytes=1)
+
+
 def robust_line(x: Vector, y: Vector) -> tuple[float, float]:
     """Intercept and slope, both at least 0, of the line through the points; outlying ones count less."""
     intercept, slope = _robust(np.stack([np.ones(len(x)), x], axis=1), y).tolist()
@@ -189,7 +215,7 @@ def _robust(design: Vector, target: Vector) -> Vector:
     # Columns differ by many orders of magnitude: on one scale the solver stops where it should.
     scale = np.maximum(design.max(axis=0), 1e-30)
     scaled = design / scale
-    least = 1e-9 * float(np.abs(target).max())
+    least = max(1e-9 * float(np.abs(target).max()), 1e-30)
     weights = np.ones(len(scaled))
     for _ in range(_ROUNDS):
         coefficients = nnls(scaled * weights[:, None], target * weights)[0]

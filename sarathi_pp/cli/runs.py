@@ -7,16 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sarathi_pp.errors import InputError, MissingError
 from sarathi_pp.report.advice import advise
+from sarathi_pp.sim.rerun import Rerun
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
-from sarathi_pp.trace.summary import read_timeline, summarise, summarise_timeline
+from sarathi_pp.trace.summary import read_timeline, summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
-
-if TYPE_CHECKING:
-    from sarathi_pp.bench.profile import Fit
 
 _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
@@ -39,24 +37,24 @@ def read_run(path: Path, attempt: int | None = None) -> Run:
     """
     timeline = read_timeline(find_traces(path, attempt))
     bubbles = measure_bubbles(timeline)
-    return Run(path, timeline, bubbles, _with_advice(summarise_timeline(timeline, bubbles, _fit) | _facts(path)))
+    return Run(path, timeline, bubbles, _report(timeline, bubbles, _facts(path)))
 
 
 def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
     """The report of a run that has just ended, with causes and advice."""
-    return _with_advice(summarise(traces, facts, _fit))
+    timeline = read_timeline(traces)
+    return _report(timeline, measure_bubbles(timeline), facts)
 
 
-def _with_advice(report: dict[str, Any]) -> dict[str, Any]:
-    """The report and what to change, the most worthwhile first."""
-    return report | {"advice": [asdict(advice) for advice in advise(report)]}
+def _report(timeline: Timeline, bubbles: Bubbles, facts: Mapping[str, object]) -> dict[str, Any]:
+    """With causes, and what to change, the most worthwhile first."""
+    from sarathi_pp.bench.profile import fit_cost, fit_link  # scipy is slow to import, and only a report needs it
 
-
-def _fit(timeline: Timeline) -> Fit | None:
-    """The cost model that a run's causes are found with."""
-    from sarathi_pp.bench.profile import fit_cost  # scipy is slow to import, and only a report needs it
-
-    return fit_cost(timeline)
+    fitted = fit_cost(timeline)
+    report = summarise_timeline(timeline, bubbles, lambda _: fitted) | dict(facts)
+    allowed = {name: report.get(name) for name in ("max_num_seqs", "max_model_len")}
+    rerun = Rerun.of(timeline, fitted.model, fit_link(timeline), **allowed) if fitted else None
+    return report | {"advice": [asdict(advice) for advice in advise(report, rerun.saved if rerun else None)]}
 
 
 def find_traces(run: Path, attempt: int | None) -> list[Path]:

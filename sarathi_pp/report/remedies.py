@@ -1,59 +1,31 @@
-"""What can be done against lost time: the option to change, and the share of that time which it saves.
+"""What can be done against lost time: the option to change, and what that changes in the run.
 
-Every remedy follows from a report alone, and is None where its option would change nothing in that run.
+A remedy says what is worth a try. What it saves is what the simulator says (`sim/rerun.py`), so none is held back here
+for doing little; only where there is nothing to change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
+from sarathi_pp.sim.rerun import Change
 
 # Chunk sizes are advised in multiples of this, the smallest tile of matrix units.
 TILE = 16
 _FULL_KV = 0.95
-# Chunks are as long as they may be where they hold this share of that on average: each prompt's last one is shorter.
-_FILLED = 0.7
 
 Report = Mapping[str, Any]
 
 
 class Remedy(NamedTuple):
-    """An option against lost time. share: of that time, what it saves at most; 0 where it saves something else."""
+    """An option, what it does, and the run with it."""
 
     option: str
     how: str
-    share: float = 1.0
-
-
-class BetterSplit(NamedTuple):
-    """layers: of each stage. slowest_s: compute of the slowest stage with them. gain_s: of the run, at most."""
-
-    layers: list[int]
-    slowest_s: float
-    gain_s: float
-
-    @property
-    def option(self) -> str:
-        return f"--layer-split {','.join(map(str, self.layers))}"
-
-
-def better_split(report: Report) -> BetterSplit | None:
-    """Layers that make the slowest stage faster, if there are any."""
-    split, computed_s = report["layer_split"], [stage["compute_s"] for stage in report["per_stage"]]
-    if len(split) < 2 or min(split) < 1 or min(computed_s) <= 0:
-        return None
-    found = even_split(split, computed_s)
-    if found is None:
-        return None
-    layers, slowest_s = found
-    gain_s = max(computed_s) - slowest_s
-    causes = report.get("causes")
-    if causes:
-        gain_s = min(gain_s, causes["stage_imbalance_s"] / report["stages"])
-    return BetterSplit(layers, slowest_s, gain_s) if gain_s > 0 else None
+    change: Change
 
 
 def even_split(split: Sequence[int], computed_s: Sequence[float]) -> tuple[list[int], float] | None:
@@ -80,88 +52,103 @@ def even_split(split: Sequence[int], computed_s: Sequence[float]) -> tuple[list[
     return (layers, slowest_s) if slowest_s < max(computed_s) else None
 
 
-def smaller_chunks(report: Report) -> Remedy | None:
+def even_layers(report: Report) -> Iterator[Remedy]:
+    split, computed_s = report["layer_split"], [stage["compute_s"] for stage in report["per_stage"]]
+    if len(split) < 2 or min(split) < 1 or min(computed_s) <= 0:
+        return
+    found = even_split(split, computed_s)
+    if found is not None:
+        layers, slowest_s = found
+        how = f"brings the slowest stage from {max(computed_s):.1f} to {slowest_s:.1f} s of compute"
+        yield Remedy(f"--layer-split {','.join(map(str, layers))}", how, Change(layers=tuple(layers)))
+
+
+def even_prefills(report: Report) -> Iterator[Remedy]:
     if not is_chunked(report):
-        return Remedy("--policy sarathi", "cuts prompts into chunks of equal size")
-    if not fills_chunks(report):
-        return None
-    half = in_tiles(report["chunk_size"] / 2)
-    return Remedy(f"--chunk-size {half}", "halves what a chunk costs", 0.5) if half < report["chunk_size"] else None
+        yield Remedy("--policy sarathi", "cuts prompts into chunks of equal size", Change(policy="sarathi"))
+    yield from smaller_chunks(report, report["chunk_size"] / 2)
+    yield from balance(report)
 
 
-def larger_chunks(report: Report) -> Remedy | None:
-    """Where prompts fill the chunks there are: half of those are saved, each about a microbatch."""
-    chunks, size = num_chunks(report), report["chunk_size"]
-    if not fills_chunks(report) or not chunks or report["prompt_tokens"] < _FILLED * size * chunks:
-        return None
-    share = min(1.0, chunks / report["microbatches"]) / 2
-    return Remedy(f"--chunk-size {2 * size}", "halves the microbatches of prompts", share)
+def even_decodes(report: Report) -> Iterator[Remedy]:
+    yield from balance(report)
+    yield from more_seats(report)
 
 
-def equal_contexts(report: Report) -> Remedy | None:
-    if policy_name(report) != "balanced":
-        return Remedy("--policy balanced", "shares decodes out by the length of their contexts")
-    limit = report.get("max_num_seqs")
-    if limit is None or limit >= report["requests"] or most_running(report) < limit:
-        return None
-    # The spread of a sum of n contexts, over its mean, falls as 1 / sqrt(n).
-    wanted = min(report["requests"], 2 * limit)
-    return Remedy(f"--max-num-seqs {wanted}", "evens contexts out by number", 1 - math.sqrt(limit / wanted))
+def hide_transfers(report: Report) -> Iterator[Remedy]:
+    inflight = report["inflight"]
+    if inflight < 2 * report["stages"]:
+        how = "gives stages a microbatch to compute while another one travels"
+        yield Remedy(f"--inflight {inflight + 1}", how, Change(inflight=inflight + 1))
+    yield from more_seats(report)
+    yield from larger_chunks(report)
 
 
-def even_layers(report: Report) -> Remedy | None:
-    better = better_split(report)
-    if better is None:
-        return None
-    share = better.gain_s * report["stages"] / report["causes"]["stage_imbalance_s"]
-    return Remedy(better.option, "evens out what the layers of each stage cost", share)
-
-
-def hide_transfers(report: Report) -> Remedy | None:
-    """One more in flight where the coordinator waited for that limit, more sequences where it waited for those."""
-    stages, inflight, limited_s = report["stages"], report["inflight"], report.get("issue_limited_s")
-    if limited_s is None or limited_s <= sum(report["issue_waits_s"].values()) / 2:
-        return _more_seats(report, "keeps some to compute while the tokens of others travel") or larger_chunks(report)
-    if inflight >= 2 * stages:
-        return larger_chunks(report)
-    return Remedy(f"--inflight {inflight + 1}", "gives stages a microbatch to compute while another one travels")
-
-
-def longer_run(report: Report) -> Remedy | None:
+def fill_longer(report: Report) -> Iterator[Remedy]:
     """Stages for which there is never a microbatch look like a pipeline that is always filling."""
     stages, inflight = report["stages"], report["inflight"]
-    if stages == 1:
-        return None
     if inflight < stages:
-        return Remedy(f"--inflight {stages}", f"gives all {stages} stages a microbatch, where {inflight} had one")
-    return Remedy("--input", "with twice the requests fills and drains the pipeline once for both halves", 0.5)
+        how = f"gives all {stages} stages a microbatch, where {inflight} had one"
+        yield Remedy(f"--inflight {stages}", how, Change(inflight=stages))
+    if stages > 1:
+        yield from more_input()
 
 
-def keep_busy(report: Report) -> Remedy:
-    """More to issue: pages, places for sequences, or requests, whichever ran out."""
-    requests, stages = report["requests"], report["stages"]
-    if pages_ran_out(report):
-        return Remedy("--kv-cache-memory", "of twice the size holds more sequences at once: pages ran out")
-    more = _more_seats(report, "lets more of the waiting requests run")
-    if more is not None:
-        return more
-    if 1 < requests < stages:
-        return Remedy(f"--stages {requests}", f"is about as fast, on {stages - requests} fewer (an estimate)", 0)
-    return Remedy("--input", "with twice the requests gives them something to do while these wait", 0.5)
+def keep_busy(report: Report) -> Iterator[Remedy]:
+    """More to issue: pages, seats, or requests, whichever ran out."""
+    yield from more_pages(report)
+    yield from more_seats(report)
+    yield from more_input()
 
 
-def _more_seats(report: Report, how: str) -> Remedy | None:
-    """Where there were requests for them: all seats were taken, and fewer than there were requests."""
+def balance(report: Report) -> Iterator[Remedy]:
+    if policy_name(report) != "balanced":
+        yield Remedy("--policy balanced", "makes microbatches of equal time", Change(policy="balanced"))
+
+
+def run_whole(report: Report) -> Iterator[Remedy]:
+    if is_chunked(report):
+        yield Remedy("--policy orca", "runs prompts whole, in fewer passes", Change(policy="orca"))
+
+
+def smaller_chunks(report: Report, size: float) -> Iterator[Remedy]:
+    wanted = in_tiles(size)
+    if fills_chunks(report) and wanted < report["chunk_size"]:
+        yield Remedy(f"--chunk-size {wanted}", "makes microbatches smaller", Change(chunk_size=wanted))
+
+
+def larger_chunks(report: Report) -> Iterator[Remedy]:
+    if fills_chunks(report):
+        wanted = 2 * report["chunk_size"]
+        yield Remedy(f"--chunk-size {wanted}", "takes fewer microbatches", Change(chunk_size=wanted))
+
+
+def more_seats(report: Report) -> Iterator[Remedy]:
+    """Up to twice as many, and as many as four a stage."""
     limit, requests = report.get("max_num_seqs"), report["requests"]
-    if not limit or requests <= limit or most_running(report) < limit:
+    if limit and requests > limit:
+        wanted = min(requests, max(2 * limit, 4 * report["stages"]))
+        yield Remedy(f"--max-num-seqs {wanted}", "lets more of the requests run at once", Change(max_num_seqs=wanted))
+
+
+def more_pages(report: Report) -> Iterator[Remedy]:
+    if pages_ran_out(report):
+        change = Change(num_pages=2 * report["kv"]["pages"])
+        yield Remedy("--kv-cache-memory", "of twice the size holds more sequences at once: pages ran out", change)
+
+
+def more_input() -> Iterator[Remedy]:
+    yield Remedy("--input", "with twice the requests keeps the stages busy for longer", Change(times=2))
+
+
+def fewer_stages(report: Report) -> Remedy | None:
+    """As many stages as requests, where there are fewer of these: None elsewhere."""
+    requests, stages, layers = report["requests"], report["stages"], sum(report["layer_split"])
+    if not 1 < requests < stages or layers < requests:
         return None
-    return Remedy(f"--max-num-seqs {min(requests, 2 * limit)}", how)
-
-
-def most_running(report: Report) -> int:
-    """Sequences at once; a report that does not tell is taken to have had as many as it might."""
-    might = min(report["requests"], report.get("max_num_seqs") or report["requests"])
-    return int(min(might, report.get("peak_running", might)))
+    share, extra = divmod(layers, requests)
+    split = tuple(share + (stage < extra) for stage in range(requests))
+    return Remedy(f"--stages {requests}", f"on {stages - requests} fewer", Change(layers=split))
 
 
 def pages_ran_out(report: Report) -> bool:

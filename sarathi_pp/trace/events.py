@@ -118,7 +118,8 @@ class Starved:
 
     full: as many in flight as are allowed. held: one a stage or more are in flight and the policy wants no more, though
     there is something to compute. no_arrivals: nothing is unfinished. no_kv: no free pages.
-    tokens_in_flight: every running sequence waits for its own last token.
+    tokens_in_flight: every running sequence waits for its own last token, or fewer than one a stage are in flight and
+    the policy wants no more of what there is.
     """
 
     at_s: float
@@ -323,6 +324,11 @@ def decode(line: str | bytes) -> Event:
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise InputError(f"unknown trace event {name!r}; known: {', '.join(KINDS)}")
+    schema = data.get("schema", SCHEMA)
+    if kind is TraceStart and schema != SCHEMA:
+        raise InputError(
+            f"trace schema is {schema!r:.40}; this version reads {SCHEMA!r}: use the version that wrote it"
+        )
     layout = _LAYOUTS[kind]
     if data.keys() != layout.key_set:
         raise InputError(f"trace event {name!r} has the keys {sorted(data)}; expected {sorted(layout.keys)}")
@@ -333,9 +339,4 @@ def decode(line: str | bytes) -> Event:
             raise InputError(f"trace event {name!r} has {value!r:.40} as {key!r} ({field}), which is none")
         values[field] = tuple(value) if type(value) is list else value
     build: Callable[..., Event] = kind
-    event = build(**values)
-    if isinstance(event, TraceStart) and event.schema != SCHEMA:
-        raise InputError(
-            f"trace schema is {event.schema!r}; this version reads {SCHEMA!r}: use the version that wrote it"
-        )
-    return event
+    return build(**values)

@@ -20,7 +20,6 @@ from sarathi_pp.trace.events import Event
 from sarathi_pp.trace.latency import Spread, latency_series
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
-from sarathi_pp.trace.waits import measure_waits
 
 SCHEMA = "sarathi-pp/report/1"
 
@@ -72,7 +71,6 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
     """The same from what was already read and measured."""
     settings = timeline.stages[0].start
     fitted = fit(timeline) if fit is not None else None
-    waits = measure_waits(timeline)
     return {
         "schema": SCHEMA,
         "policy": settings.policy,
@@ -93,10 +91,6 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         ],
         "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
         "cost_error": fitted.error if fitted is not None else None,
-        "issue_waits_s": waits.issue_s,
-        "issue_limited_s": waits.limited_s,
-        "peak_running": waits.peak_running,
-        "paced_until_s": waits.paced_until_s,
         "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
         **{name: asdict(Spread.of(values)) for name, values in latency_series(timeline.finished).items()},
         **_variation(timeline, bubbles),

@@ -156,6 +156,7 @@ def test_a_line_through_points_of_which_some_are_far_off() -> None:
     latency_s, slope = robust_line(x, y)
     assert latency_s == pytest.approx(3e-4, rel=0.02) and slope == pytest.approx(2e-9, rel=0.3)
     assert robust_line(x, -y) == (0.0, 0.0)
+    assert robust_line(x, 0 * y) == (0.0, 0.0)
 
 
 def test_a_long_run_is_thinned_out_before_it_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@
 Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the work directory) and for each P:D the
 workload `uniform:n=32,min=256,max=1024,pd=P:D` (32 prompts of 256 to 1024 random tokens, end of sequence ignored, all
 there at time 0). In a round, `sarathi-pp generate` of every policy on 2 stages, on a single one where asked for, and a
-profile of 2 stages take turns of two seconds on the cores (`turns.py`), one compute thread a stage; figures are of the
+profile of 2 stages take turns of four seconds on the cores (`turns.py`), one compute thread a stage; figures are of the
 traces without the time in which a job stood still. Two jobs of a single stage at once show what the cores can do
 together. Each run of 2 stages is also simulated, from the profile of its turns and from costs fitted to its own spans:
 the first predicts, the second shows what of the error is the cost model's. `balanced` gets no chunk size, the others

@@ -23,8 +23,8 @@ from typing import Any
 from sarathi_pp.trace.events import Event, RequestFinished
 from sarathi_pp.trace.intervals import Interval
 
-# Long against what a job needs to find its caches again, short against how long a host stays as it is.
-TURN_S = 2.0
+# Long against a microbatch and what a job needs to find its caches again, short against how long a host stays as it is.
+TURN_S = 4.0
 _LOOK_S = 0.02
 _TIMES = {"at_s", "issued_s", "arrived_s", "start_s", "end_s", "first_issue_s", "first_token_s", "finished_s"}
 

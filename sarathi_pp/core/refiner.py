@@ -1,14 +1,15 @@
 """A cost model that learns from each microbatch of a run.
 
 Least squares on relative errors with coefficients of at least 0, each stage by itself. What it starts from is scaled to
-the speed that the first microbatches show, and after that is only where the search begins: what no microbatch tells
-apart stays in its proportion. (Counted as observations, relative errors would weigh an estimate ten times too small a
-hundred times as much as what corrects it.) Old observations fade, so that a machine that slows down is noticed.
+the speed that the first microbatches show, and then counts as one observation of each coefficient alone: what
+microbatches do not tell apart, with the noise they have, stays in its proportion. (Not scaled, an estimate ten times
+too small would weigh, relative errors being what they are, a hundred times as much as what corrects it.) Old
+observations fade, so that a machine that slows down is noticed.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -85,12 +86,27 @@ class _Regression:
         share /= seconds
         self._gram = [sum_ + share * part for sum_, part in zip(self._gram, products, strict=True)]
 
+    def _count_start(self, ratios: list[float]) -> None:
+        """At the speed of the lower quartile: a span can be longer than its work for many reasons, shorter for none.
+
+        A coefficient may be off by as much of itself as a span may, and by a little of a microbatch where it is small.
+        One that no microbatch has shown yet is not held to what was thought of it: it will show.
+        """
+        speed = sorted(ratios)[len(ratios) // 4]
+        size = len(self._values)
+        self._values = [speed * value for value in self._values]
+        for i, value in enumerate(self._values):
+            square = self._gram[i * size + i]  # of the share of a microbatch for each unit of the coefficient, summed
+            if square > 0:
+                scale = max(value, _LITTLE * math.sqrt(len(ratios) / square))
+                self._target[i] += self._weight * value / scale**2
+                self._gram[i * size + i] += self._weight / scale**2
+
     def solve(self) -> list[float]:
         """The coefficients, at least 0 each."""
-        if self._ratios is not None:
-            speed = statistics.median(self._ratios or [1.0])
-            self._values = [speed * value for value in self._values]
-            self._ratios = None
+        if self._ratios:
+            self._count_start(self._ratios)
+        self._ratios = None
         values = self._values
         size = len(values)
         rows = [self._gram[i * size : (i + 1) * size] for i in range(size)]
@@ -108,6 +124,8 @@ _FADE = 0.998
 _MOST_WEIGHT = 1e9
 _SOLVE_EVERY = 16
 _SWEEPS = 12
+# Of a microbatch's time.
+_LITTLE = 0.1
 
 
 def _coefficients(stage: StageCost) -> list[float]:

@@ -79,6 +79,31 @@ def test_a_single_cold_microbatch_does_not_make_a_slow_machine():
     assert error(refiner.model) < 0.02
 
 
+def test_spans_in_which_the_machine_stood_still_do_not_count_even_where_they_are_most():
+    """Stopped and continued every few seconds, long microbatches are hardly ever computed in one go."""
+    refiner = CostRefiner(CostModel(16, tuple(stage.scaled(0.5) for stage in TRUE.stages)))
+    for number, load in enumerate(loads(16)):
+        for stage in (0, 1):
+            stood_still = 12 if number % 5 < 3 else 1
+            refiner.observe(stage, refiner.regressors(load), stood_still * TRUE.seconds(stage, load))
+    assert error(refiner.model) < 0.2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_of_microbatches_that_are_all_alike_does_not_pass_for_what_makes_them_up(seed):
+    draw = random.Random(seed)
+    refiner = CostRefiner(TRUE)
+    for _ in range(200):
+        decodes = draw.randint(4, 8)
+        load = Load(512 - decodes, 512 * draw.uniform(0, 1000), decodes, decodes * draw.randint(500, 1000))
+        for stage in (0, 1):
+            seconds = TRUE.seconds(stage, load) * draw.gauss(1, 0.15)
+            refiner.observe(stage, refiner.regressors(load), seconds)
+    few = Load(0, 0.0, 4, 3000)
+    for stage in (0, 1):
+        assert refiner.model.seconds(stage, few) == pytest.approx(TRUE.seconds(stage, few), rel=0.2)
+
+
 def test_what_it_started_from_is_forgotten_in_the_end():
     refiner = CostRefiner(GUESS)
     for seed in range(125):

@@ -97,7 +97,6 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
     """
     timeline = Timeline.read(traces)
     spans = Spans.of(timeline)
-    own_cores, disturbed = _own_cores(spans, traces)
     position = np.arange(len(spans.loads))
     counted = position >= warm_up
     held_out = counted & (position % _HELD_OUT == _HELD_OUT - 1)
@@ -106,6 +105,7 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
             f"{counted.sum()} microbatches fitted in, too few to fit a cost model: there is room for hardly any tokens."
             "\n  try  a larger --kv-cache-memory, --max-num-seqs or --max-model-len"
         )
+    own_cores, disturbed = _own_cores(spans, traces)
     model = fit_spans(own_cores.chosen(counted & ~held_out))
     measured = own_cores.chosen(counted)
     latency_s, bytes_per_s = measure_link(timeline, counted, row_bytes)
@@ -182,6 +182,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: tor
         pages=run.num_pages,
         max_num_seqs=run.max_num_seqs,
         error=found.fit.error,
+        page_size=run.page_size,
     )
 
 

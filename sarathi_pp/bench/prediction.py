@@ -74,13 +74,13 @@ def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Predictio
     """
     sample = replace(workload, num_requests=min(workload.num_requests, _MOST_REQUESTS))
     experiment = Experiment(
-        profile=replace(profile, pages=run.num_pages),
+        profile=replace(profile, pages=run.num_pages, page_size=run.page_size),
         workload=sample,
         policy=run.policy,
         chunk_size=run.chunk_size,
         max_num_seqs=run.max_num_seqs,
+        max_model_len=max(run.max_model_len, sample.max_tokens),
         inflight=run.inflight,
-        page_size=run.page_size,
     )
     report = report_of(experiment)
     longer = _tokens(workload) / _tokens(sample)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.values import Bytes, Count, LayerSplit
+from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
 from sarathi_pp.config import DEVICES, DTYPES, RunConfig
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 
@@ -74,7 +74,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
 @click.option("--max-num-seqs", type=Count(), help="Running sequences over the whole pipeline.  [default: 64 x stages]")
 @click.option(
     "--tbt-slo",
-    type=click.FloatRange(0, min_open=True),
+    type=Real(0, min_open=True),
     help="Most seconds between two tokens of a request, as far as the stages allow; balanced keeps it.",
 )
 @click.option(

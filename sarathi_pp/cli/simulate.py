@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.values import Count
+from sarathi_pp.cli.values import Count, Real
 from sarathi_pp.core.policy import POLICIES, auto_chunk_size, keeps_tbt_slo, with_tbt_slo
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.runtime.profile_file import read_profile
@@ -59,12 +59,12 @@ class SlowStage(click.ParamType[tuple[int, float]]):
 @click.option("--stages", type=Count(), help="Layers are shared out evenly.  [default: the profile's]")
 @click.option("--max-num-seqs", type=Count(), help="[default: the profile's]")
 @click.option("--inflight", type=Count(auto=True), default="auto", help="[default: stages; balanced: one more]")
-@click.option("--jitter-cv", type=click.FloatRange(0, 1), help="Noise of stage times.  [default: the profile's]")
+@click.option("--jitter-cv", type=Real(0, 1), help="Noise of stage times.  [default: the profile's]")
 @click.option("--slow-stage", "slow", multiple=True, type=SlowStage(), help="A stage slower than the policy is told.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the noise; a workload has its own.")
 @click.option(
     "--tbt-slo",
-    type=click.FloatRange(0, min_open=True),
+    type=Real(0, min_open=True),
     help="Also find the highest request rate within this bound, which balanced is told.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
@@ -72,6 +72,9 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
     """Run policies on a modelled pipeline: the real coordinator, a virtual clock, the figures of a real run."""
     if (options["profile"] is None) == (options["preset_name"] is None):
         raise click.UsageError("give either --profile FILE or --preset NAME")
+    slow = dict(options["slow"])
+    if len(slow) < len(options["slow"]):
+        raise click.UsageError("--slow-stage is given twice for one stage; leave one of them out")
     profile = preset(options["preset_name"]) if options["preset_name"] else read_profile(options["profile"])
     workload = parse_workload(options["workload"])
     experiments = [
@@ -84,7 +87,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
             max_num_seqs=options["max_num_seqs"],
             inflight=options["inflight"],
             jitter_cv=options["jitter_cv"],
-            slow=dict(options["slow"]),
+            slow=slow,
             seed=options["seed"],
         )
         for policy in policies

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -21,6 +22,16 @@ class Bytes(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is not a size; write it like 4GiB, 500MB or 1073741824", param, ctx)
         return int(float(match[1]) * {**_UNITS, **_BINARY}[match[2] or ""])
+
+
+class Real(click.FloatRange):
+    """A number in a range, in which nan is not: every comparison with it is false."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 class Count(click.ParamType[int]):

@@ -244,15 +244,18 @@ class Coordinator:
         return tuple(admissible)
 
     def _apply(self, grants: list[Grant]) -> tuple[Chunk, ...]:
-        """Turn grants into chunks; pages go to the oldest request first, prefills stand before decodes."""
+        """Turn grants into chunks; pages go to the oldest request first, prefills stand before decodes.
+
+        Once somebody was preempted nobody starts: the pages left are the older requests', who wait again.
+        """
         running, page_size = self._running, self.pool.page_size
-        startable = {grant.sequence.index for grant in grants if grant.sequence.index not in running}
+        preempted_before = self.num_preemptions
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
         for sequence, num_tokens, overlap in sorted(grants, key=_BY_ARRIVAL):
             assert isinstance(sequence, Sequence)
-            if sequence.index not in running and sequence.index not in startable:
-                continue  # preempted a moment ago, for an older request of this very microbatch
+            if sequence.index not in running and self.num_preemptions > preempted_before:
+                continue
             issued = sequence.issued
             assert 1 <= num_tokens <= sequence.remaining and 0 <= overlap <= issued, (sequence, num_tokens)
             new_pages: tuple[int, ...] = ()

@@ -95,11 +95,6 @@ class MicroBatch:
     def num_decodes(self) -> int:
         return sum(chunk.decode for chunk in self.chunks)
 
-    def schedule(self) -> MicroBatch:
-        """The same microbatch without payload: what the text form holds."""
-        bare = tuple(c._replace(token_ids=(), new_pages=(), sampling=None) for c in self.chunks)
-        return MicroBatch(self.index, bare)
-
     def __str__(self) -> str:
         prefills = " ".join(str(chunk) for chunk in self.chunks if not chunk.decode)
         decodes = " ".join(str(chunk) for chunk in self.chunks if chunk.decode)

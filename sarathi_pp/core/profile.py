@@ -32,7 +32,8 @@ class Profile:
     """A cost model with what it was measured on: profile.json.
 
     link_latency_s, link_bytes_per_s: one way between neighbouring stages. jitter_cv: coefficient of variation of
-    equal microbatches near each other; drift: of the stages' speed. pages: KV pages of the stage that holds fewest.
+    equal microbatches near each other; drift: of the stages' speed. pages: KV pages of the stage that holds fewest,
+    each of page_size tokens.
     error: mean absolute relative error of the fit, None where it was not fitted.
     """
 
@@ -49,6 +50,7 @@ class Profile:
     max_num_seqs: int
     error: float | None = None
     drift: Drift = NO_DRIFT
+    page_size: int = 16
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -64,6 +66,7 @@ class Profile:
             "jitter_cv": self.jitter_cv,
             "drift": asdict(self.drift),
             "pages": self.pages,
+            "page_size": self.page_size,
             "max_num_seqs": self.max_num_seqs,
             "error": self.error,
         }
@@ -94,6 +97,7 @@ class Profile:
             max_num_seqs=_whole(data, "max_num_seqs"),
             error=None if data.get("error") is None else _real(data, "error"),
             drift=_drift(data.get("drift")),
+            page_size=_whole(data, "page_size") if "page_size" in data else 16,
         )
         _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
         return profile

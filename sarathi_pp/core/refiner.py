@@ -49,8 +49,9 @@ class CostRefiner:
 
     def observe(self, stage: int, regressors: Regressors, seconds: float) -> None:
         """What a stage took for one microbatch; 0 says nothing."""
-        self._stages[stage].observe(regressors, seconds)
-        self._since += 1
+        if seconds > 0:
+            self._stages[stage].observe(regressors, seconds)
+            self._since += 1
 
 
 class _Regression:
@@ -62,14 +63,12 @@ class _Regression:
 
     def __init__(self, start: list[float]) -> None:
         self._values = start
-        self._ratios: list[float] | None = []  # of observed to expected seconds, until it was solved once
+        self._ratios: list[float] | None = []  # of observed to expected seconds, until they counted
         self._gram = [0.0] * len(start) ** 2  # row by row
         self._target = [0.0] * len(start)
         self._weight = 1.0
 
     def observe(self, regressors: Regressors, seconds: float) -> None:
-        if seconds <= 0:
-            return
         row, products = regressors
         if self._ratios is not None:
             expected_s = sum(value * part for value, part in zip(self._values, row, strict=True))
@@ -106,7 +105,7 @@ class _Regression:
         """The coefficients, at least 0 each."""
         if self._ratios:
             self._count_start(self._ratios)
-        self._ratios = None
+            self._ratios = None
         values = self._values
         size = len(values)
         rows = [self._gram[i * size : (i + 1) * size] for i in range(size)]

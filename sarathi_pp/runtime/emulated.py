@@ -24,7 +24,6 @@ from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import Clock
 
-_PAGE_SIZE = 16
 # Any id may be in a prompt, since nothing is looked up; drawn ones are below this.
 _LEGAL_IDS = 2**31 - 1
 _DRAWN_IDS = 32_000
@@ -41,7 +40,7 @@ def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
         num_kv_heads=1,
         head_dim=1,
         vocab_size=_LEGAL_IDS,
-        max_position_embeddings=profile.pages * (page_size or _PAGE_SIZE),
+        max_position_embeddings=profile.pages * (page_size or profile.page_size),
         dtype=profile.dtype,
         tie_word_embeddings=False,
         eos_token_ids=(),
@@ -98,7 +97,7 @@ class EmulatedStages:
     device_name = "emulated"
 
     def __init__(self, config: RunConfig, profile: Profile, clock: Clock) -> None:
-        self.page_size = config.page_size or _PAGE_SIZE
+        self.page_size = config.page_size or profile.page_size
         self._profile = profile
         self._clock = clock
 

@@ -26,8 +26,9 @@ from sarathi_pp.trace.timeline import StageTimeline, Timeline
 class Experiment:
     """What to simulate. None: as the profile has it.
 
-    inflight: most microbatches at once, None for what the policy takes. slow: stages, by index, that take this many
-    times what the profile says; policies are not told. page_size: tokens that a KV page holds. seed: of the noise.
+    max_model_len: None for the longest request of the workload. inflight: most microbatches at once, None for what the
+    policy takes. slow: stages, by index, that take this many times what the profile says; policies are not told. seed:
+    of the noise.
     """
 
     profile: Profile
@@ -36,10 +37,10 @@ class Experiment:
     chunk_size: int
     stages: int | None = None
     max_num_seqs: int | None = None
+    max_model_len: int | None = None
     inflight: int | None = None
     jitter_cv: float | None = None
     slow: Mapping[int, float] = field(default_factory=dict)
-    page_size: int = 16
     seed: int = 0
 
     def cost(self) -> CostModel:
@@ -50,9 +51,11 @@ class Experiment:
         return recut(cost, partition(self.profile.num_layers, self.stages))
 
     def limits(self) -> Limits:
-        """Raises ConfigError where the workload has requests that never fit."""
+        """Raises ConfigError where the workload has requests that never fit, or a slow stage is none of those there."""
         num_stages = len(self.cost().stages)
-        room = self.profile.pages * self.page_size
+        room = self.profile.pages * self.profile.page_size
+        if any(stage >= num_stages for stage in self.slow):
+            raise ConfigError(f"slow stage {max(self.slow)}: there are stages 0 to {num_stages - 1}")
         if self.workload.max_tokens > room:
             raise ConfigError(
                 f"{self.workload.spec} has requests of up to {self.workload.max_tokens} tokens; the KV pool of "
@@ -62,8 +65,8 @@ class Experiment:
             num_stages=num_stages,
             chunk_size=self.chunk_size,
             max_num_seqs=self.max_num_seqs or self.profile.max_num_seqs,
-            max_model_len=self.workload.max_tokens,
-            page_size=self.page_size,
+            max_model_len=self.max_model_len or self.workload.max_tokens,
+            page_size=self.profile.page_size,
             num_pages=self.profile.pages,
             inflight=self.inflight or auto_inflight(self.policy, num_stages),
         )

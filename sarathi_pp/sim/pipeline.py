@@ -3,8 +3,9 @@
 Stages are first in first out and microbatches run in the order in which they were issued, so every time follows
 from the microbatch before and the stage before; no event queue is needed:
 
-    start[s] = max(end[s] of the microbatch before, end[s - 1] + transfer)
-    end[s]   = start[s] + modelled time x noise
+    arrived[s] = max(end[s - 1], when the microbatch before has left the link) + tokens / bandwidth + latency
+    start[s]   = max(end[s] of the microbatch before, arrived[s])
+    end[s]     = start[s] + modelled time x noise
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Link:
     def of(cls, profile: Profile) -> Link:
         return cls(profile.link_latency_s, profile.link_bytes_per_s, profile.hidden_size * _ITEM_BYTES[profile.dtype])
 
-    def seconds(self, num_tokens: int) -> float:
-        return self.latency_s + num_tokens * self.token_bytes / self.bytes_per_s
+    def busy_s(self, num_tokens: int) -> float:
+        """How long their activations take up the link; they arrive the latency later."""
+        return num_tokens * self.token_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,7 @@ class VirtualPipeline:
         self._link = link
         self._noise = None if noise is None or noise.quiet else noise
         self._free_s = [0.0] * len(cost.stages)
-
-    @property
-    def num_stages(self) -> int:
-        return len(self._free_s)
+        self._link_free_s = [0.0] * len(cost.stages)  # from each stage to the next
 
     @property
     def entry_free_s(self) -> float:
@@ -66,7 +65,7 @@ class VirtualPipeline:
         """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back."""
         load = Load.of(microbatch)
         row = self._cost.row(load)
-        transfer_s = self._link.seconds(load.num_tokens)
+        busy_s, latency_s, link_free_s = self._link.busy_s(load.num_tokens), self._link.latency_s, self._link_free_s
         spans = []
         arrived_s = microbatch.issued_s
         for stage, (cost, free_s) in enumerate(zip(self._cost.stages, self._free_s, strict=True)):
@@ -78,5 +77,7 @@ class VirtualPipeline:
             end_s = start_s + seconds
             spans.append(StageSpan(arrived_s, start_s, end_s))
             self._free_s[stage] = end_s
-            arrived_s = end_s + transfer_s
-        return spans, end_s + self._link.latency_s
+            sent_s = (end_s if end_s > link_free_s[stage] else link_free_s[stage]) + busy_s
+            link_free_s[stage] = sent_s
+            arrived_s = sent_s + latency_s
+        return spans, end_s + latency_s

@@ -26,6 +26,13 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 
 _VOCABULARY = 32_000
+# Tokens at the most: beyond every pipeline, and little enough for a table of zipf's weights.
+_TOKENS = {"min", "max", "prompt", "output"}
+_MOST = 10_000_000
+_LARGEST = 2**53
+_LEAST_RATIO = 0.001
+# Arrivals a second at the least: one in a lifetime.
+_LEAST_RATE = 1e-9
 Lengths = tuple[int, int]  # prompt and output tokens
 
 
@@ -68,8 +75,8 @@ def parse_workload(spec: str) -> Workload:
     if kind == "poisson":
         first, _, inner = rest.partition(",")
         rate = _read(spec, first.split(","), {"rate": float})["rate"]
-        if not rate > 0:
-            raise ConfigError(f"{spec}: rate is {rate:g}; it must be above 0 arrivals a second")
+        if not rate >= _LEAST_RATE:
+            raise ConfigError(f"{spec}: rate is {rate:g}; it must be at least {_LEAST_RATE:g} arrivals a second")
         workload = parse_workload(inner)
         if math.isfinite(workload.rate):
             raise ConfigError(f"{spec}: rate is given twice, {rate:g} and {workload.rate:g}; leave one of them out")
@@ -84,10 +91,13 @@ def parse_workload(spec: str) -> Workload:
         **_read(spec, rest.split(",") if rest else [], dict.fromkeys(defaults, float)),
     }
     for name, value in values.items():
+        if name == "pd" and not _LEAST_RATIO <= value <= _MOST:
+            raise ConfigError(f"{spec}: pd is {value:g}; it must be a number from {_LEAST_RATIO:g} to {_MOST:g}")
         least, real = 0 if name in ("theta", "seed") else 1, name in ("theta", "pd")
-        if not least <= value < math.inf or not (real or value % 1 == 0):
+        most = _MOST if name in _TOKENS else _LARGEST
+        if name != "pd" and not (least <= value <= most and (real or value % 1 == 0)):
             kind_of = "number" if real else "whole number"
-            raise ConfigError(f"{spec}: {name} is {value:g}; it must be a {kind_of} of at least {least}")
+            raise ConfigError(f"{spec}: {name} is {value:g}; it must be a {kind_of} from {least} to {most:g}")
     if values.get("min", 1) > values.get("max", math.inf):
         raise ConfigError(f"{spec}: min is {values['min']:g}, above max, which is {values['max']:g}")
     draw, most = build(values)

@@ -18,7 +18,7 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
-from sarathi_pp.trace.events import Compute, Event
+from sarathi_pp.trace.events import Compute, Event, TraceStart
 from tests.core.test_calibration import requests_of
 from tests.trace.schedules import start
 
@@ -161,6 +161,12 @@ def test_too_little_room_to_measure_is_said() -> None:
     traces, warm_up = traces_of(CostModel(1, TRUE.stages[:1]), limits=tiny)
     with pytest.raises(ConfigError, match="microbatches fitted in, too few.*\n.*--kv-cache-memory"):
         measure([trace[:40] for trace in traces], warm_up, 8)
+
+
+def test_a_run_without_a_single_microbatch_is_too_little_too() -> None:
+    traces, warm_up = traces_of(CostModel(1, TRUE.stages[:1]), limits=Limits(1, 2048, 1, 4, 1, 4, 1))
+    with pytest.raises(ConfigError, match="0 microbatches fitted in, too few"):
+        measure([[event for event in trace if isinstance(event, TraceStart)] for trace in traces], warm_up, 8)
 
 
 def test_the_measuring_run_is_the_users_but_for_its_schedule() -> None:

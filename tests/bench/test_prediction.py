@@ -117,3 +117,10 @@ def test_the_policy_that_is_to_run_is_the_one_predicted() -> None:
     workload = parse_workload("uniform:n=100,min=100,max=900,pd=8")
     chunked, whole = (predict(profile(4), workload, run_of(4, policy=policy)) for policy in ("sarathi", "orca"))
     assert chunked.bubble_ratio < whole.bubble_ratio
+
+
+def test_a_policy_that_goes_by_the_longest_request_there_may_be_is_told_the_run_s() -> None:
+    """ChunkLLM cuts at a quarter of it: 900 tokens are one microbatch where 8192 may be, four where 904 may."""
+    work = parse_workload("fixed:n=8,prompt=900,output=4")
+    many = [predict(profile(2), work, run_of(2, policy="chunkllm", max_model_len=most)) for most in (904, 8192)]
+    assert many[0].microbatches > many[1].microbatches

@@ -188,6 +188,21 @@ def test_a_bound_is_kept_on_every_stage(order, room_s):
     assert 0.9 * room_s < slowest <= room_s
 
 
+@pytest.mark.parametrize("inflight", [1, 2, 4])
+def test_a_bound_counts_every_stage_that_a_token_passes_however_few_are_in_flight(inflight):
+    """Four stages: a microbatch may take a quarter of the bound on each, also where fewer share them."""
+    cost = model(1, stages=4, a0=0.01, a1=1e-3)
+    bound_s = 4 * 0.05 / 0.9
+    work = requests(12, 400, 5)
+    batches = schedule(cost, work, stages=4, max_num_seqs=8, inflight=inflight, spec=f"balanced:tbt_slo={bound_s}")
+    assert 0.04 < max(cost.seconds(0, Load.of(m)) for m in batches) <= 0.05
+
+
+def test_stages_that_seem_to_cost_nothing_are_no_reason_to_stop():
+    """A profile may say so, and so may costs learnt from spans that attention alone explains."""
+    assert len(schedule(model(16, a0=0.0, a1=0.0), requests(4, 50, 3))) > 3
+
+
 def test_with_one_decode_left_the_run_ends():
     batches = schedule(model(16), requests(1, 5, 4))
     assert [str(m) for m in batches] == ["m0[s0:0+5]", "m1[d s0:5]", "m2[d s0:6]", "m3[d s0:7]"]

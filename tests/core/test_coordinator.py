@@ -98,16 +98,37 @@ def test_golden_sarathi_even_chunks():
 
 
 def test_golden_orca_runs_whole_prompts_beside_decodes():
-    assert run_golden("orca", stages=1, chunk_size=4, prompts=[4, 9], outputs=[3, 1]) == [
+    """ "The full prefill of at most one request overlaps the ongoing decodes" (SARATHI, section 5.1): s1's 9 tokens in
+    one microbatch, whatever the chunk size, and s2's not beside them.
+    """
+    assert run_golden("orca", stages=1, chunk_size=4, prompts=[4, 9, 3], outputs=[3, 1, 1]) == [
         "m0[s0:0+4]",
         "m1[s1:0+9 | d s0:4]",
-        "m2[d s0:5]",
+        "m2[s2:0+3 | d s0:5]",
     ]
 
 
 def test_decodes_of_a_microbatch_are_capped_at_their_share_of_the_pipeline():
     schedule = run_golden("sarathi", stages=2, chunk_size=64, prompts=[1] * 8, outputs=[4] * 8, max_num_seqs=8)
     assert max(text.count(" s") for text in schedule if "| d" not in text and "[d" in text) <= 4
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "sarathi-serve", "vllm"])
+def test_golden_nobody_starts_in_the_microbatch_that_preempted_somebody(policy):
+    """Four pages of 4. s0's fifth token takes s1's: s2 fits into what is left, but s1 is older and waits for more.
+
+    vLLM's rule: waiting requests are looked at only in a step that preempted nobody.
+    """
+    shapes = {"prompts": [4, 8, 3], "outputs": [4, 4, 1], "arrivals": [0, 0, 1]}
+    assert run_golden(policy, stages=1, chunk_size=64, num_pages=4, page_size=4, **shapes) == [
+        "m0[s0:0+4 s1:0+8]",
+        "m1[d s0:4]",
+        "m2[d s0:5]",
+        "m3[d s0:6]",
+        "m4[s1.1:0+9 s2:0+3]",
+        "m5[d s1.1:9]",
+        "m6[d s1.1:10]",
+    ]
 
 
 def test_the_newest_request_is_preempted_and_recomputed():

@@ -159,3 +159,16 @@ def test_a_span_of_no_length_says_nothing(seconds):
         for stage in (0, 1):
             refiner.observe(stage, refiner.regressors(load), seconds)
     assert error(refiner.model) < 1e-6
+
+
+def test_a_stage_that_tells_its_times_late_is_still_told_how_fast_the_machine_is():
+    refiner = CostRefiner(TRUE)
+    for load in loads(64):
+        refiner.observe(0, refiner.regressors(load), 3 * TRUE.seconds(0, load))
+        refiner.observe(1, refiner.regressors(load), 0.0)
+        assert refiner.model.seconds(1, load) == pytest.approx(TRUE.seconds(1, load))
+    prompts = [replace(load, decodes=0, decode_context=0) for load in loads(32, seed=1)]
+    for load in prompts:
+        refiner.observe(1, refiner.regressors(load), 3 * TRUE.seconds(1, load))
+    decodes = Load(0, 0.0, 20, 20_000)
+    assert refiner.model.seconds(1, decodes) == pytest.approx(3 * TRUE.seconds(1, decodes), rel=0.02)

@@ -341,6 +341,13 @@ def test_chunkllm_runs_the_rest_of_a_prompt_whole_when_fewer_than_four_could_run
     assert (grant.num_tokens, grant.overlap) == (tokens, overlap)
 
 
+def test_chunkllm_counts_those_whose_next_token_is_in_flight_among_what_runs():
+    started = sequence(0, 40, issued=10)
+    running = {0: started, **{index: sequence(index, 5, issued=5) for index in range(1, 4)}}
+    (grant,) = ChunkLLM(threshold=10).pick(view(WIDE, prefills=(started,), running=running))
+    assert grant.num_tokens == 10
+
+
 def test_golden_chunkllm_runs_whole_prompts_when_fewer_than_four_could_run():
     assert chunks_of("chunkllm:threshold=10", [(24, ()), (24, ()), (3, ())]) == [
         "m0[s0:0+24]",

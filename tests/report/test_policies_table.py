@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -83,6 +84,20 @@ def test_a_bound_between_tokens_is_told_to_who_keeps_it_and_the_rate_within_it_f
 def test_a_bound_of_nothing_is_refused():
     refused = CliRunner().invoke(cli, [*ARGUMENTS, "--tbt-slo", "0"])
     assert refused.exit_code == 2 and "--tbt-slo" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--slow-stage", "8:1.5"], "slow stage 8: there are stages 0 to 7"),
+        (["--slow-stage", "3:1.5", "--slow-stage", "3:1.1"], "given twice for one stage"),
+        (["--jitter-cv", "nan"], "'nan' is not a number"),
+        (["--tbt-slo", "nan"], "'nan' is not a number"),
+    ],
+)
+def test_an_option_that_would_do_nothing_or_nonsense_is_refused(wrong, message):
+    refused = CliRunner().invoke(cli, [*ARGUMENTS, *wrong])
+    assert message in (refused.output or "") + str(refused.exception) and refused.exit_code != 0
 
 
 def test_neither_or_both_pipelines_is_refused():

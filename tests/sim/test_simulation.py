@@ -48,6 +48,13 @@ def test_the_spans_of_two_microbatches_on_unequal_stages():
     assert back == 8.5
 
 
+def test_a_link_carries_one_microbatch_after_the_other():
+    """Stages of 1 s with a link that a microbatch takes up for 3 s: they arrive 3 s apart, half a second later."""
+    pipeline = VirtualPipeline(flat(2), Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=24))
+    arrived = [pipeline.run(MicroBatch(i, (Chunk(i, 0, 0, 1),)))[0][1].arrived_s for i in range(3)]
+    assert arrived == [4.5, 7.5, 10.5]
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 def test_m_equal_microbatches_have_the_textbook_bubble(num_stages):
     """m single-token requests, one a microbatch: (P - 1) / (m + P - 1)."""
@@ -161,6 +168,21 @@ def test_the_report_of_an_experiment_is_that_of_its_timeline():
     report = report_of(experiment)
     assert (report["stages"], report["requests"], report["microbatches"]) == (2, 6, 6)
     assert report["bubble_ratio"] == measure_bubbles(simulate(experiment)).bubble_ratio == pytest.approx(1 / 7)
+
+
+def test_a_slow_stage_that_is_not_there_is_refused():
+    workload = parse_workload("fixed:n=1,prompt=1,output=1")
+    run = Experiment(profile=profile(flat(2)), workload=workload, policy="sarathi", chunk_size=1, slow={2: 1.5})
+    with pytest.raises(ConfigError, match="slow stage 2: there are stages 0 to 1"):
+        simulate(run)
+
+
+def test_pages_are_of_the_profile_s_size():
+    workload = parse_workload("fixed:n=4,prompt=100,output=4")
+    few = profile(flat(1), pages=3)
+    with pytest.raises(ConfigError, match="holds 48"):
+        simulate(Experiment(profile=few, workload=workload, policy="sarathi", chunk_size=64))
+    simulate(Experiment(profile=replace(few, page_size=64), workload=workload, policy="sarathi", chunk_size=64))
 
 
 def test_a_workload_that_never_fits_is_refused():

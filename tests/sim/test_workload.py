@@ -66,7 +66,11 @@ def test_requests_are_drawn_when_they_are_asked_for():
         ("zipf:min=9,max=4", "min is 9, above max, which is 4"),
         ("zipf:n=nan", "n is nan; it must be"),
         ("zipf:n=inf", "n is inf; it must be"),
-        ("poisson:rate=0,zipf", "rate is 0; it must be above 0"),
+        ("poisson:rate=0,zipf", "rate is 0; it must be at least 1e-09"),
+        ("poisson:rate=1e-320,zipf", "it must be at least 1e-09"),
+        ("zipf:n=1,max=10000000000", "max is 1e+10; it must be a whole number from 1 to 1e+07"),
+        ("zipf:pd=0", "pd is 0; it must be a number from 0.001"),
+        ("uniform:pd=1e300", "pd is 1e+300; it must be a number from 0.001 to 1e+07"),
         ("poisson:zipf", "is not one of its parameters: rate"),
         ("poisson:rate=4", "the workload '' is not known"),
         ("poisson:rate=1,poisson:rate=9,zipf", "rate is given twice, 1 and 9; leave one of them out"),
@@ -80,3 +84,10 @@ def test_a_wrong_spec_is_refused_with_the_part_that_is_wrong(spec, message):
     with pytest.raises(ConfigError) as caught:
         parse_workload(spec)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["zipf", "uniform"])
+def test_outputs_may_be_longer_than_their_prompts(kind):
+    workload = parse_workload(f"{kind}:n=50,min=100,max=200,pd=0.5")
+    assert workload.prompt_to_output == pytest.approx(0.5, rel=0.02)
+    assert max(map(sum, workload.lengths())) <= workload.max_tokens

@@ -11,7 +11,7 @@ A pipeline waits where one microbatch takes longer than the next. So:
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
-              those in flight, since a sequence's next token comes when they all have.
+              those in flight or, if more, the stages: a sequence's next token comes when they all have.
     in flight One microbatch more than stages while there are prompts: a stage that is done early finds the next one
               there. Not while outputs alone are left, and not where seats are short and the tokens a second would
               fall: every cohort that decodes are cut into more costs a microbatch.
@@ -20,12 +20,12 @@ A pipeline waits where one microbatch takes longer than the next. So:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.core.policy.parameter import parameter
+from sarathi_pp.core.policy.prompts import fill
 from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
 
 # Where nothing is known of the stages: time goes with tokens, and a little with what they read.
@@ -68,7 +68,9 @@ class Balanced:
         decodes = _share(view, decoding, inflight)
         budget = cycle.size - len(decodes)
         if self.tbt_slo:
-            budget = _within(view, cost, decodes, _SLO_SHARE * self.tbt_slo / inflight, budget)
+            # A token passes every stage, and those in flight before it.
+            turns = max(inflight, view.limits.num_stages)
+            budget = _within(view, cost, decodes, _SLO_SHARE * self.tbt_slo / turns, budget)
         grants = [*_chunks(view, budget), *decodes]
         if grants:
             # Only what is issued moves a cycle on: how often somebody asks must not show in the schedule.
@@ -167,7 +169,8 @@ def _sustained(
     most = max(least, min(chunk_size, math.ceil(sustained / step) * step))  # beyond, only the time grows
     for size in range(least, most + 1, step):
         tokens = min(size, sustained)
-        rate = tokens / (stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio))
+        seconds = stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio)
+        rate = tokens / seconds if seconds > 0 else math.inf
         if rate > best_rate * _WORTHWHILE:
             best, best_rate = size, rate
     return best, best_rate
@@ -223,16 +226,7 @@ def _least_ratio_so_far(view: View) -> float:
 
 
 def _chunks(view: View, budget: int) -> list[Grant]:
-    return list(_fill(chain(view.prefills, view.waiting), budget))
-
-
-def _fill(sequences: Iterator[SequenceView], budget: int) -> Iterator[Grant]:
-    for sequence in sequences:
-        if budget <= 0:
-            return
-        grant = Grant(sequence, min(sequence.remaining, budget))
-        budget -= grant.num_tokens
-        yield grant
+    return fill(chain(view.prefills, view.waiting), max(0, budget))
 
 
 def _attention(chunks: list[Grant]) -> float:

@@ -31,7 +31,7 @@ class ChunkLLM:
         grants = [Grant(s, 1) for s in view.decodes[: limits.max_decodes]]
         prompts = (*view.prefills, *view.waiting)
         if prompts and len(grants) < limits.max_decodes:
-            alone = len(view.decodes) + len(prompts) < _LEAST_BATCH
+            alone = len(view.running) + len(view.waiting) < _LEAST_BATCH
             grants.append(Grant(prompts[0], prompts[0].remaining) if alone else self._chunk(prompts[0], limits))
         return grants
 

@@ -2,13 +2,15 @@
 
 The form that SARATHI compares with as "Orca best case" (arXiv 2308.16369, section 5.1): the full prefill of
 at most one request overlaps the ongoing decodes of the others. Prompts are never cut, so the chunk size is
-not used, and a microbatch is as long as its prompt: the source of the bubbles PB1 and PB2.
+not used, and a microbatch is as long as its prompt: the source of the bubbles PB1 and PB2. Orca reserves the
+longest output of each request; here pages are taken as they are needed, which is the best case too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sarathi_pp.core.policy.prompts import longest_prompt
 from sarathi_pp.core.policy.view import Grant, Limits, View
 
 
@@ -16,9 +18,9 @@ from sarathi_pp.core.policy.view import Grant, Limits, View
 class Orca:
     def pick(self, view: View) -> list[Grant]:
         grants = [Grant(s, 1) for s in view.decodes[: view.limits.max_decodes]]
-        if len(grants) < view.limits.max_decodes or not view.decodes:
+        if len(grants) < view.limits.max_decodes:
             grants += [Grant(s, s.remaining) for s in (*view.prefills, *view.waiting)[:1]]
         return grants
 
     def max_tokens(self, limits: Limits) -> int:
-        return min(limits.max_model_len, limits.num_pages * limits.page_size) + limits.max_decodes
+        return longest_prompt(limits) + limits.max_decodes

@@ -3,13 +3,13 @@
     python examples/compare_policies.py --output examples/figures/policies-gpt3.json
 
 Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
-ratio that changes in mid-run, with noise, with a slow stage, and with Poisson
-arrivals at shares of what `balanced` reaches offline. Rivals that take a chunk size are run at every one and the best
+ratio that changes in mid-run, with noise, with a slow stage, and with Poisson arrivals at shares of what `balanced`
+reaches offline. Rivals that take a size (chunks, or gLLM's most prompt tokens) are run at every one, and the best
 throughput of each seed is taken afterwards, which no user could do; off the five ratios only the closest are.
-`balanced` gets no size. Policies are listed at their default size too: those run at every size for all seeds; the rest,
-at the ratios and their change only, for the first seed. A row says how many seeds it is of, and `balanced` is compared
-with rows of as many as its own. Prints a table and, at the end, writes every run as JSON, the table as Markdown beside
-it.
+`balanced` gets no size. Each policy is listed at its default here too, and at its system's own where that is another:
+for all seeds where it is swept, else for the first seed, at the ratios and their change only. A row says how many seeds
+it is of, and `balanced` is compared with rows of as many as its own. Prints a table and, at the end, writes every run
+as JSON, the table as Markdown beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import click
 from record import Record
 
 from sarathi_pp.core.policy import POLICIES, auto_chunk_size
+from sarathi_pp.core.policy.gllm import GLLM
 from sarathi_pp.report.policies import bubble_floor
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import preset
@@ -35,10 +36,12 @@ RATIOS = (2, 5, 10, 20, 40)
 CHANGE = "P:D 2, then 20"
 JITTER = (0.02, 0.05)
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
-TUNED = ("sarathi", "sarathi-serve", "vllm", "sglang", "tensorrt-llm")
+TUNED = ("sarathi", "sarathi-serve", "vllm", "sglang", "tensorrt-llm", "splitfuse", "distserve", "gllm")
 # Of those, the best two over the ratios in earlier figures; where the ratio changes a third was ahead of one of them.
 CLOSEST = ("sarathi", "sarathi-serve")
-CLOSEST_AT_CHANGE = (*CLOSEST, "tensorrt-llm")
+CLOSEST_AT_CHANGE = (*CLOSEST, "tensorrt-llm", "gllm")
+# What systems take by themselves on an A100, where it is not what their policy takes here (REFERENCES of each policy).
+OWN_SIZES = {"sarathi-serve": 512, "vllm": 2048}
 CHUNK_SIZES = (128, 256, 512, 1024, 2048)
 # Enough of them that filling and draining the pipeline do not count.
 CAPACITY_REQUESTS = 2000
@@ -88,8 +91,25 @@ def noise(jitter_cv: float) -> str:
 
 
 def swept(*rivals: str) -> list[tuple[str, int]]:
-    """`balanced` as it is, and the rivals at every chunk size."""
-    return [("balanced", auto_chunk_size("balanced")), *((policy, size) for policy in rivals for size in CHUNK_SIZES)]
+    """`balanced` as it is, and the rivals at every size."""
+    return [
+        ("balanced", auto_chunk_size("balanced")),
+        *(of_size(policy, size) for policy in rivals for size in CHUNK_SIZES),
+    ]
+
+
+def of_size(policy: str, size: int) -> tuple[str, int]:
+    """Policy and chunk size; gLLM's most prompt tokens is a parameter."""
+    return (f"gllm:maxp={size}", auto_chunk_size("gllm")) if policy == "gllm" else (policy, size)
+
+
+def name_of(run: dict[str, Any]) -> str:
+    return str(run["policy"]).partition(":")[0]
+
+
+def size_of(run: dict[str, Any]) -> int:
+    _, _, most = str(run["policy"]).partition("maxp=")
+    return int(most or (GLLM().maxp if name_of(run) == "gllm" else run["chunk_size"]))
 
 
 def offline_cases(requests: int, seeds: range) -> list[Case]:
@@ -101,6 +121,7 @@ def offline_cases(requests: int, seeds: range) -> list[Case]:
         cases += [Case(name, specs[seed], *run, seed) for seed in seeds for run in swept(*TUNED)]
     for name, specs in {**works, CHANGE: change}.items():
         cases += [Case(name, specs[first], policy, auto_chunk_size(policy), first) for policy in POLICIES]
+        cases += [Case(name, specs[first], policy, size, first) for policy, size in OWN_SIZES.items()]
     for seed in seeds:
         steady = works["P:D 10"][seed]
         cases += [Case(CHANGE, change[seed], *run, seed) for run in swept(*CLOSEST_AT_CHANGE)]
@@ -128,18 +149,23 @@ def arrival_cases(requests: int, seeds: range, capacity: float) -> list[Case]:
 
 
 def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each work and policy: `balanced`, the tuned rivals, and every default."""
+    """A row for each work and policy: `balanced`, the rivals without a size, at their systems' own, and tuned."""
     table = []
     for work in dict.fromkeys(result["work"] for result in results):
         here = [result for result in results if result["work"] == work]
-        for policy in dict.fromkeys(result["policy"] for result in here):
-            runs = [result for result in here if result["policy"] == policy]
-            default = [result for result in runs if result["chunk_size"] == auto_chunk_size(policy)]
-            table.append(_row(work, policy, "default", default))
-            if len({result["chunk_size"] for result in runs}) > 1:
+        for policy in dict.fromkeys(map(name_of, here)):
+            runs = [result for result in here if name_of(result) == policy]
+            kinds = {
+                "default": [
+                    run for run in runs if (run["policy"], run["chunk_size"]) == (policy, auto_chunk_size(policy))
+                ],
+                "own default": [run for run in runs if size_of(run) == OWN_SIZES.get(policy)],
+            }
+            if len(set(map(size_of, runs)) - {OWN_SIZES.get(policy)}) > 1:
                 seeds = dict.fromkeys(result["seed"] for result in runs)
-                best = [max((r for r in runs if r["seed"] == seed), key=lambda r: r["tokens_per_s"]) for seed in seeds]
-                table.append(_row(work, policy, "tuned", best))
+                same = ([run for run in runs if run["seed"] == seed] for seed in seeds)
+                kinds["tuned"] = [max(of_seed, key=lambda run: run["tokens_per_s"]) for of_seed in same]
+            table += [_row(work, policy, kind, of_kind) for kind, of_kind in kinds.items() if of_kind]
     return table
 
 
@@ -151,7 +177,7 @@ def _row(work: str, policy: str, kind: str, runs: list[dict[str, Any]]) -> dict[
         "work": work,
         "policy": policy,
         "kind": kind,
-        "chunk_sizes": sorted({run["chunk_size"] for run in runs}),
+        "chunk_sizes": sorted(set(map(size_of, runs))),
         "seeds": len({run["seed"] for run in runs}),
         **{name: statistics.fmean(values) if values else None for name, values in known.items()},
         "steady_max": max(known["steady"], default=None),
@@ -161,7 +187,7 @@ def _row(work: str, policy: str, kind: str, runs: list[dict[str, Any]]) -> dict[
 def gains(table: list[dict[str, Any]]) -> dict[str, float]:
     """Throughput of `balanced` over the best rival's of the same work, of rows with all of its seeds.
 
-    Those are the tuned rows, and the defaults that were run with every seed: a mean of fewer is one of other requests.
+    Those are the tuned rows, and others that were run with every seed: a mean of fewer is one of other requests.
     """
     found = {}
     for work in dict.fromkeys(row["work"] for row in table):
@@ -187,6 +213,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
         "tokens/s",
         "steady bubble",
         "whole bubble",
+        "floor",
         "request bubble p50 s",
     )
     heads += ("TTFT p50 s", "TTFT p99 s", "TBT p50 s", "TBT p99 s")
@@ -195,7 +222,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
         sizes = "/".join(map(str, row["chunk_sizes"]))
         size = "none given" if row["policy"] == "balanced" else f"{row['kind']} {sizes}"
         named = (row["work"], row["policy"], size, str(row["seeds"]), shown(row["tokens_per_s"], ",.0f"))
-        ratios = (shown(row[name], ".2%") for name in ("steady", "whole"))
+        ratios = (shown(row[name], ".2%") for name in ("steady", "whole", "floor"))
         names = ("request_bubble_p50_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
         lines.append("| " + " | ".join((*named, *ratios, *(shown(row[name], ".3f") for name in names))) + " |")
     return "\n".join(lines) + "\n"

@@ -95,6 +95,17 @@ def test_a_tuned_row_is_of_the_best_size_of_each_seed(load: Load) -> None:
     assert (default["tokens_per_s"], default["chunk_sizes"], default["seeds"]) == (75, [256], 2)
 
 
+def test_the_most_that_gllm_takes_is_its_size_and_a_system_s_own_size_has_a_row(load: Load) -> None:
+    runs = [result(f"gllm:maxp={size}", 256, 0, speed) for size, speed in ((128, 90), (2048, 80))]
+    runs += [result("gllm", 256, 0, 80), result("vllm", 256, 0, 70), result("vllm", 2048, 0, 50)]
+    table = load("compare_policies").rows(runs)
+    assert row_of(table, "gllm", "tuned")["tokens_per_s"] == 90
+    assert row_of(table, "gllm", "default")["chunk_sizes"] == [2048]
+    assert row_of(table, "gllm", "tuned")["chunk_sizes"] == [128]
+    assert row_of(table, "vllm", "own default")["tokens_per_s"] == 50
+    assert [row["kind"] for row in table if row["policy"] == "vllm"] == ["default", "own default"]
+
+
 def test_a_rival_of_fewer_seeds_is_not_compared_with(load: Load) -> None:
     comparison = load("compare_policies")
     runs = [result("balanced", 2048, seed, 100) for seed in (0, 1)]

@@ -65,7 +65,8 @@ class VirtualPipeline:
         """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back."""
         load = Load.of(microbatch)
         row = self._cost.row(load)
-        busy_s, latency_s, link_free_s = self._link.busy_s(load.num_tokens), self._link.latency_s, self._link_free_s
+        busy_s, link_free_s = self._link.busy_s(load.num_tokens), self._link_free_s
+        transfer_s = self._link.latency_s + busy_s
         spans = []
         arrived_s = microbatch.issued_s
         for stage, (cost, free_s) in enumerate(zip(self._cost.stages, self._free_s, strict=True)):
@@ -77,7 +78,7 @@ class VirtualPipeline:
             end_s = start_s + seconds
             spans.append(StageSpan(arrived_s, start_s, end_s))
             self._free_s[stage] = end_s
-            sent_s = (end_s if end_s > link_free_s[stage] else link_free_s[stage]) + busy_s
-            link_free_s[stage] = sent_s
-            arrived_s = sent_s + latency_s
-        return spans, end_s + latency_s
+            sent_s = end_s if end_s > link_free_s[stage] else link_free_s[stage]
+            link_free_s[stage] = sent_s + busy_s
+            arrived_s = sent_s + transfer_s
+        return spans, end_s + self._link.latency_s

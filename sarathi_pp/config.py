@@ -165,7 +165,7 @@ class ResolvedRun:
 
     layers: one [first, end) per stage, global indices, contiguous. num_pages: pages of every stage's shard.
     max_model_len: most tokens of prompt and output together. max_microbatch_tokens: the largest microbatch
-    the policy can emit, which sizes the wire's buffers.
+    the policy can emit, which sizes the wire's buffers. request_rate: arrivals a second; None where all are there.
     """
 
     model: str
@@ -183,6 +183,7 @@ class ResolvedRun:
     attention: str
     seed: int
     peer_timeout_s: float
+    request_rate: float | None = None
 
     @property
     def num_stages(self) -> int:

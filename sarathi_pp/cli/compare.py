@@ -28,7 +28,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
     """Show two or more runs, given as run directories, side by side; ratios are to the first."""
     if len(runs) < 2:
         raise click.UsageError("give two or more run directories")
-    found = [read_run(path) for path in runs]
+    found = [read_run(path, advised=html is not None) for path in runs]
     comparison = compare_reports([(run.path.resolve().name, run.report) for run in found])
     comparison["advice"] = [asdict(advice) for advice in advise_comparison([run.report for run in found])]
     if html is not None:

@@ -7,19 +7,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import InputError, MissingError
-from sarathi_pp.report.advice import advise
+from sarathi_pp.report.advice import Advice, advise
 from sarathi_pp.sim.rerun import Rerun
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
 from sarathi_pp.trace.summary import read_timeline, summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
 
+if TYPE_CHECKING:
+    from sarathi_pp.bench.profile import Fit
+
 _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # What no trace holds, from run.json.
-_FACTS = {"model": str, "dtype": str, "attention": str, "max_num_seqs": int, "max_model_len": int}
+_NAMES = ("model", "dtype", "attention")
+_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +34,14 @@ class Run:
     report: dict[str, Any]
 
 
-def read_run(path: Path, attempt: int | None = None) -> Run:
-    """One attempt of a run, the last unless named, folded anew from its traces.
+def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) -> Run:
+    """One attempt of a run, the last unless named, folded anew from its traces. advised: with what to change.
 
     Raises MissingError where the directory holds no traces or not all, InputError for traces that cannot be used.
     """
     timeline = read_timeline(find_traces(path, attempt))
     bubbles = measure_bubbles(timeline)
-    return Run(path, timeline, bubbles, _report(timeline, bubbles, _facts(path)))
+    return Run(path, timeline, bubbles, _report(timeline, bubbles, _facts(path), advised=advised))
 
 
 def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
@@ -46,15 +50,31 @@ def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, An
     return _report(timeline, measure_bubbles(timeline), facts)
 
 
-def _report(timeline: Timeline, bubbles: Bubbles, facts: Mapping[str, object]) -> dict[str, Any]:
+def _report(
+    timeline: Timeline, bubbles: Bubbles, facts: Mapping[str, object], *, advised: bool = True
+) -> dict[str, Any]:
     """With causes, and what to change, the most worthwhile first."""
-    from sarathi_pp.bench.profile import fit_cost, fit_link  # scipy is slow to import, and only a report needs it
+    from sarathi_pp.bench.profile import fit_cost  # scipy is slow to import, and only a report needs it
 
     fitted = fit_cost(timeline)
     report = summarise_timeline(timeline, bubbles, lambda _: fitted) | dict(facts)
-    allowed = {name: report.get(name) for name in ("max_num_seqs", "max_model_len")}
-    rerun = Rerun.of(timeline, fitted.model, fit_link(timeline), **allowed) if fitted else None
-    return report | {"advice": [asdict(advice) for advice in advise(report, rerun.saved if rerun else None)]}
+    if not advised:
+        return report
+    try:
+        found = _advice(timeline, report, fitted)
+    except Exception as error:  # a run that is over must not lose its figures to what is only said about them
+        return report | {"advice": [], "notes": [*report["notes"], f"no advice: {type(error).__name__}: {error}"]}
+    return report | {"advice": [asdict(advice) for advice in found]}
+
+
+def _advice(timeline: Timeline, report: Mapping[str, Any], fitted: Fit | None) -> list[Advice]:
+    from sarathi_pp.bench.profile import fit_link
+
+    if fitted is None:
+        return advise(report)
+    allowed = {name: report.get(name) for name in _NUMBERS}
+    rerun = Rerun.of(timeline, fitted.model, fit_link(timeline), **allowed)
+    return advise(report, rerun.saved if rerun else None)
 
 
 def find_traces(run: Path, attempt: int | None) -> list[Path]:
@@ -92,7 +112,9 @@ def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int])
 
 def _facts(run: Path) -> dict[str, Any]:
     known = _known(run)
-    return {name: known[name] for name, kind in _FACTS.items() if isinstance(known.get(name), kind)}
+    names = {name: known[name] for name in _NAMES if isinstance(known.get(name), str)}
+    numbers = {name: known.get(name) for name in _NUMBERS}
+    return names | {name: value for name, value in numbers.items() if isinstance(value, int | float) and value > 0}
 
 
 def _known(run: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What to change next: at most three pieces of advice, drawn from the figures of a report and tried on the simulator.
 
-A rule sees something in the report and names the options that bear on it. Each is tried: the recorded run is simulated
-as it was and with the option (`sim/rerun.py`), and what that saves is the expected gain. The best of a rule is said,
-if it saves enough to speak of, so what does nothing in this run is never advised.
+A rule sees something in the report and names the options that bear on it. Each is tried by itself: the recorded run is
+simulated as it was and with the option (`sim/rerun.py`), and what that saves is the expected gain. The best of a rule
+is said, if it saves enough to speak of, so what does nothing in this run is never advised.
 
     rule             is about
     bubble           a bubble above 15 %: what can be done against each of its causes
@@ -12,7 +12,7 @@ if it saves enough to speak of, so what does nothing in this run is never advise
     few_sequences    fewer than four sequences at once: too few to share a pass
     short_prompts    prompts that fit into one chunk, so that nothing is evened out
     one_request      one request at a time, whose first token waits for the passes of its chunks
-    kv_fragmentation more than 30 % of the room in the KV pages held empty
+    kv_fragmentation more than 30 % of the room in the KV pages held empty, and pages run out
     flat_chunks      chunk throughput that stays while requests in flight grow (needs two runs)
 
 The thresholds of 15 %, 30 %, four sequences and 100 ms are rules of thumb from practice with chunked prefill;
@@ -29,7 +29,6 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from sarathi_pp.report.remedies import (
-    TILE,
     Remedy,
     Report,
     balance,
@@ -39,6 +38,7 @@ from sarathi_pp.report.remedies import (
     fewer_stages,
     fill_longer,
     fills_chunks,
+    has_bound,
     hide_transfers,
     keep_busy,
     larger_chunks,
@@ -53,7 +53,9 @@ from sarathi_pp.sim.rerun import Change
 
 _MOST = 3
 # Of the run; below this a simulation says nothing.
-_WORTHWHILE = 0.02
+_WORTHWHILE = 0.03
+# Shares that would be shown as nothing.
+_NOTHING = 0.005
 # Longer a run may take by this share on fewer stages, to be worth saying.
 _ABOUT_AS_FAST = 0.15
 _HIGH_BUBBLE = 0.15
@@ -61,7 +63,6 @@ _STARVED = 0.05
 _FRAGMENTED = 0.30
 _FEW_SEQUENCES = 4
 _QUICK_S = 0.1
-_FLASH_PAGE = 256
 # Runs are compared where requests in flight grow by half; below this growth chunk throughput is flat.
 _MORE_INFLIGHT = 1.5
 _FLAT = 1.05
@@ -144,8 +145,8 @@ def _tried(report: Report, proposal: _Proposal, saved: Saved) -> Advice | None:
 
 
 def _proposals(report: Report) -> Iterator[_Proposal]:
-    """Of two with the same gain the earlier one is given."""
-    for rule in _RULES:
+    """Of two with the same gain the earlier one is given. Who has set a bound on the time between tokens has chosen."""
+    for rule in (_slow_stage,) if has_bound(report) else _RULES:
         yield from rule(report)
 
 
@@ -184,7 +185,7 @@ def _spare_stages(report: Report, saved: Saved) -> Advice | None:
     share = saved(remedy.change) if seen is not None and remedy is not None else -math.inf
     if seen is None or remedy is None or share < -_ABOUT_AS_FAST:
         return None
-    longer = f"takes {-share:.0%} longer" if share < 0 else "is as fast"
+    longer = f"takes {-share:.0%} longer" if share < -_NOTHING else "is as fast"
     return Advice("few_decodes", f"{seen} {remedy.option} {longer}, {remedy.how} (simulated).", remedy.option, None)
 
 
@@ -193,7 +194,7 @@ def _lack_of_decodes(report: Report) -> str | None:
     stages, decodes = report["stages"], _decodes_at_once(report)
     if decodes is None or decodes >= stages or stages == 1:
         return None
-    return f"On average {decodes:.1f} sequences were decoding, and {stages} stages need at least {stages}."
+    return f"On average {decodes:.1f} sequences were decoding, fewer than the {stages} stages that they pass."
 
 
 def _slow_stage(report: Report) -> Iterator[_Proposal]:
@@ -236,16 +237,13 @@ def _one_request(report: Report) -> Iterator[_Proposal]:
 
 
 def _kv_fragmentation(report: Report) -> Advice | None:
-    wasted, page_size = report["kv"]["fragmentation"], report["kv"].get("page_size")
-    if wasted is None or wasted <= _FRAGMENTED or page_size == 1:
+    wasted, page_size = report["kv"]["fragmentation"], report["kv"]["page_size"]
+    if wasted is None or wasted <= _FRAGMENTED or page_size == 1 or not pages_ran_out(report):
         return None
-    if report.get("attention") == "flash" and page_size == _FLASH_PAGE:
-        option, freed = f"--attention sdpa --page-size {TILE}", wasted * (1 - TILE / _FLASH_PAGE)
-    else:
-        option, freed = f"--page-size {page_size // 2}" if page_size else "--page-size", wasted / 2
+    option, freed = f"--page-size {page_size // 2}", wasted / 2
     text = (
-        f"{wasted:.0%} of the room in the KV pages held was empty. Smaller pages ({option}) are estimated to free "
-        f"{freed:.0%} of what is held, room for {freed / (1 - freed):.0%} more sequences."
+        f"KV pages ran out, and {wasted:.0%} of the room in those held was empty. Smaller ones ({option}) are "
+        f"estimated to free {freed:.0%} of what is held, room for {freed / (1 - freed):.0%} more sequences."
     )
     return Advice("kv_fragmentation", text, option, None)
 

@@ -220,8 +220,9 @@ def _stage_table(report: Mapping[str, Any]) -> str:
 
 def _causes(runs: Sequence[PageRun]) -> str:
     explained = [run for run in runs if run.report.get("causes")]
+    advice = [_advice(run, named=len(runs) > 1) for run in runs]
     if not explained:
-        return '<p class="hint">The causes of this bubble were not computed.</p>'
+        return "\n".join(['<p class="hint">The causes of this bubble were not computed.</p>', *advice])
     missing = [run.title for run in runs if not run.report.get("causes")]
     rows = []
     for key, (name, meaning) in _CAUSES.items():
@@ -230,9 +231,8 @@ def _causes(runs: Sequence[PageRun]) -> str:
     heads = [escape(run.title) for run in explained] if len(runs) > 1 else ["seconds"]
     parts = ['<div id="causes-plot" class="plot"></div>', _table(("cause", *heads), rows, "causes")]
     parts += [f'<p class="hint">Not computed for {escape(title)}.</p>' for title in missing]
-    for run in runs:
-        parts.append(_advice(run, named=len(runs) > 1))
-    return "\n".join(parts) + '\n<p class="hint">Seconds, summed over stages; they add up to the measured bubble.</p>'
+    parts.append('<p class="hint">Seconds, summed over stages; they add up to the measured bubble.</p>')
+    return "\n".join([*parts, *advice])
 
 
 def _advice(run: PageRun, *, named: bool) -> str:

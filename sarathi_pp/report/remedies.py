@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
+from sarathi_pp.core.policy import auto_chunk_size, chooses_chunk_size, uses_chunk_size
 from sarathi_pp.sim.rerun import Change
 
 # Chunk sizes are advised in multiples of this, the smallest tile of matrix units.
@@ -65,7 +65,7 @@ def even_layers(report: Report) -> Iterator[Remedy]:
 
 def even_prefills(report: Report) -> Iterator[Remedy]:
     if not is_chunked(report):
-        yield Remedy("--policy sarathi", "cuts prompts into chunks of equal size", Change(policy="sarathi"))
+        yield _other_policy(report, "sarathi", "cuts prompts into chunks of equal size")
     yield from smaller_chunks(report, report["chunk_size"] / 2)
     yield from balance(report)
 
@@ -103,12 +103,19 @@ def keep_busy(report: Report) -> Iterator[Remedy]:
 
 def balance(report: Report) -> Iterator[Remedy]:
     if policy_name(report) != "balanced":
-        yield Remedy("--policy balanced", "makes microbatches of equal time", Change(policy="balanced"))
+        yield _other_policy(report, "balanced", "makes microbatches of equal time")
 
 
 def run_whole(report: Report) -> Iterator[Remedy]:
     if is_chunked(report):
-        yield Remedy("--policy orca", "runs prompts whole, in fewer passes", Change(policy="orca"))
+        yield _other_policy(report, "orca", "runs prompts whole, in fewer passes")
+
+
+def _other_policy(report: Report, name: str, how: str) -> Remedy:
+    """With the chunk size that it has by itself: the run's was chosen for another."""
+    if uses_chunk_size(name) and report["chunk_size"] != auto_chunk_size(policy_name(report)):
+        how += " (leave out --chunk-size)"
+    return Remedy(f"--policy {name}", how, Change(policy=name))
 
 
 def smaller_chunks(report: Report, size: float) -> Iterator[Remedy]:
@@ -132,7 +139,7 @@ def more_seats(report: Report) -> Iterator[Remedy]:
 
 
 def more_pages(report: Report) -> Iterator[Remedy]:
-    if pages_ran_out(report):
+    if pages_ran_out(report) and report.get("attention") != "emulated":
         change = Change(num_pages=2 * report["kv"]["pages"])
         yield Remedy("--kv-cache-memory", "of twice the size holds more sequences at once: pages ran out", change)
 
@@ -148,11 +155,16 @@ def fewer_stages(report: Report) -> Remedy | None:
         return None
     share, extra = divmod(layers, requests)
     split = tuple(share + (stage < extra) for stage in range(requests))
-    return Remedy(f"--stages {requests}", f"on {stages - requests} fewer", Change(layers=split))
+    return Remedy(f"--stages {requests}", f"on {stages - requests} fewer, where they hold it", Change(layers=split))
 
 
 def pages_ran_out(report: Report) -> bool:
     return bool(report["preemptions"] or report["kv"]["peak_used"] >= _FULL_KV * report["kv"]["pages"])
+
+
+def has_bound(report: Report) -> bool:
+    """Whether the policy keeps the time between tokens below what somebody asked for."""
+    return "tbt_slo" in str(report["policy"])
 
 
 def num_chunks(report: Report) -> int:

@@ -26,7 +26,10 @@ def render(report: Mapping[str, Any]) -> RenderableType:
     parts.append(_work(report))
     if report["causes"] is not None:
         parts += ["", _causes(report["causes"])]
-    parts += [Text(f"advice: {advice['text']}", style="cyan") for advice in report.get("advice", [])]
+    advice = report.get("advice", [])
+    parts += [Text(f"advice: {one['text']}", style="cyan") for one in advice]
+    if len(advice) > 1:
+        parts.append(Text("Each of these was tried by itself.", style="cyan"))
     parts += [Text(f"note: {note}", style="yellow") for note in report["notes"]]
     return Group(*parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import psutil
@@ -92,6 +93,7 @@ def resolve(
         attention=attention,
         seed=config.seed,
         peer_timeout_s=config.peer_timeout_s,
+        request_rate=config.request_rate if math.isfinite(config.request_rate) else None,
     )
 
 

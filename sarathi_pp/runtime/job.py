@@ -312,6 +312,7 @@ class Job:
             "attention": self.run.attention,
             "max_num_seqs": self.run.max_num_seqs,
             "max_model_len": self.run.max_model_len,
+            "request_rate": self.run.request_rate,
         }
 
 

@@ -1,13 +1,15 @@
 """A recorded run once more, on the simulator: what another option would have done to its wall time.
 
-Its requests with their arrivals and lengths, what microbatches cost in it and how long its links took are the recorded
-ones. One simulation is compared with another, so what the simulator does not know of is missing from both.
+Its requests with their arrivals and lengths, what microbatches cost in it, how long its links took and what its hosts
+took for each microbatch are the recorded ones. One simulation is compared with another, so what the simulator does not
+know of is missing from both; and where that is much, so that the run itself does not come out as long as it was,
+nothing is said.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple, Self
@@ -19,13 +21,22 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
+from sarathi_pp.trace.causes import host_seconds
 from sarathi_pp.trace.events import Event, Issued, RequestFinished, Returned
 from sarathi_pp.trace.timeline import Timeline
 
-# Of a long run the first requests are simulated, as many as took about so many microbatches times stages: a second.
-_MOST_SPANS = 20_000
+# Of a long run the first requests are simulated: as many as take about half a second, where a stage takes a microbatch
+# in one step and the coordinator a chunk in an eighth of one.
+_MOST_STEPS = 10_000
+_CHUNKS_A_STEP = 8
+# At least so many times what may run at once, or it would be all filling and draining; but no more than so much longer.
+_LEAST_SEATFULS = 4
+_MOST_OVER = 4
+# The run as it was may come out longer or shorter than it was by this share.
+_MOST_OFF = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +63,16 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The run to be compared with. limits, policy, cost: as it had them; link: as it was."""
+    """The run to be compared with. limits, policy, cost: as it had them; link: as it was. host_s: of each stage, for
+    each microbatch, before it computes.
+    """
 
     requests: tuple[_Asked, ...]
     limits: Limits
     policy: str
     cost: CostModel
     link: Link
+    host_s: tuple[float, ...]
     _walls_s: dict[Change, float] = field(default_factory=dict)
 
     @classmethod
@@ -70,29 +84,40 @@ class Rerun:
         *,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
+        request_rate: float | None = None,
     ) -> Self | None:
-        """None where nobody knows what the requests asked for: a run that goes on, was killed or answered nothing.
+        """None where that cannot be told: a run that goes on, was killed or answered nothing, a policy that is not
+        known here, a trace in which more was answered than computed, requests too long to be tried; or where the
+        simulator does not find it as long as it was.
 
         cost: of its microbatches. max_num_seqs, max_model_len: what it allowed; None for as much as there was.
+        request_rate: None where requests were there as soon as they were read.
         """
-        ended = sorted(timeline.finished, key=lambda request: request.index)
-        answered = [request for request in ended if request.finish_reason != "error"]
-        if not answered or len(ended) < len(timeline.arrived) or any(stage.end is None for stage in timeline.stages):
-            return None
         start = timeline.stages[0].start
+        ended = sorted(timeline.finished, key=lambda request: request.index)
+        answered = [r for r in ended if r.finish_reason != "error" and r.first_issue_s is not None]
+        unfinished = len(ended) < len(timeline.arrived) or any(stage.end is None for stage in timeline.stages)
+        if not answered or unfinished or not _is_known(start.policy) or not _were_computed(answered, timeline):
+            return None
         seats = max_num_seqs or len(ended)
-        share = min(1.0, _MOST_SPANS / (len(timeline.issued) * start.num_stages or 1))
-        asked = tuple(_asked(answered[: max(1, round(share * len(answered)))], seats))
+        first = _sample(timeline, len(answered), seats)
+        if first is None:
+            return None
+        asked = tuple(_asked(answered[:first], inf if request_rate else seats))
+        longest = max(request.prompt_tokens + request.output_tokens for request in asked)
         limits = Limits(
             num_stages=start.num_stages,
             chunk_size=start.chunk_size,
             max_num_seqs=seats,
-            max_model_len=max_model_len or max(request.prompt_tokens + request.output_tokens for request in asked),
+            max_model_len=max(max_model_len or 0, longest),
             page_size=start.page_size,
             num_pages=start.num_pages,
             inflight=start.inflight,
         )
-        return cls(asked, limits, start.policy, cost, link)
+        rerun = cls(asked, limits, start.policy, cost, link, tuple(host_seconds(timeline)))
+        begin, end = timeline.window
+        measured_s = (end - begin) * _tokens(answered[:first]) / _tokens(answered)
+        return rerun if abs(rerun.wall_s(Change()) - measured_s) <= _MOST_OFF * measured_s else None
 
     def saved(self, change: Change) -> float:
         """Share of the wall time that as much work takes less with it; below 0 where it takes longer."""
@@ -105,16 +130,22 @@ class Rerun:
             policy, limits, cost = self._with(change)
             window = _Window()
             known = cost if wants_cost(policy) else None
-            simulation = Simulation(limits, make_policy(policy), VirtualPipeline(cost, self.link), window.record, known)
-            simulation.run(self._requests(change.times))
+            pipeline = VirtualPipeline(self._with_hosts(cost), self.link)
+            Simulation(limits, make_policy(policy), pipeline, window.record, known).run(self._requests(change.times))
             self._walls_s[change] = window.seconds
         return self._walls_s[change]
 
     def _with(self, change: Change) -> tuple[str, Limits, CostModel]:
-        """What another policy, or another number of stages, brings with it is what it has by itself."""
+        """What another policy, or another number of stages, brings with it is what it has by itself.
+
+        Stages with more layers have room for fewer pages.
+        """
         policy, cost, limits = change.policy or self.policy, self.cost, self.limits
         if change.layers is not None:
             cost = recut(cost, partition(sum(change.layers), len(change.layers), change.layers))
+            pages = limits.num_pages * _most_layers(self.cost) // _most_layers(cost)
+            longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)
+            limits = replace(limits, num_pages=max(pages, -(-longest // limits.page_size)))
         stages = len(cost.stages)
         if change.policy is not None:
             limits = replace(limits, chunk_size=auto_chunk_size(policy))
@@ -124,16 +155,58 @@ class Rerun:
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         return policy, replace(limits, **given), cost
 
+    def _with_hosts(self, cost: CostModel) -> CostModel:
+        """A stage that its host keeps busy is as good as one that computes for longer."""
+        mean_s = sum(self.host_s) / len(self.host_s)
+        hosts_s = self.host_s if len(cost.stages) == len(self.host_s) else (mean_s,) * len(cost.stages)
+        stages = (replace(stage, a0=stage.a0 + host_s) for stage, host_s in zip(cost.stages, hosts_s, strict=True))
+        return CostModel(cost.tile, tuple(stages))
+
     def _requests(self, times: int) -> Iterator[Request]:
         last_s = self.requests[-1].arrival_s
+        period_s = last_s + last_s / max(1, len(self.requests) - 1)
         for time in range(times):
             for index, asked in enumerate(self.requests):
                 sampling = SamplingParams(max_new_tokens=asked.output_tokens, ignore_eos=True, seed=0)
                 number = time * len(self.requests) + index
-                yield Request(number, (0,) * asked.prompt_tokens, sampling, time * last_s + asked.arrival_s)
+                yield Request(number, (0,) * asked.prompt_tokens, sampling, time * period_s + asked.arrival_s)
 
 
-def _asked(answered: Iterable[RequestFinished], seats: int) -> Iterator[_Asked]:
+def _is_known(policy: str) -> bool:
+    try:
+        make_policy(policy)
+    except ConfigError:
+        return False
+    return True
+
+
+def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> bool:
+    """Each token but a request's last is computed, prompts included: a damaged trace may say otherwise."""
+    left = sum(event.num_tokens for event in timeline.issued)
+    for request in answered:
+        left -= request.prompt_tokens + request.output_tokens - 1
+        if request.prompt_tokens < 1 or request.output_tokens < 1 or left < 0:
+            return False
+    return True
+
+
+def _sample(timeline: Timeline, count: int, seats: int) -> int | None:
+    """How many of the requests are simulated; None where too few of them can be."""
+    stages, chunks = len(timeline.stages), sum(event.decodes + 1 for event in timeline.issued)
+    affordable = count * _MOST_STEPS / (len(timeline.issued) * stages + chunks / _CHUNKS_A_STEP)
+    needed = min(count, max(round(affordable), _LEAST_SEATFULS * seats))
+    return needed if needed <= max(1.0, _MOST_OVER * affordable) else None
+
+
+def _tokens(requests: Sequence[RequestFinished]) -> int:
+    return sum(request.prompt_tokens + request.output_tokens for request in requests)
+
+
+def _most_layers(cost: CostModel) -> int:
+    return max(end - first for first, end in (stage.layers for stage in cost.stages))
+
+
+def _asked(answered: Iterable[RequestFinished], seats: float) -> Iterator[_Asked]:
     """The requests in order of arrival, from the first one's.
 
     Who reads a file reads no more ahead than that many, so where as many wait, the next one was there before it was

@@ -35,6 +35,9 @@ from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 Seconds = list[float]
 
+# Share of the microbatches.
+_USUAL = 0.98
+
 
 @dataclass(frozen=True, slots=True)
 class Causes:
@@ -84,6 +87,17 @@ def explain(timeline: Timeline, model: CostModel) -> Causes:
         starvation_s=starvation,
         unexplained_s=_measured_s(timeline, count) - steps[0],
     )
+
+
+def host_seconds(timeline: Timeline) -> list[float]:
+    """What the host takes for a microbatch on each stage, the coordinator's own time on the first; without the few
+    that took longest, which are something else. The timeline has a result.
+    """
+    delays = _Delays.of(timeline, timeline.num_returned)
+    first, *others = delays.host
+    on_first = [host + issue for host, issue in zip(first, delays.issue, strict=True)]
+    usual = (sorted(seconds)[: max(1, int(_USUAL * len(seconds)))] for seconds in (on_first, *others))
+    return [sum(seconds) / len(seconds) for seconds in usual]
 
 
 def _measured_s(timeline: Timeline, count: int) -> float:

@@ -113,7 +113,7 @@ def test_a_run_without_a_result_gets_none() -> None:
 
 
 def test_nothing_is_said_of_time_that_nobody_can_simulate() -> None:
-    slow = report(bubble_ratio=0.5, causes=causes(starvation_s=90.0), kv=kv(0.4, page_size=16))
+    slow = report(bubble_ratio=0.5, causes=causes(starvation_s=90.0), kv=kv(0.4), preemptions=1)
     assert only(advise(slow)).rule == "kv_fragmentation"
 
 
@@ -170,17 +170,17 @@ def test_stages_of_unequal_speed_are_cut_anew() -> None:
     assert tried(slow) == {Change(layers=(6, 10))}
 
 
-def test_a_cause_of_less_than_2_percent_of_the_run_is_let_be() -> None:
-    assert tried(report(bubble_ratio=0.2, causes=causes(host_s=3.9))) == set()
-    assert tried(report(bubble_ratio=0.2, causes=causes(host_s=4.0))) == {LARGER}
+def test_a_cause_of_less_than_3_percent_of_the_run_is_let_be() -> None:
+    assert tried(report(bubble_ratio=0.2, causes=causes(host_s=5.9))) == set()
+    assert tried(report(bubble_ratio=0.2, causes=causes(host_s=6.0))) == {LARGER}
     assert tried(report(bubble_ratio=0.5, causes={name: -5.0 for name in CAUSES})) == set()
 
 
-def test_what_saves_less_than_2_percent_is_not_said() -> None:
+def test_what_saves_less_than_3_percent_is_not_said() -> None:
     busy = report(bubble_ratio=0.2, causes=causes(host_s=20.0))
-    assert advise(busy, Simulator({LARGER: 0.019}).saved) == []
+    assert advise(busy, Simulator({LARGER: 0.029}).saved) == []
     assert advise(busy, Simulator({LARGER: -0.3}).saved) == []
-    assert only(advise(busy, Simulator({LARGER: 0.02}).saved)).gain_s == pytest.approx(2.0)
+    assert only(advise(busy, Simulator({LARGER: 0.03}).saved)).gain_s == pytest.approx(3.0)
 
 
 def test_of_what_may_help_the_best_is_said() -> None:
@@ -198,7 +198,7 @@ def test_a_cause_that_no_option_changes_gives_way_to_the_next() -> None:
 
 
 def test_the_seconds_of_a_short_run_are_told_to_the_hundredth() -> None:
-    short = report(bubble_ratio=0.2, causes=causes(host_s=0.1), wall_s=1.8)
+    short = report(bubble_ratio=0.2, causes=causes(host_s=0.12), wall_s=1.8)
     assert "save 0.09 of 1.80 s (5%)" in only(advise(short, Simulator().saved)).text
 
 
@@ -220,8 +220,8 @@ def test_starvation_above_5_percent() -> None:
     ("settings", "expected"),
     [
         ({"preemptions": 1}, {MORE_PAGES, INPUT}),
-        ({"kv": {"pages": 1000, "peak_used": 950, "fragmentation": None}}, {MORE_PAGES, INPUT}),
-        ({"kv": {"pages": 1000, "peak_used": 949, "fragmentation": None}}, {INPUT}),
+        ({"kv": {"pages": 1000, "peak_used": 950, "fragmentation": None, "page_size": 16}}, {MORE_PAGES, INPUT}),
+        ({"kv": {"pages": 1000, "peak_used": 949, "fragmentation": None, "page_size": 16}}, {INPUT}),
         ({"max_num_seqs": 63}, {Change(max_num_seqs=64), INPUT}),
         ({"max_num_seqs": 20}, {MORE_SEATS, INPUT}),
         ({"max_num_seqs": 64}, {INPUT}),
@@ -238,7 +238,7 @@ def test_fewer_decodes_than_stages() -> None:
     assert given_by("few_decodes", report(itl_s={"mean": 200.01 / 6336})) is None
     advice = given_by("few_decodes", report(**few))
     assert advice is not None and advice.option == "--input"
-    assert advice.text.startswith("On average 1.9 sequences were decoding, and 2 stages need at least 2.")
+    assert advice.text.startswith("On average 1.9 sequences were decoding, fewer than the 2 stages that they pass.")
     assert tried(report(stages=1, layer_split=[16], per_stage=computed(90.0), **few)) == set()
     assert tried(report(itl_s={"mean": None})) == set()
     assert tried(report(output_tokens=60, **few)) == set(), "no request had a second token"
@@ -250,8 +250,10 @@ def test_more_stages_than_requests_are_stages_to_spare() -> None:
     fewer = Change(layers=(8, 8))
     advice = given_by("few_decodes", few, {fewer: -0.04})
     assert advice is not None and (advice.option, advice.gain_s) == ("--stages 2", None)
-    assert "--stages 2 takes 4% longer, on 2 fewer (simulated)." in advice.text
+    assert "--stages 2 takes 4% longer, on 2 fewer, where they hold it (simulated)." in advice.text
     advice = given_by("few_decodes", few, {fewer: 0.01})
+    assert advice is not None and "is as fast, on 2 fewer" in advice.text
+    advice = given_by("few_decodes", few, {fewer: -0.004})
     assert advice is not None and "is as fast, on 2 fewer" in advice.text
     assert given_by("few_decodes", few, {fewer: -0.16}) is None
     assert fewer not in tried(few | {"requests": 4}) | tried(few | {"requests": 1})
@@ -303,7 +305,9 @@ def test_fewer_than_four_sequences_at_once() -> None:
     assert tried(report(requests=4, completed=3)) == {ORCA}, "the fourth was refused"
 
 
-@pytest.mark.parametrize("full", [{"preemptions": 1}, {"kv": {"pages": 100, "peak_used": 95, "fragmentation": 0.1}}])
+@pytest.mark.parametrize(
+    "full", [{"preemptions": 1}, {"kv": {"pages": 100, "peak_used": 95, "fragmentation": 0.1, "page_size": 16}}]
+)
 def test_fewer_than_four_sequences_in_the_pages(full: dict[str, Any]) -> None:
     """3.2 of them decode at a time, in seats for 128."""
     few = report(itl_s={"mean": 320 / 6336})
@@ -344,8 +348,8 @@ def one_request(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_single_request_that_waits_for_its_chunks_runs_whole() -> None:
-    advice = given_by("one_request", one_request(), {ORCA: 0.025})
-    assert advice is not None and (advice.option, advice.gain_s) == ("--policy orca", pytest.approx(0.03))
+    advice = given_by("one_request", one_request(), {ORCA: 0.05})
+    assert advice is not None and (advice.option, advice.gain_s) == ("--policy orca", pytest.approx(0.06))
     assert "its first token took 0.20 s in 4.0 chunks" in advice.text
     assert given_by("one_request", one_request(ttft_s={"mean": 0.1})) is None
     assert given_by("one_request", one_request(ttft_s={"mean": 0.11})) is not None
@@ -370,25 +374,39 @@ def test_requests_that_run_one_by_one_are_timed_without_their_queue() -> None:
     assert given_by("one_request", queued | {"max_num_seqs": 2}) is None
 
 
-def kv(fragmentation: float | None, **page_size: int) -> dict[str, Any]:
-    return {"pages": 1000, "peak_used": 500, "fragmentation": fragmentation, **page_size}
+def kv(fragmentation: float | None, page_size: int = 16) -> dict[str, Any]:
+    return {"pages": 1000, "peak_used": 500, "fragmentation": fragmentation, "page_size": page_size}
 
 
-def test_fragmentation_above_30_percent() -> None:
-    assert advise(report(kv=kv(0.30, page_size=16))) == []
-    assert only(advise(report(kv=kv(0.31, page_size=16)))).rule == "kv_fragmentation"
-    assert advise(report(kv=kv(None, page_size=16))) == []
-    assert advise(report(kv=kv(0.4, page_size=1))) == []
-    advice = only(advise(report(kv=kv(0.4, page_size=16))))
+def test_fragmentation_above_30_percent_where_pages_ran_out() -> None:
+    def advised(*figures: Any, preemptions: int = 1) -> list[Advice]:
+        return advise(report(kv=kv(*figures), preemptions=preemptions))
+
+    assert [advised(0.30), advised(None), advised(0.4, 1), advised(0.4, preemptions=0)] == [[]] * 4
+    assert only(advised(0.31)).rule == "kv_fragmentation"
+    advice = only(advised(0.4))
     assert (advice.rule, advice.option, advice.gain_s) == ("kv_fragmentation", "--page-size 8", None)
     assert "free 20% of what is held, room for 25% more sequences" in advice.text
-    assert only(advise(report(kv=kv(0.4)))).option == "--page-size"
 
 
-def test_flash_pages_cannot_be_smaller_so_another_backend_is_named() -> None:
-    flash = report(kv=kv(0.4, page_size=256), attention="flash")
-    assert only(advise(flash)).option == "--attention sdpa --page-size 16"
-    assert only(advise(flash | {"attention": "sdpa"})).option == "--page-size 128"
+def test_who_set_a_bound_between_tokens_is_not_told_to_break_it() -> None:
+    bound = {"policy": "balanced:tbt_slo=0.004", "max_num_seqs": 1, "causes": causes(starvation_s=50.0)}
+    assert tried(report(bubble_ratio=0.5, **bound)) == set()
+    slow = report(per_stage=computed(90.0, 60.0), **bound)
+    assert tried(slow) == {Change(layers=(6, 10))}
+
+
+def test_pages_of_emulated_stages_are_the_profile_s() -> None:
+    few = report(causes=causes(starvation_s=20.0), preemptions=1)
+    assert tried(few) - tried(few | {"attention": "emulated"}) == {MORE_PAGES}
+
+
+def test_another_policy_does_not_keep_the_size_that_was_given_to_this_one() -> None:
+    few = report(max_num_seqs=3, policy="orca", chunk_throughput=0.64)
+    uneven = few | {"bubble_ratio": 0.3, "causes": causes(prefill_variance_s=40.0), "max_num_seqs": 128}
+    for size, said in ((256, False), (1024, True)):
+        advice = given_by("bubble", uneven | {"chunk_size": size}, {SARATHI: 0.1})
+        assert advice is not None and ("(leave out --chunk-size)" in advice.text) == said
 
 
 def test_the_best_three_with_one_for_an_option() -> None:
@@ -398,7 +416,7 @@ def test_the_best_three_with_one_for_an_option() -> None:
         causes=seconds,
         per_stage=computed(90.0, 60.0),
         max_num_seqs=3,
-        kv=kv(0.5, page_size=16),
+        kv=kv(0.5),
         preemptions=1,
     )
     told = {Change(max_num_seqs=8): 0.3, Change(layers=(6, 10)): 0.15, MORE_PAGES: 0.2, LARGER: 0.04}

@@ -64,6 +64,36 @@ def test_the_report_in_every_form(runs, tmp_path):
         assert len(list(csv.DictReader(lines))) == 2 * report["microbatches"]
 
 
+def test_advice_is_tried_with_what_the_run_allowed(tmp_path):
+    """One seat for twelve requests, of which `report` hears from run.json alone."""
+    run(command(tmp_path, 2, "--quiet", "--max-num-seqs", "1"), tmp_path)
+    files = Files(tmp_path)
+    first = json.loads((files.run / "report.json").read_text())
+    again = json.loads(run((*COMMAND, "report", str(files.run), "--json"), tmp_path).stdout)
+    for report in (first, again):
+        advice = {one["option"]: one["gain_s"] for one in report["advice"]}
+        assert 0.3 * report["wall_s"] < advice["--max-num-seqs 8"] < report["wall_s"]
+    page = tmp_path / "run.html"
+    run((*COMMAND, "compare", str(files.run), str(files.run), "--html", str(page)), tmp_path)
+    assert page.read_text().count("--max-num-seqs 8") == 2
+
+
+def test_a_fault_in_what_is_only_advised_costs_no_figure(runs, monkeypatch):
+    monkeypatch.setattr("sarathi_pp.cli.runs.advise", lambda *_: 1 / 0)
+    report = read_run(runs[0]).report
+    assert report["advice"] == [] and "no advice: ZeroDivisionError: division by zero" in report["notes"]
+    assert report["causes"].keys() == CAUSES
+
+
+@pytest.mark.parametrize("value", [-1, 0, "many", None])
+def test_limits_that_nobody_could_have_run_with_are_not_taken_from_run_json(value, runs, tmp_path):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    facts = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**facts, "max_num_seqs": value, "request_rate": value}))
+    assert read_run(copy).report.keys() >= {"max_model_len", "advice"}
+    assert not read_run(copy).report.keys() & {"max_num_seqs", "request_rate"}
+
+
 def test_what_start_up_made_is_spared_the_collector(tmp_path):
     """Else it would stop a stage, at moments of its own, to walk all objects of all libraries."""
     words = command(tmp_path, 1, "--quiet")[len(COMMAND) :]

@@ -128,13 +128,88 @@ def test_a_run_that_is_not_over_tells_too_little() -> None:
 
 
 def test_of_a_long_run_the_first_requests_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = experiment()
+    run = experiment(max_num_seqs=2)
     whole = recorded(run)
-    spans = len(simulate(run).issued) * 4
-    monkeypatch.setattr(module, "_MOST_SPANS", spans // 3)
+    monkeypatch.setattr(module, "_MOST_STEPS", 400)
     part = recorded(run)
-    assert (len(whole.requests), len(part.requests)) == (24, 8)
-    assert part.requests == whole.requests[:8]
+    assert len(whole.requests) == 24 and 8 <= len(part.requests) < 24
+    assert part.requests == whole.requests[: len(part.requests)]
+
+
+def test_four_times_what_may_run_at_once_is_tried_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer a run is all filling and draining, and more seats would find nobody to sit in them."""
+    run = experiment(max_num_seqs=5)
+    monkeypatch.setattr(module, "_MOST_STEPS", 400)
+    assert len(recorded(run).requests) == 20
+    monkeypatch.setattr(module, "_MOST_STEPS", 40)
+    assert rerun_of(simulate(run), run) is None
+
+
+def with_hosts(timeline: Timeline, host_s: float) -> Timeline:
+    """As if of each modelled time the first so many seconds had been the host's."""
+    for stage in timeline.stages:
+        for index, start in enumerate(stage.starts):
+            stage.starts[index] = start + host_s
+    return timeline
+
+
+def test_what_the_host_takes_for_each_microbatch_it_takes_again() -> None:
+    """Of microbatches half as large there are twice as many, and the host is as long for each."""
+    run, host_s = experiment(), 0.02
+    slow = tuple(replace(stage, a0=stage.a0 + host_s) for stage in run.cost().stages)
+    slowed = replace(run, profile=replace(PROFILE, cost=replace(run.cost(), stages=slow)), stages=None)
+    rerun = rerun_of(with_hosts(simulate(slowed), host_s), run)
+    assert rerun is not None and rerun.host_s == pytest.approx((host_s,) * 4)
+    for size in (256, 128):
+        expected = seconds(replace(slowed, chunk_size=size))
+        assert rerun.wall_s(Change(chunk_size=size)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("speed", [0.75, 1.3])
+def test_nothing_is_said_of_a_run_that_does_not_come_out_as_long_as_it_was(speed: float) -> None:
+    run = experiment()
+    cost = run.cost()
+    off = replace(cost, stages=tuple(stage.scaled(speed) for stage in cost.stages))
+    assert Rerun.of(simulate(run), off, Link.of(run.profile)) is None
+
+
+def test_drawn_arrivals_are_kept_however_many_wait() -> None:
+    """Two seats, and requests that come faster than they are answered: who waits has come when he was drawn to come."""
+    run = experiment(f"poisson:rate=20,{BATCH}", max_num_seqs=2)
+    timeline = simulate(run)
+    drawn = [request.arrived_s for request in sorted(timeline.finished, key=lambda request: request.index)]
+    rerun = Rerun.of(timeline, run.cost(), Link.of(run.profile), max_num_seqs=2, request_rate=20.0)
+    assert rerun is not None
+    assert [asked.arrival_s for asked in rerun.requests] == pytest.approx([at_s - drawn[0] for at_s in drawn])
+
+
+def test_stages_with_more_layers_have_room_for_fewer_pages() -> None:
+    """Half as many stages with twice the layers each: half of the pages."""
+    run = replace(experiment(), profile=replace(PROFILE, pages=60))
+    rerun = recorded(run)
+    layers = [stage.layers[1] - stage.layers[0] for stage in run.cost().stages]
+    two = Change(layers=(layers[0] + layers[1], layers[2] + layers[3]))
+    assert rerun.wall_s(two) == rerun.wall_s(replace(two, num_pages=30)) > rerun.wall_s(replace(two, num_pages=60))
+
+
+def damaged(timeline: Timeline, **changes: int) -> Timeline:
+    timeline.finished = [replace(timeline.finished[0], **changes), *timeline.finished[1:]]  # type: ignore[arg-type]
+    return timeline
+
+
+@pytest.mark.parametrize(
+    "changes", [{"output_tokens": 10**9}, {"prompt_tokens": 10**13}, {"prompt_tokens": 0}, {"output_tokens": -1}]
+)
+def test_a_trace_in_which_more_was_answered_than_computed_is_not_tried(changes: dict[str, int]) -> None:
+    run = experiment()
+    assert rerun_of(damaged(simulate(run), **changes), run) is None
+
+
+def test_a_policy_that_nobody_here_knows_is_not_tried() -> None:
+    run = experiment()
+    timeline = simulate(run)
+    timeline.stages[0].start = replace(timeline.stages[0].start, policy="of-tomorrow")
+    assert rerun_of(timeline, run) is None
 
 
 def test_each_change_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from tests.runtime.processes import ROOT
 ADDER = ROOT / "examples" / "tiny-adder"
 PROMPTS = [tuple(3 + index % 9 for index in range(length)) for length in (3, 30, 11, 25, 8, 19)]
 STAGES = 3
-COST = CostModel(1, tuple(StageCost((s, s + 1), a0=1e-3, a1=1e-5, a2=0.0, a3=0.0, a4=0.0) for s in range(STAGES)))
+COST = CostModel(1, tuple(StageCost((s, s + 1), a0=1e-3, a1=1e-4, a2=0.0, a3=0.0, a4=0.0) for s in range(STAGES)))
 
 
 @dataclass

@@ -92,14 +92,8 @@ class Job:
         layers = self._alike(lambda: partition(facts.num_layers, place.world_size, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
-        maker: StageMaker
-        if profile is not None:
-            maker = EmulatedStages(config, profile, clock)
-        else:
-            # Imports transformers, which takes seconds that an emulated run does not need.
-            from sarathi_pp.runtime.model_stage import ModelStages
-
-            maker = ModelStages(config, model_dir, facts, self.dtype, self.device, place.local_world_size)
+        self._agree(self._choose_stages)
+        maker = self._maker
         stages = self._agree(lambda: {"pages": maker.load(layers[place.rank])})
         self.run: ResolvedRun = self._alike(
             lambda: resolve(
@@ -206,6 +200,20 @@ class Job:
 
     def _choose_device(self) -> dict[str, Any]:
         self.device = choose_device(self._config.device, self.place)
+        return {}
+
+    def _choose_stages(self) -> dict[str, Any]:
+        """What an attention backend needs may be installed on some hosts alone."""
+        config, place = self._config, self.place
+        if self._profile is not None:
+            self._maker: StageMaker = EmulatedStages(config, self._profile, self._clock)
+        else:
+            # Imports transformers, which takes seconds that an emulated run does not need.
+            from sarathi_pp.runtime.model_stage import ModelStages
+
+            self._maker = ModelStages(
+                config, self._model_dir, self.facts, self.dtype, self.device, place.local_world_size
+            )
         return {}
 
     def _alike(self, work: Callable[[], T]) -> T:

@@ -47,6 +47,13 @@ def test_a_full_disk_is_74_and_said_once(tmp_path):
     assert "OutputError" in said and "SIGABRT" not in said and "terminate called" not in said
 
 
+def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
+    process = start(tmp_path, str(tmp_path / "out.jsonl"), "--attention", "bogus")
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2, said
+    assert said.count("--attention is 'bogus'; it must be one of auto, numba, sdpa") == 1
+
+
 def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tmp_path):
     process = start(tmp_path, "-")
     assert process.stdout is not None

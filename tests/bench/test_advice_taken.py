@@ -80,8 +80,13 @@ TAKE: dict[str, Callable[[Experiment, str], Experiment]] = {
     "--kv-cache-memory": lambda e, value: replace(e, profile=replace(e.profile, pages=2 * e.profile.pages)),
     "--layer-split": lambda e, value: split(e, [int(layers) for layers in value.split(",")]),
     "--stages": lambda e, value: split(e, partition_evenly(e, int(value))),
-    "--input": lambda e, value: replace(e, workload=parse_workload(f"then:{e.workload.spec}+{e.workload.spec}")),
+    "--input": lambda e, value: replace(e, workload=parse_workload(twice(e.workload.spec))),
 }
+
+
+def twice(spec: str) -> str:
+    arrivals, comma, work = spec.partition(",") if spec.startswith("poisson") else ("", "", spec)
+    return f"{arrivals}{comma}then:{work}+{work}"
 
 
 def split(experiment: Experiment, layers: list[int]) -> Experiment:

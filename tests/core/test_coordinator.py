@@ -56,7 +56,9 @@ def test_drains_conserves_and_never_changes_an_output(
     assert coordinator.pool.num_free == num_pages and coordinator.num_inflight == 0
     assert all(1 <= m.num_tokens <= policy.max_tokens(limits) for m in schedule)
     if spec.partition(":")[0] in CAPPED:
-        assert all(m.num_decodes <= limits.max_decodes for m in schedule)
+        # A recomputed prompt may end with one token, which looks like a decode, and is no part of the share.
+        shared = (sum(chunk.decode and chunk.epoch == 0 for chunk in m.chunks) for m in schedule)
+        assert all(decodes <= limits.max_decodes for decodes in shared)
     if not coordinator.num_preemptions:
         issued = sum(m.num_tokens for m in schedule)
         expected = sum(

@@ -188,7 +188,8 @@ def _cut(model: _Model, basis: _Basis, demand: Demand, chunk_size: int) -> _Cut:
     riding = min(chunk_size - 1, chunk_size * demand.decodes / (demand.prompt_tokens + demand.decodes))
     load = demand.load(chunk_size - riding, riding)
     if config.layer_split is None:
-        layers = partition_by_time(facts.num_layers, config.stages, stage_seconds(basis.profile.cost, load))
+        seconds = stage_seconds(basis.profile.cost, load, config.stages)
+        layers = partition_by_time(facts.num_layers, config.stages, seconds)
     else:
         layers = partition(facts.num_layers, config.stages, config.layer_split)
     weights_bytes = [model.weights_bytes(stage) for stage in layers]

@@ -30,7 +30,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
         raise click.UsageError("give two or more run directories")
     found = [read_run(path, advised=html is not None) for path in runs]
     comparison = compare_reports([(run.path.resolve().name, run.report) for run in found])
-    comparison["advice"] = [asdict(advice) for advice in advise_comparison([run.report for run in found])]
+    comparison["advice"] = [asdict(advice) for advice in advise_comparison((run.report, run.trial) for run in found)]
     if html is not None:
         from sarathi_pp.report.page import PageRun, render_page  # its plotting library is slow to import
 

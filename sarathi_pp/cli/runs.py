@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import InputError, MissingError
-from sarathi_pp.report.advice import Advice, advise
+from sarathi_pp.report.advice import advise
 from sarathi_pp.sim.rerun import Rerun
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
 from sarathi_pp.trace.summary import read_timeline, summarise_timeline
@@ -23,15 +23,35 @@ _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # What no trace holds, from run.json.
 _NAMES = ("model", "dtype", "attention")
-_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate")
+_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """fitted: what its microbatches cost; None where there were too few."""
+
     path: Path
     timeline: Timeline
     bubbles: Bubbles
     report: dict[str, Any]
+    fitted: Fit | None
+
+    def trial(self) -> Rerun | None:
+        """What tries a change on it; None where nothing can be told."""
+        from sarathi_pp.bench.profile import fit_link
+
+        if self.fitted is None:
+            return None
+        report = self.report
+        return Rerun.of(
+            self.timeline,
+            self.fitted.model,
+            fit_link(self.timeline),
+            max_num_seqs=report.get("max_num_seqs"),
+            max_model_len=report.get("max_model_len"),
+            request_rate=report.get("request_rate"),
+            pages_follow_layers=report.get("attention") != "emulated",
+        )
 
 
 def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) -> Run:
@@ -39,42 +59,34 @@ def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) ->
 
     Raises MissingError where the directory holds no traces or not all, InputError for traces that cannot be used.
     """
-    timeline = read_timeline(find_traces(path, attempt))
-    bubbles = measure_bubbles(timeline)
-    return Run(path, timeline, bubbles, _report(timeline, bubbles, _facts(path), advised=advised))
+    run = _fold(path, find_traces(path, attempt), _facts(path))
+    return replace(run, report=run.report | _advice(run)) if advised else run
 
 
 def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
     """The report of a run that has just ended, with causes and advice."""
-    timeline = read_timeline(traces)
-    return _report(timeline, measure_bubbles(timeline), facts)
+    run = _fold(traces[0].parent, traces, facts)
+    return run.report | _advice(run)
 
 
-def _report(
-    timeline: Timeline, bubbles: Bubbles, facts: Mapping[str, object], *, advised: bool = True
-) -> dict[str, Any]:
-    """With causes, and what to change, the most worthwhile first."""
+def _fold(path: Path, traces: Sequence[Path], facts: Mapping[str, object]) -> Run:
     from sarathi_pp.bench.profile import fit_cost  # scipy is slow to import, and only a report needs it
 
+    timeline = read_timeline(traces)
+    bubbles = measure_bubbles(timeline)
     fitted = fit_cost(timeline)
     report = summarise_timeline(timeline, bubbles, lambda _: fitted) | dict(facts)
-    if not advised:
-        return report
+    return Run(path, timeline, bubbles, report, fitted)
+
+
+def _advice(run: Run) -> dict[str, Any]:
+    """What to change, the most worthwhile first: keys of a report."""
     try:
-        found = _advice(timeline, report, fitted)
-    except Exception as error:  # a run that is over must not lose its figures to what is only said about them
-        return report | {"advice": [], "notes": [*report["notes"], f"no advice: {type(error).__name__}: {error}"]}
-    return report | {"advice": [asdict(advice) for advice in found]}
-
-
-def _advice(timeline: Timeline, report: Mapping[str, Any], fitted: Fit | None) -> list[Advice]:
-    from sarathi_pp.bench.profile import fit_link
-
-    if fitted is None:
-        return advise(report)
-    allowed = {name: report.get(name) for name in _NUMBERS}
-    rerun = Rerun.of(timeline, fitted.model, fit_link(timeline), **allowed)
-    return advise(report, rerun.saved if rerun else None)
+        return {"advice": [asdict(advice) for advice in advise(run.report, run.trial())]}
+    except (Exception, KeyboardInterrupt) as error:
+        # A run that is over must not lose its figures to what is only said about them.
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        return {"advice": [], "notes": [*run.report["notes"], f"no advice: {why}"]}
 
 
 def find_traces(run: Path, attempt: int | None) -> list[Path]:

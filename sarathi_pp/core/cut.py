@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.partition import StageSeconds
 
 
 def recut(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
     """The same model cut into other stages: embedding and head stay at the ends, layers take their share of the rest.
+
+    Among as many stages as before each keeps its time a layer, since what makes one slower than another is mostly the
+    machine below it; cut into another number of stages, layers keep the time that they had.
 
     layers: [first, end) of each stage, contiguous over the same layers.
     """
     if tuple(layers) == tuple(stage.layers for stage in cost.stages):
         return cost
     inner, embed, head = _without_ends(cost)
-    stages = [_shares(inner.stages, first, end) for first, end in layers]
+    if len(layers) == len(inner.stages):
+        stages = [_sum(span, [(stage, _count(span))]) for span, stage in zip(layers, inner.stages, strict=True)]
+    else:
+        stages = [_sum(span, ((stage, _shared(span, stage.layers)) for stage in inner.stages)) for span in layers]
     sampling_s = sum(stage.head_s for stage in cost.stages)
     stages[-1] = replace(stages[-1], a0=stages[-1].a0 + head.a0, head_s=sampling_s)
     stages[0] = replace(stages[0], a0=stages[0].a0 + embed.a0, a1=stages[0].a1 + embed.a1)
     return CostModel(cost.tile, tuple(stages))
 
 
-def stage_seconds(cost: CostModel, load: Load) -> Callable[[int, int], float]:
-    """What a stage of the layers [first, end) would take for a load, as in `recut`."""
+def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
+    """What a stage of a cut into so many would take for a load, as in `recut`."""
     inner, embed, head = _without_ends(cost)
     sampling_s = cost.stages[-1].head_s * load.decodes
     embed_s = embed.a0 + embed.a1 * math.ceil(load.num_tokens / cost.tile)
-    layer_s: list[float] = []
+    layer_s: list[float] = []  # of each stage
     for index, stage in enumerate(inner.stages):
-        first, end = stage.layers
-        own_s = inner.seconds(index, load) - stage.head_s * load.decodes
-        layer_s += [own_s / (end - first)] * (end - first)
+        layer_s.append((inner.seconds(index, load) - stage.head_s * load.decodes) / _count(stage.layers))
+    num_layers = cost.stages[-1].layers[1]
 
-    def seconds(first: int, end: int) -> float:
-        ends_s = embed_s * (first == 0) + (head.a0 + sampling_s) * (end == len(layer_s))
-        return sum(layer_s[first:end]) + ends_s
+    def seconds(stage: int, first: int, end: int) -> float:
+        if num_stages == len(layer_s):
+            layers_s = (end - first) * layer_s[stage]
+        else:
+            parts = zip(inner.stages, layer_s, strict=True)
+            layers_s = sum(_shared((first, end), own.layers) * own_s for own, own_s in parts)
+        return layers_s + embed_s * (first == 0) + (head.a0 + sampling_s) * (end == num_layers)
 
     return seconds
 
@@ -72,17 +82,16 @@ def _without_ends(cost: CostModel) -> tuple[CostModel, _End, _End]:
 
 def _excess(stage: StageCost, others: Sequence[StageCost], name: str) -> float:
     """Of a coefficient, what is beyond the rate a layer at which the others have it."""
-    rate = sum(getattr(other, name) for other in others) / sum(_num_layers(other) for other in others)
-    found: float = max(0.0, getattr(stage, name) - rate * _num_layers(stage))
+    rate = sum(getattr(other, name) for other in others) / sum(_count(other.layers) for other in others)
+    found: float = max(0.0, getattr(stage, name) - rate * _count(stage.layers))
     return found
 
 
-def _shares(stages: Sequence[StageCost], first: int, end: int) -> StageCost:
-    """The cost of layers [first, end), each taking its share of its stage, without what sampled rows cost."""
-    cost = StageCost((first, end), 0.0, 0.0, 0.0, 0.0, 0.0)
-    for stage in stages:
-        shared = max(0, min(end, stage.layers[1]) - max(first, stage.layers[0]))
-        share = shared / (stage.layers[1] - stage.layers[0])
+def _sum(span: tuple[int, int], parts: Iterable[tuple[StageCost, int]]) -> StageCost:
+    """The cost of the layers of a span, so many like those of each stage, without what sampled rows cost."""
+    cost = StageCost(span, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for stage, layers in parts:
+        share = layers / _count(stage.layers)
         cost = replace(
             cost,
             a0=cost.a0 + share * stage.a0,
@@ -95,5 +104,10 @@ def _shares(stages: Sequence[StageCost], first: int, end: int) -> StageCost:
     return cost
 
 
-def _num_layers(stage: StageCost) -> int:
-    return stage.layers[1] - stage.layers[0]
+def _shared(one: tuple[int, int], other: tuple[int, int]) -> int:
+    """Layers in both."""
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def _count(span: tuple[int, int]) -> int:
+    return span[1] - span[0]

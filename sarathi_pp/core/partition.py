@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 from sarathi_pp.errors import PartitionError
 
 Layers = tuple[tuple[int, int], ...]
+# By stage, and the layers [first, end) that it would have.
+StageSeconds = Callable[[int, int, int], float]
 
 
 def partition(num_layers: int, num_stages: int, split: Sequence[int] | Literal["even"] | None = None) -> Layers:
@@ -35,10 +37,10 @@ def partition(num_layers: int, num_stages: int, split: Sequence[int] | Literal["
     return tuple(pairwise([0, *accumulate(split)]))
 
 
-def partition_by_time(num_layers: int, num_stages: int, seconds: Callable[[int, int], float]) -> Layers:
+def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -> Layers:
     """The contiguous split whose slowest stage takes least; among equals, one whose stages differ little.
 
-    seconds: what a stage of the layers [first, end) takes.
+    seconds: what a stage with such layers takes.
     Raises PartitionError where there are fewer layers than stages.
     """
     _require_layers(num_layers, num_stages)
@@ -48,7 +50,7 @@ def partition_by_time(num_layers: int, num_stages: int, seconds: Callable[[int, 
         last_end = num_layers - (num_stages - stage)
         best = {
             end: min(
-                (share.followed_by(end, seconds(first, end)) for first, share in best.items() if first < end),
+                (one.followed_by(end, seconds(stage - 1, first, end)) for first, one in best.items() if first < end),
                 key=_Share.rank,
             )
             for end in range(stage, last_end + 1)

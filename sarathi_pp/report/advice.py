@@ -13,20 +13,20 @@ is said, if it saves enough to speak of, so what does nothing in this run is nev
     short_prompts    prompts that fit into one chunk, so that nothing is evened out
     one_request      one request at a time, whose first token waits for the passes of its chunks
     kv_fragmentation more than 30 % of the room in the KV pages held empty, and pages run out
-    flat_chunks      chunk throughput that stays while requests in flight grow (needs two runs)
+    flat_chunks      chunk throughput that stays while requests in flight grow (two runs; the larger one is tried)
 
 The thresholds of 15 %, 30 %, four sequences and 100 ms are rules of thumb from practice with chunked prefill;
-the gain decides whether a rule speaks. A figure that a report lacks silences the rules that need it. The last two
-save room and not time of the run, so they are estimates.
+the gain decides whether a rule speaks. A figure that a report lacks silences the rules that need it. KV fragmentation
+is about room and not time of the run: what it says is an estimate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sarathi_pp.report.remedies import (
     Remedy,
@@ -51,6 +51,8 @@ from sarathi_pp.report.remedies import (
 )
 from sarathi_pp.sim.rerun import Change
 
+# For who shows several.
+APART = "Each of these was looked at by itself: what they save does not add up."
 _MOST = 3
 # Of the run; below this a simulation says nothing.
 _WORTHWHILE = 0.03
@@ -66,11 +68,15 @@ _QUICK_S = 0.1
 # Runs are compared where requests in flight grow by half; below this growth chunk throughput is flat.
 _MORE_INFLIGHT = 1.5
 _FLAT = 1.05
-# Chunks are as long as they may be where they hold this share of that on average: each prompt's last one is shorter.
-_FILLED = 0.7
+# What two runs must have in common to be compared.
+_SETTING = ("model", "dtype", "device", "attention", "policy", "stages", "layer_split", "chunk_size", "inflight")
 
-# Share of the wall time that a change saves, as `Rerun.saved`.
-Saved = Callable[[Change], float]
+
+class Trial(Protocol):
+    """What tries a change, as `Rerun`: the share that it saves of the wall time, and of that to the first token."""
+
+    def saved(self, change: Change) -> float: ...
+    def sooner(self, change: Change) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,35 +97,38 @@ class _Proposal(NamedTuple):
     remedies: Iterable[Remedy]
 
 
-def advise(report: Report, saved: Saved | None = None) -> list[Advice]:
+def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
     """The most worthwhile advice for one run first, one piece an option; empty where nothing came back.
 
-    saved: what tries a change; without it no advice is given that is about time.
+    Without a trial no advice is given that is about time. Who has set a bound on the time between tokens has chosen,
+    and is told of the layer split alone.
     """
     if not report["completed"] or not report["wall_s"]:
         return []
     found = [_kv_fragmentation(report)]
-    if saved is not None:
-        found += [_tried(report, proposal, saved) for proposal in _proposals(report)]
-        found.append(_spare_stages(report, saved))
+    if trial is not None:
+        bound = has_bound(report)
+        proposals = (proposal for rule in ((_slow_stage,) if bound else _RULES) for proposal in rule(report))
+        found += [_tried(report, proposal, trial) for proposal in proposals]
+        found += [] if bound else [_spare_stages(report, trial), _one_request(report, trial)]
     return _best(advice for advice in found if advice is not None)
 
 
-def advise_comparison(reports: Sequence[Report]) -> list[Advice]:
-    """What several runs show together; runs of unlike models or settings are not compared."""
+def advise_comparison(runs: Iterable[tuple[Report, Callable[[], Trial | None]]]) -> list[Advice]:
+    """What several runs show together, each with what gives a trial of it; only runs of one setting are compared."""
 
-    def setting(report: Report) -> tuple[str, ...]:
-        names = ("model", "dtype", "device", "policy", "stages", "chunk_size")
-        return tuple(str(report.get(name)) for name in names)
+    def setting(run: tuple[Report, object]) -> list[str]:
+        return [str(run[0].get(name)) for name in _SETTING]
 
-    usable = [report for report in reports if report["completed"] and report["wall_s"]]
+    usable = [run for run in runs if run[0]["completed"] and run[0]["wall_s"]]
     found = []
-    for _, runs in groupby(sorted(usable, key=setting), key=setting):
-        for fewer, more in pairwise(sorted(runs, key=_requests_inflight)):
-            advice = _flat_chunks(fewer, more)
-            if advice is not None:
-                found.append(advice)
-    return _best(found)
+    for _, alike in groupby(sorted(usable, key=setting), key=setting):
+        for (fewer, _), (more, trial_of) in pairwise(sorted(alike, key=lambda run: _requests_inflight(run[0]))):
+            proposal = _flat_chunks(fewer, more)
+            trial = trial_of() if proposal is not None else None
+            if proposal is not None and trial is not None:
+                found.append(_tried(more, proposal, trial))
+    return _best(advice for advice in found if advice is not None)
 
 
 def _best(found: Iterable[Advice]) -> list[Advice]:
@@ -130,24 +139,22 @@ def _best(found: Iterable[Advice]) -> list[Advice]:
     return list(by_option.values())[:_MOST]
 
 
-def _tried(report: Report, proposal: _Proposal, saved: Saved) -> Advice | None:
-    """The remedy that saves most, if that is enough to speak of."""
-    shares = {remedy: saved(remedy.change) for remedy in proposal.remedies}
+def _tried(report: Report, proposal: _Proposal, trial: Trial) -> Advice | None:
+    """The remedy that saves most, if that is enough to speak of; of two that save the same, the earlier."""
+    shares = {remedy: trial.saved(remedy.change) for remedy in proposal.remedies}
     if not shares or max(shares.values()) < _WORTHWHILE:
         return None
     remedy = max(shares, key=lambda remedy: shares[remedy])
     wall_s = report["wall_s"]
     gain_s = shares[remedy] * wall_s
-    digits = 1 if wall_s >= 10 else 2
     of = "of every" if remedy.change.times > 1 else "of"
-    gain = f"simulated to save {gain_s:.{digits}f} {of} {wall_s:.{digits}f} s ({gain_s / wall_s:.0%})"
+    gain = f"simulated to save {_told(report, gain_s)} {of} {_told(report, wall_s)} s ({gain_s / wall_s:.0%})"
     return Advice(proposal.rule, f"{proposal.seen} {remedy.option} {remedy.how}, {gain}.", remedy.option, gain_s)
 
 
-def _proposals(report: Report) -> Iterator[_Proposal]:
-    """Of two with the same gain the earlier one is given. Who has set a bound on the time between tokens has chosen."""
-    for rule in (_slow_stage,) if has_bound(report) else _RULES:
-        yield from rule(report)
+def _told(report: Report, seconds: float) -> str:
+    """Of a short run, to the hundredth."""
+    return f"{seconds:.{1 if report['wall_s'] >= 10 else 2}f}"
 
 
 def _bubble(report: Report) -> Iterator[_Proposal]:
@@ -159,17 +166,16 @@ def _bubble(report: Report) -> Iterator[_Proposal]:
     for name in sorted(_CAUSES, key=lambda name: causes[name], reverse=True):
         called, remedies = _CAUSES[name]
         if causes[name] >= _WORTHWHILE * run_s:
-            seen = (
-                f"The bubble is {ratio:.1%}; {causes[name]:.1f} of its {ratio * run_s:.1f} stage seconds are {called}."
-            )
+            lost, idle = _told(report, causes[name]), _told(report, ratio * run_s)
+            seen = f"The bubble is {ratio:.1%}; {lost} of its {idle} stage seconds are {called}."
             yield _Proposal("bubble", seen, remedies(report))
 
 
 def _starvation(report: Report) -> Iterator[_Proposal]:
     causes, stages = report.get("causes"), report["stages"]
     if causes and causes["starvation_s"] > _STARVED * stages * report["wall_s"]:
-        idle_s = causes["starvation_s"] / stages
-        seen = f"For want of anything to issue each stage stood idle for {idle_s:.1f} s on average."
+        idle = _told(report, causes["starvation_s"] / stages)
+        seen = f"For want of anything to issue each stage stood idle for {idle} s on average."
         yield _Proposal("starvation", seen, keep_busy(report))
 
 
@@ -179,10 +185,10 @@ def _few_decodes(report: Report) -> Iterator[_Proposal]:
         yield _Proposal("few_decodes", seen, keep_busy(report))
 
 
-def _spare_stages(report: Report, saved: Saved) -> Advice | None:
+def _spare_stages(report: Report, trial: Trial) -> Advice | None:
     """Stages for which there is never a decode."""
     seen, remedy = _lack_of_decodes(report), fewer_stages(report)
-    share = saved(remedy.change) if seen is not None and remedy is not None else -math.inf
+    share = trial.saved(remedy.change) if seen is not None and remedy is not None else -math.inf
     if seen is None or remedy is None or share < -_ABOUT_AS_FAST:
         return None
     longer = f"takes {-share:.0%} longer" if share < -_NOTHING else "is as fast"
@@ -200,7 +206,7 @@ def _lack_of_decodes(report: Report) -> str | None:
 def _slow_stage(report: Report) -> Iterator[_Proposal]:
     computed_s = [stage["compute_s"] for stage in report["per_stage"]]
     slow, mean_s = computed_s.index(max(computed_s)), sum(computed_s) / len(computed_s)
-    seen = f"Stage {slow} computed for {computed_s[slow]:.1f} s, the mean stage for {mean_s:.1f} s."
+    seen = f"Stage {slow} computed for {_told(report, computed_s[slow])} s, the mean stage {_told(report, mean_s)} s."
     yield _Proposal("slow_stage", seen, even_layers(report))
 
 
@@ -227,13 +233,19 @@ def _short_prompts(report: Report) -> Iterator[_Proposal]:
         yield _Proposal("short_prompts", seen, remedies)
 
 
-def _one_request(report: Report) -> Iterator[_Proposal]:
+def _one_request(report: Report, trial: Trial) -> Advice | None:
     """Chunks fill the stages of a pipeline; where there is one stage, or few chunks, they only cost passes."""
     first_s, chunks = _first_token_s(report), num_chunks(report) / report["completed"]
-    if 1 in (report["completed"], report.get("max_num_seqs")) and chunks > 1 and first_s is not None:
-        seen = f"One request ran at a time, and its first token took {first_s:.2f} s in {chunks:.1f} chunks."
-        if first_s > _QUICK_S:
-            yield _Proposal("one_request", seen, run_whole(report))
+    alone = 1 in (report["completed"], report.get("max_num_seqs"))
+    remedy = next(run_whole(report), None)
+    if remedy is None or not alone or chunks <= 1 or first_s is None or first_s <= _QUICK_S:
+        return None
+    share = trial.sooner(remedy.change)
+    if share < _WORTHWHILE:
+        return None
+    seen = f"One request ran at a time, and its first token took {first_s:.2f} s in {chunks:.1f} chunks."
+    gain = f"simulated to give it after {(1 - share) * first_s:.2f} s"
+    return Advice("one_request", f"{seen} {remedy.option} {remedy.how}, {gain}.", remedy.option, None)
 
 
 def _kv_fragmentation(report: Report) -> Advice | None:
@@ -248,20 +260,16 @@ def _kv_fragmentation(report: Report) -> Advice | None:
     return Advice("kv_fragmentation", text, option, None)
 
 
-def _flat_chunks(fewer: Report, more: Report) -> Advice | None:
-    before, after, size = fewer["chunk_throughput"], more["chunk_throughput"], more["chunk_size"]
+def _flat_chunks(fewer: Report, more: Report) -> _Proposal | None:
+    before, after = fewer["chunk_throughput"], more["chunk_throughput"]
     inflight = _requests_inflight(fewer), _requests_inflight(more)
     if not before or inflight[1] < _MORE_INFLIGHT * inflight[0] or after > _FLAT * before:
         return None
-    if not fills_chunks(more) or more["prompt_tokens"] < _FILLED * size * num_chunks(more):
-        return None  # larger ones would be as long as these
-    tokens_per_s = more["prompt_tokens"] / more["wall_s"]
-    text = (
-        f"Requests in flight grew from {inflight[0]:.0f} to {inflight[1]:.0f} and chunk throughput only went from "
-        f"{before:.1f} to {after:.1f} a second. Larger chunks (--chunk-size {2 * size}) are estimated to bring at "
-        f"most {2 * tokens_per_s:,.0f} prompt tokens/s instead of {tokens_per_s:,.0f}."
+    seen = (
+        f"Requests in flight grew from {inflight[0]:.0f} to {inflight[1]:.0f}, and chunk throughput went from "
+        f"{before:.1f} to {after:.1f} a second."
     )
-    return Advice("flat_chunks", text, f"--chunk-size {2 * size}", None)
+    return _Proposal("flat_chunks", seen, larger_chunks(more))
 
 
 # What each cause is called, and what may help against it.
@@ -278,7 +286,6 @@ _CAUSES: dict[str, tuple[str, Callable[[Report], Iterator[Remedy]]]] = {
 
 _RULES: tuple[Callable[[Report], Iterator[_Proposal]], ...] = (
     _slow_stage,
-    _one_request,
     _few_decodes,
     _few_sequences,
     _short_prompts,

@@ -23,6 +23,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from sarathi_pp.report import formats
+from sarathi_pp.report.advice import APART
 from sarathi_pp.report.charts import distributions, request_bubble_cdf, spans
 from sarathi_pp.trace.bubbles import Bubbles
 from sarathi_pp.trace.timeline import Timeline
@@ -240,7 +241,8 @@ def _advice(run: PageRun, *, named: bool) -> str:
     if not texts:
         return ""
     whose = f"<h3>{escape(run.title)}</h3>" if named else ""
-    return whose + '<ul class="advice">' + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
+    apart = f'<p class="hint">{APART}</p>' if len(texts) > 1 else ""
+    return whose + '<ul class="advice">' + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>" + apart
 
 
 def _run_legend(runs: Sequence[PageRun]) -> str:

@@ -7,11 +7,12 @@ for doing little; only where there is nothing to change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import auto_chunk_size, chooses_chunk_size, uses_chunk_size
-from sarathi_pp.sim.rerun import Change
+from sarathi_pp.sim.rerun import Change, most_seats
 
 # Chunk sizes are advised in multiples of this, the smallest tile of matrix units.
 TILE = 16
@@ -28,39 +29,28 @@ class Remedy(NamedTuple):
     change: Change
 
 
-def even_split(split: Sequence[int], computed_s: Sequence[float]) -> tuple[list[int], float] | None:
-    """The layers a stage that make the slowest one fastest, and its seconds; None if none beats `split`.
-
-    split: layers of each stage, each at least 1. computed_s: their compute. A layer costs a stage what its
-    own layers cost on average. The last stage may also owe its time to the head, which no split removes: it
-    is charged by whichever of the two readings gives more.
-    """
-    per_layer_s = [seconds / layers for seconds, layers in zip(computed_s, split, strict=True)]
-    last = len(split) - 1
-    elsewhere_s = min(per_layer_s[:last], default=per_layer_s[last])
-
-    def cost_s(stage: int, layers: int) -> float:
-        own_s = layers * per_layer_s[stage]
-        if stage < last or per_layer_s[last] <= elsewhere_s:
-            return own_s
-        return max(own_s, computed_s[last] - (split[last] - layers) * elsewhere_s)
-
-    layers = [1] * len(split)
-    for _ in range(sum(split) - len(split)):
-        layers[min(range(len(split)), key=lambda stage: cost_s(stage, layers[stage] + 1))] += 1
-    slowest_s = max(cost_s(stage, count) for stage, count in enumerate(layers))
-    return (layers, slowest_s) if slowest_s < max(computed_s) else None
-
-
 def even_layers(report: Report) -> Iterator[Remedy]:
-    split, computed_s = report["layer_split"], [stage["compute_s"] for stage in report["per_stage"]]
-    if len(split) < 2 or min(split) < 1 or min(computed_s) <= 0:
+    """The split whose slowest stage computes least, if a layer costs each stage what its own cost it on average.
+
+    What the last stage takes beyond the others' rate is the head's, which no split removes.
+    """
+    split: list[int] = report["layer_split"]
+    computed_s: list[float] = [stage["compute_s"] for stage in report["per_stage"]]
+    last = len(split) - 1
+    if last < 1 or min(split) < 1 or min(computed_s) <= 0:
         return
-    found = even_split(split, computed_s)
-    if found is not None:
-        layers, slowest_s = found
-        how = f"brings the slowest stage from {max(computed_s):.1f} to {slowest_s:.1f} s of compute"
-        yield Remedy(f"--layer-split {','.join(map(str, layers))}", how, Change(layers=tuple(layers)))
+    head_s = max(0.0, computed_s[last] - split[last] * sum(computed_s[:last]) / sum(split[:last]))
+    layer_s = [seconds / layers for seconds, layers in zip(computed_s, split, strict=True)]
+    layer_s[last] -= head_s / split[last]
+
+    def seconds(stage: int, first: int, end: int) -> float:
+        return (end - first) * layer_s[stage] + head_s * (stage == last)
+
+    layers = partition_by_time(sum(split), len(split), seconds)
+    if max(seconds(stage, *span) for stage, span in enumerate(layers)) < max(computed_s):
+        counts = tuple(end - first for first, end in layers)
+        option = f"--layer-split {','.join(map(str, counts))}"
+        yield Remedy(option, "shares the time out more evenly", Change(layers=counts))
 
 
 def even_prefills(report: Report) -> Iterator[Remedy]:
@@ -113,7 +103,12 @@ def run_whole(report: Report) -> Iterator[Remedy]:
 
 def _other_policy(report: Report, name: str, how: str) -> Remedy:
     """With the chunk size that it has by itself: the run's was chosen for another."""
-    if uses_chunk_size(name) and report["chunk_size"] != auto_chunk_size(policy_name(report)):
+    size = auto_chunk_size(name)
+    if not uses_chunk_size(name):
+        return Remedy(f"--policy {name}", how, Change(policy=name))
+    if not chooses_chunk_size(name):
+        return Remedy(f"--policy {name} --chunk-size {size}", how, Change(policy=name, chunk_size=size))
+    if report["chunk_size"] != auto_chunk_size(policy_name(report)):
         how += " (leave out --chunk-size)"
     return Remedy(f"--policy {name}", how, Change(policy=name))
 
@@ -131,17 +126,19 @@ def larger_chunks(report: Report) -> Iterator[Remedy]:
 
 
 def more_seats(report: Report) -> Iterator[Remedy]:
-    """Up to twice as many, and as many as four a stage."""
-    limit, requests = report.get("max_num_seqs"), report["requests"]
-    if limit and requests > limit:
-        wanted = min(requests, max(2 * limit, 4 * report["stages"]))
+    limit, answered = report.get("max_num_seqs"), report["completed"]
+    if limit and answered > limit:
+        wanted = min(answered, most_seats(limit, report["stages"]))
         yield Remedy(f"--max-num-seqs {wanted}", "lets more of the requests run at once", Change(max_num_seqs=wanted))
 
 
 def more_pages(report: Report) -> Iterator[Remedy]:
-    if pages_ran_out(report) and report.get("attention") != "emulated":
-        change = Change(num_pages=2 * report["kv"]["pages"])
-        yield Remedy("--kv-cache-memory", "of twice the size holds more sequences at once: pages ran out", change)
+    """Twice as many. A GPU's memory is given away as it is; that of emulated stages is what their profile says."""
+    held = report.get("kv_cache_bytes")
+    if pages_ran_out(report) and held and report["device"] == "cpu":
+        option = f"--kv-cache-memory {math.ceil(2 * held / 2**20)}MiB"
+        how = "a stage, twice what there was, holds more sequences at once: pages ran out"
+        yield Remedy(option, how, Change(num_pages=2 * report["kv"]["pages"]))
 
 
 def more_input() -> Iterator[Remedy]:
@@ -150,7 +147,7 @@ def more_input() -> Iterator[Remedy]:
 
 def fewer_stages(report: Report) -> Remedy | None:
     """As many stages as requests, where there are fewer of these: None elsewhere."""
-    requests, stages, layers = report["requests"], report["stages"], sum(report["layer_split"])
+    requests, stages, layers = report["completed"], report["stages"], sum(report["layer_split"])
     if not 1 < requests < stages or layers < requests:
         return None
     share, extra = divmod(layers, requests)
@@ -159,7 +156,13 @@ def fewer_stages(report: Report) -> Remedy | None:
 
 
 def pages_ran_out(report: Report) -> bool:
-    return bool(report["preemptions"] or report["kv"]["peak_used"] >= _FULL_KV * report["kv"]["pages"])
+    """Whether somebody had to wait for pages, or must have: all were taken, and seats could have taken more."""
+    kv, seats, longest = report["kv"], report.get("max_num_seqs"), report.get("max_model_len")
+    if report["preemptions"]:
+        return True
+    if not seats or not longest or kv["peak_used"] < _FULL_KV * kv["pages"]:
+        return False
+    return bool(kv["pages"] < seats * -(-longest // kv["page_size"]))
 
 
 def has_bound(report: Report) -> bool:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sarathi_pp.report import formats
+from sarathi_pp.report.advice import APART
 
 _SECONDS = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a whole one
@@ -29,7 +30,7 @@ def render(report: Mapping[str, Any]) -> RenderableType:
     advice = report.get("advice", [])
     parts += [Text(f"advice: {one['text']}", style="cyan") for one in advice]
     if len(advice) > 1:
-        parts.append(Text("Each of these was tried by itself.", style="cyan"))
+        parts.append(Text(APART, style="cyan"))
     parts += [Text(f"note: {note}", style="yellow") for note in report["notes"]]
     return Group(*parts)
 

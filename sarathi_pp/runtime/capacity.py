@@ -47,6 +47,12 @@ def count_pages(
     return budget_bytes // one
 
 
+def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
+    """Of the largest shard."""
+    most_layers = max(end - first for first, end in run.layers)
+    return run.num_pages * page_bytes(most_layers, run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+
+
 def resolve(
     config: RunConfig,
     facts: ModelFacts,

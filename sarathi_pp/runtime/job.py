@@ -28,7 +28,7 @@ from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError, OutputError, SarathiError, error_class
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
-from sarathi_pp.runtime.capacity import limits_of, resolve
+from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, resolve
 from sarathi_pp.runtime.cuda_timer import CudaTimer
 from sarathi_pp.runtime.emulated import EmulatedStages
 from sarathi_pp.runtime.engine import Engine, StopCheckers
@@ -160,8 +160,8 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""
-        hosts = {"hosts": self._topology.hosts}
-        return {**dataclasses.asdict(self.run), **hosts, **_software(), "fingerprint": self.facts.fingerprint}
+        found = {"hosts": self._topology.hosts, "kv_cache_bytes": self._kv_cache_bytes()}
+        return {**dataclasses.asdict(self.run), **found, **_software(), "fingerprint": self.facts.fingerprint}
 
     def serve(self) -> None:
         """Every other rank: run what comes until rank 0 says goodbye."""
@@ -321,7 +321,12 @@ class Job:
             "max_num_seqs": self.run.max_num_seqs,
             "max_model_len": self.run.max_model_len,
             "request_rate": self.run.request_rate,
+            "kv_cache_bytes": self._kv_cache_bytes(),
         }
+
+    def _kv_cache_bytes(self) -> int | None:
+        """Of the largest shard; None where stages are emulated and hold nothing."""
+        return None if self._profile is not None else kv_cache_bytes(self.run, self.facts, self.dtype)
 
 
 def choose_device(wish: str, place: Place) -> torch.device:

@@ -115,6 +115,7 @@ class LLM:
         atexit.register(self.close)
         if self._place.rank != 0:
             return
+        run_dir.write_run(self._job.describe())
         eos_token_ids = self._defaults.eos_token_ids
         self._tokenizer = Tokenizer.load(model_dir, vocab_size=facts.vocab_size, eos_token_ids=eos_token_ids)
         self._engine: Engine = self._job.engine(eos_token_ids, self._tokenizer.stop_checker, lambda snapshot: None)

@@ -85,7 +85,7 @@ def estimated_cost(
 
 def _split(profile: Profile, config: RunConfig) -> tuple[int, ...]:
     load = typical_load(config.chunk_size or saturation(profile.cost))
-    layers = partition_by_time(profile.num_layers, config.stages, stage_seconds(profile.cost, load))
+    layers = partition_by_time(profile.num_layers, config.stages, stage_seconds(profile.cost, load, config.stages))
     return tuple(end - first for first, end in layers)
 
 

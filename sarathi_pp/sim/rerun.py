@@ -1,17 +1,22 @@
-"""A recorded run once more, on the simulator: what another option would have done to its wall time.
+"""A recorded run once more, on the simulator: what another option would have done to its times.
 
 Its requests with their arrivals and lengths, what microbatches cost in it, how long its links took and what its hosts
 took for each microbatch are the recorded ones. One simulation is compared with another, so what the simulator does not
 know of is missing from both; and where that is much, so that the run itself does not come out as long as it was,
 nothing is said.
+
+Of a long run the first requests are simulated, until so many have finished that the last ones start: what comes then,
+a pipeline that drains, is not in the run at that time.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
+from statistics import fmean
 from typing import NamedTuple, Self
 
 from sarathi_pp.config import SamplingParams
@@ -25,15 +30,16 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.causes import host_seconds
-from sarathi_pp.trace.events import Event, Issued, RequestFinished, Returned
+from sarathi_pp.trace.events import Event, Issued, RequestFinished
 from sarathi_pp.trace.timeline import Timeline
 
 # Of a long run the first requests are simulated: as many as take about half a second, where a stage takes a microbatch
 # in one step and the coordinator a chunk in an eighth of one.
 _MOST_STEPS = 10_000
 _CHUNKS_A_STEP = 8
-# At least so many times what may run at once, or it would be all filling and draining; but no more than so much longer.
-_LEAST_SEATFULS = 4
+# But at least so many times what may run at once in any trial, or it would be all filling and draining; if that takes
+# no more than so much longer, and no trial so much longer still.
+_LEAST_SEATFULS = 2.5
 _MOST_OVER = 4
 # The run as it was may come out longer or shorter than it was by this share.
 _MOST_OFF = 0.2
@@ -61,10 +67,27 @@ class _Asked(NamedTuple):
     arrival_s: float
 
 
+class _Times(NamedTuple):
+    """wall_s: from the first issue to the last answer that counts. first_token_s: mean from a request's first issue."""
+
+    wall_s: float
+    first_token_s: float
+
+
+# Of a trial that would take too long.
+_GIVEN_UP = _Times(inf, inf)
+
+
+def most_seats(seats: int, num_stages: int) -> int:
+    """To be tried where there are that many: twice as many, or as many as four a stage."""
+    return max(2 * seats, 4 * num_stages)
+
+
 @dataclass(frozen=True, slots=True)
 class Rerun:
     """The run to be compared with. limits, policy, cost: as it had them; link: as it was. host_s: of each stage, for
-    each microbatch, before it computes.
+    each microbatch, before it computes. counted: answers after which times are taken. pages_follow_layers: a stage
+    holds fewer pages of more layers.
     """
 
     requests: tuple[_Asked, ...]
@@ -73,7 +96,9 @@ class Rerun:
     cost: CostModel
     link: Link
     host_s: tuple[float, ...]
-    _walls_s: dict[Change, float] = field(default_factory=dict)
+    counted: int
+    pages_follow_layers: bool = True
+    _tried: dict[Change, _Times] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -85,13 +110,15 @@ class Rerun:
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         request_rate: float | None = None,
+        pages_follow_layers: bool = True,
     ) -> Self | None:
         """None where that cannot be told: a run that goes on, was killed or answered nothing, a policy that is not
         known here, a trace in which more was answered than computed, requests too long to be tried; or where the
         simulator does not find it as long as it was.
 
         cost: of its microbatches. max_num_seqs, max_model_len: what it allowed; None for as much as there was.
-        request_rate: None where requests were there as soon as they were read.
+        request_rate: None where requests were there as soon as they were read. pages_follow_layers: False for emulated
+        stages, whose pages a profile tells.
         """
         start = timeline.stages[0].start
         ended = sorted(timeline.finished, key=lambda request: request.index)
@@ -100,10 +127,12 @@ class Rerun:
         if not answered or unfinished or not _is_known(start.policy) or not _were_computed(answered, timeline):
             return None
         seats = max_num_seqs or len(ended)
-        first = _sample(timeline, len(answered), seats)
-        if first is None:
+        found = _sample(timeline, len(answered), most_seats(seats, start.num_stages))
+        if found is None:
             return None
-        asked = tuple(_asked(answered[:first], inf if request_rate else seats))
+        first, counted = found
+        answered = answered[:first]
+        asked = tuple(_asked(answered, inf if request_rate else seats))
         longest = max(request.prompt_tokens + request.output_tokens for request in asked)
         limits = Limits(
             num_stages=start.num_stages,
@@ -114,46 +143,72 @@ class Rerun:
             num_pages=start.num_pages,
             inflight=start.inflight,
         )
-        rerun = cls(asked, limits, start.policy, cost, link, tuple(host_seconds(timeline)))
-        begin, end = timeline.window
-        measured_s = (end - begin) * _tokens(answered[:first]) / _tokens(answered)
+        hosts_s = tuple(host_seconds(timeline))
+        rerun = cls(asked, limits, start.policy, cost, link, hosts_s, counted, pages_follow_layers)
+        measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
         return rerun if abs(rerun.wall_s(Change()) - measured_s) <= _MOST_OFF * measured_s else None
 
     def saved(self, change: Change) -> float:
-        """Share of the wall time that as much work takes less with it; below 0 where it takes longer."""
+        """Share of the wall time that as much work takes less with it; below 0 where it takes longer.
+
+        Of a run that is not simulated to its end, more requests save nothing to speak of.
+        """
+        if change.times > 1 and self.counted < len(self.requests):
+            return 0.0
         before_s, after_s = self.wall_s(Change()), self.wall_s(change)
         return 1 - after_s / (change.times * before_s) if before_s else 0.0
 
+    def sooner(self, change: Change) -> float:
+        """Share of the time from a request's first issue to its first token that it takes less with it, as `saved`."""
+        before_s, after_s = self._times(Change()).first_token_s, self._times(change).first_token_s
+        return 1 - after_s / before_s if before_s else 0.0
+
     def wall_s(self, change: Change) -> float:
-        """From the first issue to the last result."""
-        if change not in self._walls_s:
-            policy, limits, cost = self._with(change)
-            window = _Window()
-            known = cost if wants_cost(policy) else None
-            pipeline = VirtualPipeline(self._with_hosts(cost), self.link)
-            Simulation(limits, make_policy(policy), pipeline, window.record, known).run(self._requests(change.times))
-            self._walls_s[change] = window.seconds
-        return self._walls_s[change]
+        """From the first issue to the last answer that counts; infinite where that takes too long to be tried."""
+        return self._times(change).wall_s
+
+    def _times(self, change: Change) -> _Times:
+        if change not in self._tried:
+            self._tried[change] = self._simulate(change)
+        return self._tried[change]
+
+    def _simulate(self, change: Change) -> _Times:
+        policy, limits, cost = self._with(change)
+        watch = _Watch(change.times * self.counted, len(cost.stages))
+        known = cost if wants_cost(policy) else None
+        pipeline = VirtualPipeline(self._with_hosts(cost), self.link)
+        with suppress(_Enough):
+            Simulation(limits, make_policy(policy), pipeline, watch.record, known).run(self._requests(change.times))
+        return watch.times
 
     def _with(self, change: Change) -> tuple[str, Limits, CostModel]:
-        """What another policy, or another number of stages, brings with it is what it has by itself.
-
-        Stages with more layers have room for fewer pages.
+        """What another policy, or another number of stages, brings with it is what it has by itself; but as many in
+        flight as somebody chose stay as many.
         """
         policy, cost, limits = change.policy or self.policy, self.cost, self.limits
+        chosen = limits.inflight != auto_inflight(self.policy, limits.num_stages)
         if change.layers is not None:
             cost = recut(cost, partition(sum(change.layers), len(change.layers), change.layers))
-            pages = limits.num_pages * _most_layers(self.cost) // _most_layers(cost)
-            longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)
-            limits = replace(limits, num_pages=max(pages, -(-longest // limits.page_size)))
-        stages = len(cost.stages)
+        limits = replace(limits, num_stages=len(cost.stages), num_pages=self._pages(change, cost))
         if change.policy is not None:
             limits = replace(limits, chunk_size=auto_chunk_size(policy))
-        if change.policy is not None or stages != limits.num_stages:
-            limits = replace(limits, num_stages=stages, inflight=auto_inflight(policy, stages))
+        if not chosen:
+            limits = replace(limits, inflight=auto_inflight(policy, limits.num_stages))
         names = ("chunk_size", "max_num_seqs", "inflight", "num_pages")
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         return policy, replace(limits, **given), cost
+
+    def _pages(self, change: Change, cost: CostModel) -> int:
+        """There are as many as seats can take; or as memory holds, which is less of more layers."""
+        limits = self.limits
+        of_a_seat = -(-limits.max_model_len // limits.page_size)
+        if limits.num_pages == limits.max_num_seqs * of_a_seat:
+            return of_a_seat * (change.max_num_seqs or limits.max_num_seqs)
+        if not self.pages_follow_layers:
+            return limits.num_pages
+        longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)
+        pages = limits.num_pages * _most_layers(self.cost) // _most_layers(cost)
+        return max(pages, -(-longest // limits.page_size))
 
     def _with_hosts(self, cost: CostModel) -> CostModel:
         """A stage that its host keeps busy is as good as one that computes for longer."""
@@ -190,16 +245,16 @@ def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> b
     return True
 
 
-def _sample(timeline: Timeline, count: int, seats: int) -> int | None:
-    """How many of the requests are simulated; None where too few of them can be."""
-    stages, chunks = len(timeline.stages), sum(event.decodes + 1 for event in timeline.issued)
+def _sample(timeline: Timeline, count: int, seats: int) -> tuple[int, int] | None:
+    """How many of the requests are simulated, and after how many of their answers times are taken; None where too few
+    can be. seats: the most that a trial has.
+    """
+    stages, chunks = len(timeline.stages), sum(event.decodes + event.num_chunks for event in timeline.issued)
     affordable = count * _MOST_STEPS / (len(timeline.issued) * stages + chunks / _CHUNKS_A_STEP)
-    needed = min(count, max(round(affordable), _LEAST_SEATFULS * seats))
-    return needed if needed <= max(1.0, _MOST_OVER * affordable) else None
-
-
-def _tokens(requests: Sequence[RequestFinished]) -> int:
-    return sum(request.prompt_tokens + request.output_tokens for request in requests)
+    needed = min(count, max(round(affordable), ceil(_LEAST_SEATFULS * seats)))
+    if needed > max(1.0, _MOST_OVER * affordable):
+        return None
+    return needed, count if needed == count else needed - seats
 
 
 def _most_layers(cost: CostModel) -> int:
@@ -223,17 +278,31 @@ def _asked(answered: Iterable[RequestFinished], seats: float) -> Iterator[_Asked
         yield _Asked(request.prompt_tokens, request.output_tokens, arrival_s - first_s)
 
 
-@dataclass(slots=True)
-class _Window:
-    first_s: float = inf
-    last_s: float = -inf
+class _Enough(Exception):
+    """What is to be known is."""
 
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self.last_s - self.first_s)
+
+class _Watch:
+    """Takes the times of a simulation, and ends it after so many answers, or too many steps."""
+
+    def __init__(self, answers: int, num_stages: int) -> None:
+        self.times = _GIVEN_UP
+        self._left = answers
+        self._steps_left = float(_MOST_OVER * _MOST_OVER * _MOST_STEPS)
+        self._num_stages = num_stages
+        self._first_s = inf
+        self._first_tokens_s: list[float] = []
 
     def record(self, stage: int, event: Event) -> None:
         if isinstance(event, Issued):
-            self.first_s = min(self.first_s, event.at_s)
-        elif isinstance(event, Returned):
-            self.last_s = max(self.last_s, event.at_s)
+            self._first_s = min(self._first_s, event.at_s)
+            self._steps_left -= self._num_stages + (event.decodes + event.num_chunks) / _CHUNKS_A_STEP
+            if self._steps_left < 0:
+                raise _Enough
+        elif isinstance(event, RequestFinished):
+            self._left -= 1
+            assert event.first_issue_s is not None and event.first_token_s is not None
+            self._first_tokens_s.append(event.first_token_s - event.first_issue_s)
+            if self._left == 0:
+                self.times = _Times(event.finished_s - self._first_s, fmean(self._first_tokens_s))
+                raise _Enough

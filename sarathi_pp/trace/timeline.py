@@ -190,6 +190,7 @@ class Timeline:
             if stage is None:
                 if not isinstance(event, TraceStart):
                     raise InputError(f"a trace begins with its start; this one with {type(event).__name__}")
+                _check_sizes(event)
                 stage = StageTimeline(event)
             else:
                 self.add(stage, event)
@@ -214,3 +215,12 @@ class Timeline:
                 self.starved.append(event)
             case RowRefused():
                 self.rows_refused += 1
+
+
+def _check_sizes(start: TraceStart) -> None:
+    """Raises InputError for what no run had."""
+    layers = start.layers[1] - start.layers[0]
+    sizes = {"chunk size": start.chunk_size, "microbatches in flight": start.inflight, "page size": start.page_size}
+    for name, size in {**sizes, "layers": layers}.items():
+        if size < 1:
+            raise InputError(f"the traces are damaged: {name} of stage {start.stage}: {size}; {_COPY_AGAIN}")

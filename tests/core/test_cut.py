@@ -29,17 +29,18 @@ HEAD_S = 5e-3 + 10 * 3e-4
 def test_a_stage_is_its_layers_and_what_stands_at_the_ends(first: int, size: int) -> None:
     end = min(12, first + size)
     expected = LAYER_S * (end - first) + EMBED_S * (first == 0) + HEAD_S * (end == 12)
-    assert stage_seconds(ALIKE, LOAD)(first, end) == pytest.approx(expected)
+    for num_stages in (3, 4):
+        assert stage_seconds(ALIKE, LOAD, num_stages)(1, first, end) == pytest.approx(expected)
 
 
 @given(cuts=st.sets(st.integers(1, 11), max_size=5))
 def test_another_cut_costs_what_its_stages_take(cuts: set[int]) -> None:
     bounds = [0, *sorted(cuts), 12]
     layers = list(zip(bounds, bounds[1:], strict=False))
-    cut, seconds = recut(ALIKE, layers), stage_seconds(ALIKE, LOAD)
+    cut, seconds = recut(ALIKE, layers), stage_seconds(ALIKE, LOAD, len(layers))
     assert [stage.layers for stage in cut.stages] == layers
     for index, (first, end) in enumerate(layers):
-        assert cut.seconds(index, LOAD) == pytest.approx(seconds(first, end))
+        assert cut.seconds(index, LOAD) == pytest.approx(seconds(index, first, end))
     assert [stage.head_s for stage in cut.stages] == [0.0] * (len(layers) - 1) + [3e-4]
 
 
@@ -47,30 +48,46 @@ def test_of_two_stages_the_first_tells_what_layers_take() -> None:
     """The embedding cannot be told from layers there, and counts as part of them."""
     two = CostModel(1, (ALIKE.stages[1], replace(ALIKE.stages[2])))
     two = CostModel(1, (replace(two.stages[0], layers=(0, 4)), replace(two.stages[1], layers=(4, 8))))
-    assert stage_seconds(two, LOAD)(0, 2) == pytest.approx(2 * LAYER_S)
-    assert stage_seconds(two, LOAD)(6, 8) == pytest.approx(2 * LAYER_S + HEAD_S)
+    seconds = stage_seconds(two, LOAD, 2)
+    assert seconds(0, 0, 2) == pytest.approx(2 * LAYER_S)
+    assert seconds(1, 6, 8) == pytest.approx(2 * LAYER_S + HEAD_S)
 
 
 def test_a_single_stage_has_only_its_sampled_rows_apart() -> None:
     one = CostModel(1, (replace(ALIKE.stages[2], layers=(0, 4)),))
-    seconds = stage_seconds(one, LOAD)
-    assert seconds(2, 4) - seconds(0, 2) == pytest.approx(10 * 3e-4)
-    assert seconds(0, 4) == pytest.approx(one.seconds(0, LOAD))
+    seconds = stage_seconds(one, LOAD, 2)
+    assert seconds(1, 2, 4) - seconds(0, 0, 2) == pytest.approx(10 * 3e-4)
+    assert stage_seconds(one, LOAD, 1)(0, 0, 4) == pytest.approx(one.seconds(0, LOAD))
 
 
 def test_a_last_stage_that_is_faster_has_no_negative_head() -> None:
     fast = CostModel(1, (ALIKE.stages[0], ALIKE.stages[1], replace(ALIKE.stages[2], a0=1e-3)))
-    assert stage_seconds(fast, Load(10, 0.0, 0, 0))(11, 12) == pytest.approx(1e-3 / 4 + 10 * 1e-5)
+    assert stage_seconds(fast, Load(10, 0.0, 0, 0), 3)(2, 11, 12) == pytest.approx(1e-3 / 4 + 10 * 1e-5)
 
 
-@given(load=loads, cut=st.integers(1, 7))
-def test_another_cut_costs_the_same_in_all(load: Load, cut: int) -> None:
-    layers = [(0, cut), (cut, 8)]
+def test_a_slow_machine_is_as_slow_a_layer_whichever_layers_it_gets() -> None:
+    """The middle one of three takes twice as long, and gives half of its layers away."""
+    slow = CostModel(1, (ALIKE.stages[0], ALIKE.stages[1].scaled(2.0), ALIKE.stages[2]))
+    layers = [(0, 5), (5, 7), (7, 12)]
+    found, seconds = recut(slow, layers), stage_seconds(slow, LOAD, 3)
+    assert [found.seconds(1, LOAD), seconds(1, 5, 7)] == pytest.approx([2 * 2 * LAYER_S] * 2)
+    # What embedding and head take beyond an inner stage's rate is less than it was: the inner stage is a slow one.
+    assert found.stages[0].a2 == pytest.approx(5e-8) and found.stages[2].a2 == pytest.approx(5e-8)
+    cut = recut(slow, [(0, 4), (4, 6), (6, 8), (8, 12)])
+    slow_s = [cut.seconds(1, LOAD), cut.seconds(2, LOAD)]
+    assert slow_s == pytest.approx([2 * 2 * LAYER_S] * 2), "there the layers are the slow ones"
+
+
+@given(load=loads, cuts=st.sets(st.integers(1, 7), min_size=2, max_size=5))
+def test_another_number_of_stages_costs_the_same_in_all(load: Load, cuts: set[int]) -> None:
+    bounds = [0, *sorted(cuts), 8]
+    layers = list(zip(bounds, bounds[1:], strict=False))
     found = recut(COST, layers)
     assert [stage.layers for stage in found.stages] == layers
-    before, after = (sum(model.seconds(stage, load) for stage in (0, 1)) for model in (COST, found))
+    models = (COST, found)
+    before, after = (sum(model.seconds(stage, load) for stage in range(len(model.stages))) for model in models)
     assert after == pytest.approx(before)
-    assert [stage.head_s for stage in found.stages] == [0.0, 1e-2]
+    assert [stage.head_s for stage in found.stages] == [0.0] * len(cuts) + [1e-2]
     assert sum(stage.page_bytes for stage in found.stages) == 800
 
 

@@ -36,7 +36,7 @@ def test_errors_name_the_numbers(layers, stages, split, says):
 
 
 def slowest(layers, seconds):
-    return max(seconds(first, end) for first, end in layers)
+    return max(seconds(stage, first, end) for stage, (first, end) in enumerate(layers))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 9), st.integers(0, 9), st.data())
@@ -44,7 +44,7 @@ def test_split_by_time_is_the_best_of_all(layer_times, embed, head, data):
     num_layers = len(layer_times)
     stages = data.draw(st.integers(1, num_layers))
 
-    def seconds(first, end):
+    def seconds(stage, first, end):
         return float(sum(layer_times[first:end]) + embed * (first == 0) + head * (end == num_layers))
 
     found = partition_by_time(num_layers, stages, seconds)
@@ -58,23 +58,28 @@ def test_split_by_time_is_the_best_of_all(layer_times, embed, head, data):
 @given(st.integers(1, 40), st.data())
 def test_layers_alike_are_split_evenly(num_layers, data):
     stages = data.draw(st.integers(1, num_layers))
-    assert partition_by_time(num_layers, stages, lambda first, end: end - first) == partition(num_layers, stages)
+    assert partition_by_time(num_layers, stages, lambda stage, first, end: end - first) == partition(num_layers, stages)
 
 
 def test_the_slowest_stage_counts_and_not_how_even_the_others_are():
     times = [3, 3, 3, 3, 4, 6, 1]
-    found = partition_by_time(7, 5, lambda first, end: float(sum(times[first:end])))
-    assert slowest(found, lambda first, end: sum(times[first:end])) == 6
+    found = partition_by_time(7, 5, lambda stage, first, end: float(sum(times[first:end])))
+    assert slowest(found, lambda stage, first, end: sum(times[first:end])) == 6
 
 
 def test_a_heavy_head_moves_layers_to_the_front():
-    found = partition_by_time(16, 4, lambda first, end: end - first + 3.0 * (end == 16))
+    found = partition_by_time(16, 4, lambda stage, first, end: end - first + 3.0 * (end == 16))
     assert found == ((0, 5), (5, 10), (10, 15), (15, 16))
+
+
+def test_a_slow_stage_gets_fewer_layers():
+    found = partition_by_time(12, 3, lambda stage, first, end: (end - first) * (2.0 if stage == 1 else 1.0))
+    assert found == ((0, 5), (5, 7), (7, 12))
 
 
 def test_split_by_time_refuses_more_stages_than_layers():
     with pytest.raises(PartitionError, match="more than the model's 3 layers"):
-        partition_by_time(3, 4, lambda first, end: 1.0)
+        partition_by_time(3, 4, lambda stage, first, end: 1.0)
 
 
 def test_even_is_a_split_of_its_own():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sarathi_pp import LLM, SamplingParams
+from sarathi_pp.cli.runs import read_run
 from sarathi_pp.errors import CapacityError, ConfigError, MissingError
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")
@@ -40,6 +41,13 @@ def test_close_returns_the_report():
     report = llm.close()
     assert report is not None and (report["requests"], report["stages"]) == (2, 1)
     assert llm.close() is None
+
+
+def test_the_run_directory_tells_what_the_run_was_given(tmp_path):
+    with LLM(ADDER, max_num_seqs=3, run_dir=tmp_path / "run") as llm:
+        llm.generate(["1+2=", "3+4="])
+    report = read_run(tmp_path / "run").report
+    assert (report["max_num_seqs"], report["model"]) == (3, ADDER) and report["kv_cache_bytes"] > 0
 
 
 @pytest.mark.timeout(120)

@@ -85,6 +85,28 @@ def test_a_fault_in_what_is_only_advised_costs_no_figure(runs, monkeypatch):
     assert report["causes"].keys() == CAUSES
 
 
+def test_who_interrupts_what_is_only_advised_has_the_figures(runs, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sarathi_pp.cli.runs.advise", interrupted)
+    report = read_run(runs[0]).report
+    assert report["advice"] == [] and "no advice: interrupted" in report["notes"]
+    assert report["causes"].keys() == CAUSES
+
+
+def test_what_a_run_was_given_is_what_a_trial_of_it_is_given(runs, tmp_path, monkeypatch):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    facts = json.loads((copy / "run.json").read_text())
+    known = {"max_num_seqs": 7, "request_rate": 2.5, "max_model_len": 99}
+    given = []
+    monkeypatch.setattr("sarathi_pp.cli.runs.Rerun.of", lambda *_, **options: given.append(options))
+    for attention in ("emulated", "sdpa"):
+        (copy / "run.json").write_text(json.dumps({**facts, **known, "attention": attention}))
+        read_run(copy)
+    assert given == [{**known, "pages_follow_layers": follow} for follow in (False, True)]
+
+
 @pytest.mark.parametrize("value", [-1, 0, "many", None])
 def test_limits_that_nobody_could_have_run_with_are_not_taken_from_run_json(value, runs, tmp_path):
     copy = shutil.copytree(runs[0], tmp_path / "copy")

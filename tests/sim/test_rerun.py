@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -127,22 +128,76 @@ def test_a_run_that_is_not_over_tells_too_little() -> None:
     assert [rerun_of(timeline, run) for timeline in (unfinished, killed, failed)] == [None] * 3
 
 
+LONG = "uniform:n=100,min=64,max=256,pd=8,seed=3"
+
+
 def test_of_a_long_run_the_first_requests_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = experiment(max_num_seqs=2)
+    run = experiment(LONG, max_num_seqs=2)
     whole = recorded(run)
-    monkeypatch.setattr(module, "_MOST_STEPS", 400)
+    assert whole.counted == len(whole.requests) == 100
+    monkeypatch.setattr(module, "_MOST_STEPS", 1000)
     part = recorded(run)
-    assert len(whole.requests) == 24 and 8 <= len(part.requests) < 24
+    assert 40 <= len(part.requests) < 80 and part.counted == len(part.requests) - 16
     assert part.requests == whole.requests[: len(part.requests)]
 
 
-def test_four_times_what_may_run_at_once_is_tried_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_twice_what_may_run_at_once_is_tried_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer a run is all filling and draining, and more seats would find nobody to sit in them."""
-    run = experiment(max_num_seqs=5)
-    monkeypatch.setattr(module, "_MOST_STEPS", 400)
-    assert len(recorded(run).requests) == 20
-    monkeypatch.setattr(module, "_MOST_STEPS", 40)
+    run = experiment(LONG, max_num_seqs=10)
+    monkeypatch.setattr(module, "_MOST_STEPS", 1000)
+    assert len(recorded(run).requests) == 50
+    monkeypatch.setattr(module, "_MOST_STEPS", 100)
     assert rerun_of(simulate(run), run) is None
+
+
+@pytest.mark.parametrize("policy", ["balanced", "sarathi", "orca"])
+@pytest.mark.parametrize("change", [Change(max_num_seqs=20), Change(chunk_size=64), Change(inflight=2)])
+def test_the_first_requests_gain_what_the_whole_run_gains(
+    policy: str, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs of unequal length, so that a sample that drained would gain otherwise than a run that goes on."""
+    run = experiment("uniform:n=400,min=16,max=512,pd=2,seed=5", policy, max_num_seqs=10)
+    whole = recorded(run)
+    monkeypatch.setattr(module, "_MOST_STEPS", len(simulate(run).issued))
+    part = recorded(run)
+    assert len(part.requests) < 150
+    assert part.saved(change) == pytest.approx(whole.saved(change), abs=0.03)
+    assert part.saved(Change(times=2)) == 0.0
+
+
+def test_a_trial_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rerun = recorded(experiment())
+    monkeypatch.setattr(module, "_MOST_STEPS", 10)
+    assert rerun.saved(Change(chunk_size=16)) == rerun.sooner(Change(chunk_size=16)) == -math.inf
+
+
+def test_the_first_token_of_a_prompt_that_runs_whole_comes_sooner() -> None:
+    run = experiment("fixed:n=3,prompt=2000,output=50", stages=1, max_num_seqs=1)
+    rerun, whole = recorded(run), Change(policy="orca")
+
+    def first_token_s(run: Experiment) -> float:
+        finished = simulate(run).finished
+        return sum(r.first_token_s - r.first_issue_s for r in finished) / len(finished)  # type: ignore[operator]
+
+    expected = 1 - first_token_s(replace(run, policy="orca")) / first_token_s(run)
+    assert rerun.sooner(whole) == pytest.approx(expected) and expected > 2 * rerun.saved(whole) > 0
+
+
+def test_what_somebody_chose_to_have_in_flight_stays_with_another_policy() -> None:
+    for inflight in (2, 4):  # as many as stages are what sarathi has by itself
+        rerun = recorded(experiment(inflight=inflight))
+        kept = Change(policy="balanced", inflight=2 if inflight == 2 else 5)
+        assert rerun.wall_s(Change(policy="balanced")) == rerun.wall_s(kept)
+
+
+def test_pages_that_seats_can_take_grow_with_the_seats() -> None:
+    """Four seats of 512 tokens each have all the pages that they can take, and eight have twice as many."""
+    run = experiment("fixed:n=24,prompt=500,output=12", max_num_seqs=4)
+    full = replace(run, profile=replace(PROFILE, pages=4 * 32))
+    rerun = recorded(full)
+    expected = seconds(replace(full, max_num_seqs=8, profile=replace(PROFILE, pages=8 * 32)))
+    assert rerun.wall_s(Change(max_num_seqs=8)) == pytest.approx(expected, rel=1e-9)
+    assert rerun.wall_s(Change(max_num_seqs=8)) < 0.9 * rerun.wall_s(Change(max_num_seqs=8, num_pages=4 * 32))
 
 
 def with_hosts(timeline: Timeline, host_s: float) -> Timeline:
@@ -190,6 +245,8 @@ def test_stages_with_more_layers_have_room_for_fewer_pages() -> None:
     layers = [stage.layers[1] - stage.layers[0] for stage in run.cost().stages]
     two = Change(layers=(layers[0] + layers[1], layers[2] + layers[3]))
     assert rerun.wall_s(two) == rerun.wall_s(replace(two, num_pages=30)) > rerun.wall_s(replace(two, num_pages=60))
+    told = replace(rerun, pages_follow_layers=False, _tried={})
+    assert told.wall_s(two) == rerun.wall_s(replace(two, num_pages=60))
 
 
 def damaged(timeline: Timeline, **changes: int) -> Timeline:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import measure_bubbles
-from sarathi_pp.trace.causes import Causes, explain
+from sarathi_pp.trace.causes import Causes, explain, host_seconds
 from sarathi_pp.trace.events import Compute, Event, Issued, RequestArrived, Returned, SendWait, Starved
 from sarathi_pp.trace.timeline import Timeline
 from tests.thinning import examples
@@ -173,6 +173,13 @@ def test_slow_python_is_host(stages: int, place: str) -> None:
     assert share(run.causes(), "host_s") >= 0.95
 
 
+def test_the_host_takes_its_own_time_and_the_coordinator_s_on_the_first_stage() -> None:
+    """Without what stopped it twice in a hundred microbatches, for ten seconds each."""
+    run = Run([CHUNK] * 100, cost(3), 3, issue=lambda m, s: 3e-3)
+    run.host = lambda m, s: (0.0, 1e-3, 2e-3)[s] + 10.0 * (s == 2 and m in (40, 80))
+    assert host_seconds(run.timeline()) == pytest.approx([3e-3, 1e-3, 2e-3], rel=0.02)
+
+
 @every_size
 def test_one_sequence_that_decodes_is_starvation(stages: int) -> None:
     """Its next token needs the last one: every stage waits for all others."""
@@ -308,3 +315,11 @@ def test_a_timeline_that_lacks_or_mixes_up_microbatches_is_refused() -> None:
     refuses(unissued, "were issued, nothing stands where 2 must")
     del unreturned.returned[0]
     refuses(unreturned, "came back, microbatch 1 stands where 0 must")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"inflight": 0}, {"page_size": 0}, {"chunk_size": -1}, {"layers": (3, 3)}, {"layers": (4, 2)}]
+)
+def test_sizes_that_no_run_had_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(InputError, match="damaged: .* of stage 0: (0|-1|-2);"):
+        Timeline.read([[replace(start(0, 1), **changes)]])  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ A pipeline waits where one microbatch takes longer than the next. So:
               SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards, with b what may run at
               once and P:D what finished requests had. The tile around it with the most tokens a second is taken,
               and no more than the prompts at hand fill evenly over the cycle. Where all that wait can start,
-              there is no such state: then what computes their prompts soonest, if that is more.
+              there is no such state: then what computes the oldest prompt soonest, if that is more, or in a burst,
+              while most have their prompts still to be computed, what computes all of them soonest.
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
@@ -20,7 +21,7 @@ A pipeline waits where one microbatch takes longer than the next. So:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
@@ -39,7 +40,7 @@ _WORTHWHILE = 1.005
 # One microbatch more in flight may cost this share of the tokens a second: what stages no longer wait makes up for it.
 _SPARE_COST = 0.03
 # Prompts may be computed by this share later than with the size that computes them soonest.
-_NEAR_ENOUGH = 0.02
+_NEAR_ENOUGH = 0.005
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
 _SLO_SHARE = 0.9
 # Prompt to output tokens, until a request has finished or run for longer than that.
@@ -61,7 +62,7 @@ class Balanced:
         decoding = _Decoding.of(view, stage, cost.tile)
         cycle = self._cycle
         if cycle is None or self._left_in_cycle == 0 or (prompts and not cycle.prompts):
-            cycle = _choose_cycle(view, stage, cost.tile, decoding)
+            cycle = _choose_cycle(view, stage, cost.tile, decoding, cycle)
         inflight = cycle.inflight if prompts else _fewest(view.limits)
         if view.num_inflight >= inflight:
             return []
@@ -75,7 +76,7 @@ class Balanced:
         if grants:
             # Only what is issued moves a cycle on: how often somebody asks must not show in the schedule.
             self._left_in_cycle = (self._left_in_cycle if cycle is self._cycle else view.limits.num_stages) - 1
-            self._cycle = cycle
+            self._cycle = cycle if prompts or not cycle.prompts else replace(cycle, prompts=False)
         return grants
 
     def max_tokens(self, limits: Limits) -> int:
@@ -86,12 +87,13 @@ class Balanced:
 class _Cycle:
     """What holds for P microbatches: tokens of each, and most of them in flight while there are prompts.
 
-    prompts: whether there were any when it was chosen.
+    prompts: whether there have been any all the time. burst: tokens of those that it began with; 0 where there is none.
     """
 
     size: int
     inflight: int
     prompts: bool
+    burst: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
     return decodes
 
 
-def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding) -> _Cycle:
+def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding, before: _Cycle | None) -> _Cycle:
     limits = view.limits
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
     # No more than so many are ever told of ahead of time: where that many wait, there may be others.
@@ -145,10 +147,24 @@ def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding) 
         if rate < (1 - _SPARE_COST) * rate_of_fewest:
             size, inflight = size_of_fewest, fewest
     step = max(tile, _LEAST_STEP)
+    burst = _burst(view, at_hand, before) if all_can_start else 0
     if all_can_start:
-        size = max(size, step * round(_quickest(at_hand, stage, tile, limits) / step))
+        oldest = next((s.remaining for s in chain(view.prefills, view.waiting)), 0)
+        size = max(size, step * round(_quickest(burst or oldest, stage, tile, limits) / step))
     even = math.ceil((at_hand + decoding.count) / inflight / step) * step
-    return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight, bool(view.prefills or view.waiting))
+    return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight, at_hand > 0, burst)
+
+
+def _burst(view: View, at_hand: int, before: _Cycle | None) -> int:
+    """Prompt tokens that a burst began with; 0 where there is none. It begins where most have their prompts still to be
+    computed, and lasts until they are.
+
+    Its microbatches keep the size of its beginning: that filling the pipeline takes longer with larger ones is paid for
+    by then, and a stage waits for the last large one before a smaller one as long now as later.
+    """
+    begun = before.burst if before is not None and before.prompts else 0
+    begins = len(view.prefills) + len(view.waiting) >= view.num_past_prompt
+    return max(begun, at_hand) if begun or begins else 0
 
 
 def _sustained(

@@ -1,4 +1,5 @@
-"""What each rule of `balanced` is worth: the policy without it, on SARATHI's GPT-3 pipeline, simulated.
+"""What each rule of `balanced` is worth: the policy without it, on SARATHI's GPT-3 pipeline and on two CPU cores,
+simulated.
 
     python examples/ablate_balanced.py --output examples/figures/ablation.json
 
@@ -14,31 +15,54 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import click
-from compare_policies import Case, run, zipf
+from compare_policies import figures, zipf
 from record import Record
 
 from sarathi_pp.core.policy import auto_chunk_size, balanced
 from sarathi_pp.core.policy.view import Limits, View
+from sarathi_pp.core.profile import Profile
+from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim import experiment
+from sarathi_pp.sim.experiment import Experiment, report_of
+from sarathi_pp.sim.presets import preset
+from sarathi_pp.sim.workload import parse_workload
 
 SEED = 31
+# Two stages of the 298M model on two cores, as `sarathi-pp profile` measured them for `measure_300m.py`.
+CPU_PROFILE = Path(__file__).parent / "figures" / "profile-300m.json"
 KEPT = ("tokens_per_s", "steady", "whole", "request_bubble_p50_s", "itl_p50_s", "itl_p99_s", "ttft_p50_s")
 
 
-def works(requests: int) -> dict[str, dict[str, Any]]:
+def works(requests: int) -> dict[str, Experiment]:
     half = requests // 2
     change = f"then:{zipf(half, 2, SEED)}+{zipf(half, 20, SEED)}"
+    gpt3 = partial(_experiment, preset("gpt3-a100-tp8pp8"))
+    cpu = replace(read_profile(CPU_PROFILE), max_num_seqs=32)
     return {
-        **{f"P:D {ratio}": {"spec": zipf(requests, ratio, SEED)} for ratio in (2, 10, 40)},
-        "P:D 2, then 20": {"spec": change},
-        "8 requests/s": {"spec": f"poisson:rate=8,{zipf(requests, 10, SEED)}"},
-        "jitter 5 %": {"spec": zipf(requests, 10, SEED), "jitter_cv": 0.05},
+        **{f"P:D {ratio}": gpt3(zipf(requests, ratio, SEED)) for ratio in (2, 10, 40)},
+        "P:D 2, then 20": gpt3(change),
+        "8 requests/s": gpt3(f"poisson:rate=8,{zipf(requests, 10, SEED)}"),
+        "jitter 5 %": gpt3(zipf(requests, 10, SEED), jitter_cv=0.05),
+        "298M, 32 at once": _experiment(cpu, "uniform:n=32,min=256,max=1024,pd=8,seed=0"),
     }
+
+
+def _experiment(profile: Profile, spec: str, jitter_cv: float = 0.0) -> Experiment:
+    return Experiment(
+        profile=profile,
+        workload=parse_workload(spec),
+        policy="balanced",
+        chunk_size=auto_chunk_size("balanced"),
+        jitter_cv=jitter_cv,
+        seed=SEED,
+    )
 
 
 def _by_count(decoding: balanced._Decoding, sequence: Any) -> float:
@@ -61,6 +85,10 @@ def _as_many_as_allowed(limits: Limits) -> int:
     return limits.inflight
 
 
+def _what_is_left(view: View, at_hand: int, before: Any) -> balanced._Burst:
+    return balanced._Burst(at_hand, 0)
+
+
 def _fixed(size: int) -> Callable[..., balanced._Cycle]:
     return lambda view, *rest: balanced._Cycle(min(size, view.limits.chunk_size), view.limits.inflight, prompts=True)
 
@@ -76,16 +104,14 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "P:D of finished requests alone": lambda: patch.object(balanced, "_least_ratio_so_far", _prior_ratio),
     "P:D taken to be 8": lambda: patch.object(balanced, "_prompt_to_output", _prior_ratio),
     "no larger chunks where all can start": lambda: patch.object(balanced, "_quickest", _never),
+    "larger chunks by what is left of a burst": lambda: patch.object(balanced, "_burst", _what_is_left),
     "decodes shared by count": lambda: patch.object(balanced._Decoding, "seconds", _by_count),
 }
 
 
 def measure(variant: str, work: str, requests: int) -> dict[str, Any]:
-    case = Case(
-        policy="balanced", chunk_size=auto_chunk_size("balanced"), seed=SEED, work=work, **works(requests)[work]
-    )
     with VARIANTS[variant]():
-        found = run(case)
+        found = figures(report_of(works(requests)[work]))
     return {"variant": variant, "work": work, **{name: found[name] for name in KEPT}}
 
 

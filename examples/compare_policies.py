@@ -70,9 +70,11 @@ def run(case: Case) -> dict[str, Any]:
         slow={3: case.slow},
         seed=case.seed,
     )
-    report = report_of(experiment)
+    return {**case._asdict(), **figures(report_of(experiment))}
+
+
+def figures(report: dict[str, Any]) -> dict[str, Any]:
     return {
-        **case._asdict(),
         "tokens_per_s": report["total_tokens_per_s"],
         "steady": report["bubble_ratio_steady"],
         "whole": report["bubble_ratio"],

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from sarathi_pp.cli.report import writing
-from sarathi_pp.cli.runs import read_run
-from sarathi_pp.report.advice import advise_comparison
+from sarathi_pp.cli.runs import advise_runs, read_run
 from sarathi_pp.report.comparison import compare as compare_reports
 from sarathi_pp.report.comparison import render_comparison
 
@@ -30,11 +28,12 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
         raise click.UsageError("give two or more run directories")
     found = [read_run(path, advised=html is not None) for path in runs]
     comparison = compare_reports([(run.path.resolve().name, run.report) for run in found])
-    comparison["advice"] = [asdict(advice) for advice in advise_comparison((run.report, run.trial) for run in found)]
+    labels = [run["label"] for run in comparison["runs"]]
+    looked_for = advise_runs(dict(zip(labels, found, strict=True)))
+    comparison |= {"advice": looked_for["advice"], "notes": [*comparison["notes"], *looked_for["notes"]]}
     if html is not None:
         from sarathi_pp.report.page import PageRun, render_page  # its plotting library is slow to import
 
-        labels = [run["label"] for run in comparison["runs"]]
         shown = zip(labels, found, strict=True)
         page = render_page([PageRun(label, run.timeline, run.bubbles, run.report) for label, run in shown])
         with writing(html) as file:

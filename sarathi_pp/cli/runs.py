@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import InputError, MissingError
-from sarathi_pp.report.advice import advise
-from sarathi_pp.sim.rerun import Rerun
+from sarathi_pp.report.advice import Advice, ComparedRun, advise, advise_comparison
+from sarathi_pp.sim.rerun import CannotTry, Rerun
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
 from sarathi_pp.trace.summary import read_timeline, summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
@@ -23,7 +24,7 @@ _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # What no trace holds, from run.json.
 _NAMES = ("model", "dtype", "attention")
-_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes")
+_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Run:
     fitted: Fit | None
 
     def trial(self) -> Rerun | None:
-        """What tries a change on it; None where nothing can be told."""
+        """What tries a change on it; None where nothing can be told. Raises CannotTry as `Rerun.of`."""
         from sarathi_pp.bench.profile import fit_link
 
         if self.fitted is None:
@@ -49,6 +50,7 @@ class Run:
             fit_link(self.timeline),
             max_num_seqs=report.get("max_num_seqs"),
             max_model_len=report.get("max_model_len"),
+            max_pages=report.get("max_pages"),
             request_rate=report.get("request_rate"),
             pages_follow_layers=report.get("attention") != "emulated",
         )
@@ -61,6 +63,19 @@ def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) ->
     """
     run = _fold(path, find_traces(path, attempt), _facts(path))
     return replace(run, report=run.report | _advice(run)) if advised else run
+
+
+def advise_runs(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """What runs show together, by their labels: keys of a comparison."""
+    compared = [ComparedRun(label, run.report, partial(_trial, run)) for label, run in runs.items()]
+    return _looked_for(lambda: advise_comparison(compared), [])
+
+
+def _trial(run: Run) -> Rerun | None:
+    try:
+        return run.trial()
+    except CannotTry:
+        return None
 
 
 def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
@@ -81,12 +96,25 @@ def _fold(path: Path, traces: Sequence[Path], facts: Mapping[str, object]) -> Ru
 
 def _advice(run: Run) -> dict[str, Any]:
     """What to change, the most worthwhile first: keys of a report."""
+    notes: list[str] = list(run.report["notes"])
+
+    def look() -> list[Advice]:
+        try:
+            return advise(run.report, run.trial())
+        except CannotTry as error:
+            notes.append(f"no advice about time: {error}")
+            return advise(run.report)
+
+    return _looked_for(look, notes)
+
+
+def _looked_for(look: Callable[[], list[Advice]], notes: list[str]) -> dict[str, Any]:
+    """Figures must not be lost to what is only said about them: a fault, or who interrupts, ends the looking alone."""
     try:
-        return {"advice": [asdict(advice) for advice in advise(run.report, run.trial())]}
+        return {"advice": [asdict(advice) for advice in look()], "notes": notes}
     except (Exception, KeyboardInterrupt) as error:
-        # A run that is over must not lose its figures to what is only said about them.
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-        return {"advice": [], "notes": [*run.report["notes"], f"no advice: {why}"]}
+        return {"advice": [], "notes": [*notes, f"no advice: {why}"]}
 
 
 def find_traces(run: Path, attempt: int | None) -> list[Path]:

@@ -20,7 +20,7 @@ def recut(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
     """
     if tuple(layers) == tuple(stage.layers for stage in cost.stages):
         return cost
-    inner, embed, head = _without_ends(cost)
+    inner, embed, head = _without_ends(cost, len(layers))
     if len(layers) == len(inner.stages):
         stages = [_sum(span, [(stage, _count(span))]) for span, stage in zip(layers, inner.stages, strict=True)]
     else:
@@ -33,7 +33,7 @@ def recut(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
 
 def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
     """What a stage of a cut into so many would take for a load, as in `recut`."""
-    inner, embed, head = _without_ends(cost)
+    inner, embed, head = _without_ends(cost, num_stages)
     sampling_s = cost.stages[-1].head_s * load.decodes
     embed_s = embed.a0 + embed.a1 * math.ceil(load.num_tokens / cost.tile)
     layer_s: list[float] = []  # of each stage
@@ -60,29 +60,38 @@ class _End:
     a1: float = 0.0
 
 
-def _without_ends(cost: CostModel) -> tuple[CostModel, _End, _End]:
-    """The model without embedding and head, and those two.
+def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _End]:
+    """The model without embedding and head, and those two, for a cut into so many stages.
 
     The head's weights are read for every microbatch: what the last stage has more of a0 than its layers would at the
-    inner stages' rate, or the first one's. The embedding is told from the layers only where there are inner stages.
-    head_s stays in place.
+    inner stages' rate, or the first one's, on a machine as fast as its time a token says, which the head has no part
+    in. The embedding is told from the layers only where there are inner stages, and where stages keep their time a
+    layer not at all: it is small, and a slow machine looks like a large one. head_s stays in place.
     """
     stages = list(cost.stages)
     head = embed = _End()
     inner = stages[1:-1]
     if len(stages) > 1:
-        head = _End(a0=_excess(stages[-1], inner or stages[:1], "a0"))
+        others = inner or stages[:1]
+        token_s = _rate(others, "a1")
+        slower = _rate(stages[-1:], "a1") / token_s if token_s > 0 else 1.0
+        head = _End(a0=_excess(stages[-1], slower * _rate(others, "a0"), "a0"))
         stages[-1] = replace(stages[-1], a0=stages[-1].a0 - head.a0)
-    if inner:
+    if inner and num_stages != len(stages):
         first = stages[0]
-        embed = _End(_excess(first, inner, "a0"), _excess(first, inner, "a1"))
+        embed = _End(_excess(first, _rate(inner, "a0"), "a0"), _excess(first, _rate(inner, "a1"), "a1"))
         stages[0] = replace(first, a0=first.a0 - embed.a0, a1=first.a1 - embed.a1)
     return CostModel(cost.tile, tuple(stages)), embed, head
 
 
-def _excess(stage: StageCost, others: Sequence[StageCost], name: str) -> float:
-    """Of a coefficient, what is beyond the rate a layer at which the others have it."""
-    rate = sum(getattr(other, name) for other in others) / sum(_count(other.layers) for other in others)
+def _rate(stages: Sequence[StageCost], name: str) -> float:
+    """Of a coefficient, what a layer has."""
+    found: float = sum(getattr(stage, name) for stage in stages) / sum(_count(stage.layers) for stage in stages)
+    return found
+
+
+def _excess(stage: StageCost, rate: float, name: str) -> float:
+    """Of a coefficient, what is beyond that rate a layer."""
     found: float = max(0.0, getattr(stage, name) - rate * _count(stage.layers))
     return found
 

@@ -101,7 +101,7 @@ def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
     """The most worthwhile advice for one run first, one piece an option; empty where nothing came back.
 
     Without a trial no advice is given that is about time. Who has set a bound on the time between tokens has chosen,
-    and is told of the layer split alone.
+    and of what costs time is told of the layer split alone.
     """
     if not report["completed"] or not report["wall_s"]:
         return []
@@ -114,20 +114,28 @@ def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
     return _best(advice for advice in found if advice is not None)
 
 
-def advise_comparison(runs: Iterable[tuple[Report, Callable[[], Trial | None]]]) -> list[Advice]:
-    """What several runs show together, each with what gives a trial of it; only runs of one setting are compared."""
+class ComparedRun(NamedTuple):
+    """trial: gives what tries a change on it, None where nothing can be told."""
 
-    def setting(run: tuple[Report, object]) -> list[str]:
-        return [str(run[0].get(name)) for name in _SETTING]
+    label: str
+    report: Report
+    trial: Callable[[], Trial | None]
 
-    usable = [run for run in runs if run[0]["completed"] and run[0]["wall_s"]]
+    @property
+    def setting(self) -> list[str]:
+        return [str(self.report.get(name)) for name in _SETTING]
+
+
+def advise_comparison(runs: Iterable[ComparedRun]) -> list[Advice]:
+    """What several runs show together; only runs of one setting are compared."""
+    usable = [run for run in runs if run.report["completed"] and run.report["wall_s"]]
     found = []
-    for _, alike in groupby(sorted(usable, key=setting), key=setting):
-        for (fewer, _), (more, trial_of) in pairwise(sorted(alike, key=lambda run: _requests_inflight(run[0]))):
+    for _, alike in groupby(sorted(usable, key=lambda run: run.setting), key=lambda run: run.setting):
+        for fewer, more in pairwise(sorted(alike, key=lambda run: _requests_inflight(run.report))):
             proposal = _flat_chunks(fewer, more)
-            trial = trial_of() if proposal is not None else None
+            trial = more.trial() if proposal is not None else None
             if proposal is not None and trial is not None:
-                found.append(_tried(more, proposal, trial))
+                found.append(_tried(more.report, proposal, trial))
     return _best(advice for advice in found if advice is not None)
 
 
@@ -191,8 +199,9 @@ def _spare_stages(report: Report, trial: Trial) -> Advice | None:
     share = trial.saved(remedy.change) if seen is not None and remedy is not None else -math.inf
     if seen is None or remedy is None or share < -_ABOUT_AS_FAST:
         return None
-    longer = f"takes {-share:.0%} longer" if share < -_NOTHING else "is as fast"
-    return Advice("few_decodes", f"{seen} {remedy.option} {longer}, {remedy.how} (simulated).", remedy.option, None)
+    changed = f"takes {abs(share):.0%} {'longer' if share < 0 else 'less'}" if abs(share) > _NOTHING else "is as fast"
+    gain_s = share * report["wall_s"] if share >= _WORTHWHILE else None
+    return Advice("few_decodes", f"{seen} {remedy.option} {changed}, {remedy.how} (simulated).", remedy.option, gain_s)
 
 
 def _lack_of_decodes(report: Report) -> str | None:
@@ -252,6 +261,8 @@ def _kv_fragmentation(report: Report) -> Advice | None:
     wasted, page_size = report["kv"]["fragmentation"], report["kv"]["page_size"]
     if wasted is None or wasted <= _FRAGMENTED or page_size == 1 or not pages_ran_out(report):
         return None
+    if report.get("attention") == "emulated":
+        return None  # there are as many as the profile says, of whichever size
     option, freed = f"--page-size {page_size // 2}", wasted / 2
     text = (
         f"KV pages ran out, and {wasted:.0%} of the room in those held was empty. Smaller ones ({option}) are "
@@ -260,16 +271,16 @@ def _kv_fragmentation(report: Report) -> Advice | None:
     return Advice("kv_fragmentation", text, option, None)
 
 
-def _flat_chunks(fewer: Report, more: Report) -> _Proposal | None:
-    before, after = fewer["chunk_throughput"], more["chunk_throughput"]
-    inflight = _requests_inflight(fewer), _requests_inflight(more)
+def _flat_chunks(fewer: ComparedRun, more: ComparedRun) -> _Proposal | None:
+    before, after = fewer.report["chunk_throughput"], more.report["chunk_throughput"]
+    inflight = _requests_inflight(fewer.report), _requests_inflight(more.report)
     if not before or inflight[1] < _MORE_INFLIGHT * inflight[0] or after > _FLAT * before:
         return None
     seen = (
-        f"Requests in flight grew from {inflight[0]:.0f} to {inflight[1]:.0f}, and chunk throughput went from "
-        f"{before:.1f} to {after:.1f} a second."
+        f"From {fewer.label} to {more.label} requests in flight grew from {inflight[0]:.0f} to {inflight[1]:.0f}, and "
+        f"chunk throughput went from {before:.1f} to {after:.1f} a second. In the latter,"
     )
-    return _Proposal("flat_chunks", seen, larger_chunks(more))
+    return _Proposal("flat_chunks", seen, larger_chunks(more.report))
 
 
 # What each cause is called, and what may help against it.

@@ -101,11 +101,15 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     """
     rank = place or Place()
     checked = preflight(job) if rank.rank == 0 else _follow(job)
-    if rank.rank == 0:
-        RunDirectory.create(checked.run_dir.path, overwrite=job.overwrite)
-        for warning in checked.warnings:
-            display.warn(warning)
+    with ExitStack() as held:
+        if rank.rank == 0:
+            held.enter_context(RunDirectory.claim(checked.run_dir.path, overwrite=job.overwrite))
+            for warning in checked.warnings:
+                display.warn(warning)
+        return _run_checked(job, checked, rank, display, analyse)
 
+
+def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse) -> int:
     def drive(this: Job) -> None:
         if rank.rank != 0:
             this.serve()

@@ -85,7 +85,8 @@ class Job:
         self._watchdog = watchdog
         torch.set_num_threads(place.num_threads())
         self._agree(lambda: _passport(config, facts), must_match=True)
-        self._agree(self._choose_device)
+        memories = self._agree(self._choose_device)
+        self._sharers = memories.count(memories[place.rank])
         hosts = self._agree(lambda: {"run_dir": str(run_dir.path), "attempt": run_dir.attempt})
         self._run_dir = run_dir.joining(Path(hosts[0]["run_dir"]), hosts[0]["attempt"], own=config.run_dir is not None)
         located(self._run_dir)
@@ -95,6 +96,7 @@ class Job:
         self._agree(self._choose_stages)
         maker = self._maker
         stages = self._agree(lambda: {"pages": maker.load(layers[place.rank])})
+        self._max_pages = min(stage["pages"] for stage in stages)
         self.run: ResolvedRun = self._alike(
             lambda: resolve(
                 config,
@@ -160,7 +162,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""
-        found = {"hosts": self._topology.hosts, "kv_cache_bytes": self._kv_cache_bytes()}
+        found = {"hosts": self._topology.hosts, **self._memory()}
         return {**dataclasses.asdict(self.run), **found, **_software(), "fingerprint": self.facts.fingerprint}
 
     def serve(self) -> None:
@@ -199,21 +201,22 @@ class Job:
             self._recorder.close()
 
     def _choose_device(self) -> dict[str, Any]:
+        """Whose memory the device has: the same of ranks that share it, whoever started them."""
         self.device = choose_device(self._config.device, self.place)
-        return {}
+        on_gpu = self.device.type == "cuda"
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None
+        return {"host": os.uname().nodename, "gpu": gpu}
 
     def _choose_stages(self) -> dict[str, Any]:
         """What an attention backend needs may be installed on some hosts alone."""
-        config, place = self._config, self.place
+        config = self._config
         if self._profile is not None:
             self._maker: StageMaker = EmulatedStages(config, self._profile, self._clock)
         else:
             # Imports transformers, which takes seconds that an emulated run does not need.
             from sarathi_pp.runtime.model_stage import ModelStages
 
-            self._maker = ModelStages(
-                config, self._model_dir, self.facts, self.dtype, self.device, place.local_world_size
-            )
+            self._maker = ModelStages(config, self._model_dir, self.facts, self.dtype, self.device, self._sharers)
         return {}
 
     def _alike(self, work: Callable[[], T]) -> T:
@@ -321,12 +324,13 @@ class Job:
             "max_num_seqs": self.run.max_num_seqs,
             "max_model_len": self.run.max_model_len,
             "request_rate": self.run.request_rate,
-            "kv_cache_bytes": self._kv_cache_bytes(),
+            **self._memory(),
         }
 
-    def _kv_cache_bytes(self) -> int | None:
-        """Of the largest shard; None where stages are emulated and hold nothing."""
-        return None if self._profile is not None else kv_cache_bytes(self.run, self.facts, self.dtype)
+    def _memory(self) -> dict[str, int | None]:
+        """Bytes of the largest shard, None where stages are emulated and hold nothing; pages that each stage could."""
+        held = None if self._profile is not None else kv_cache_bytes(self.run, self.facts, self.dtype)
+        return {"kv_cache_bytes": held, "max_pages": self._max_pages}
 
 
 def choose_device(wish: str, place: Place) -> torch.device:

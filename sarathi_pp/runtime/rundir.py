@@ -8,15 +8,21 @@ RUN/exit_code                                     how it ended: torchrun itself 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
 from sarathi_pp.trace.recorder import trace_name
+
+_ENTRY = re.compile(r"run\.json|report\.json|exit_code|\..*\.part|attempt-\d{4,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +37,38 @@ class RunDirectory:
 
     @classmethod
     def check(cls, path: Path, *, overwrite: bool) -> None:
-        """Raises ConfigError where an earlier run's directory would be written over.
+        """Raises ConfigError where an earlier run's directory would be written over, or anything that is no run's.
 
         Not where a start was refused before it ran anything: whoever corrects the option may start again.
         """
         if path.exists() and not overwrite and not (path.is_dir() and _holds_no_run(path)):
             raise ConfigError(f"the run directory {path} exists; use --overwrite, or --run-dir with another one")
+        if path.exists():
+            foreign = [path] if not path.is_dir() else [entry for entry in path.iterdir() if not _is_of_a_run(entry)]
+            if foreign:
+                raise ConfigError(
+                    f"the run directory {path} would be removed, and {min(foreign)} is no run's: --overwrite removes "
+                    f"what runs wrote and nothing else; use --run-dir with another one"
+                )
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool) -> RunDirectory:
-        """A fresh directory, 0700: traces tell of prompts' lengths and times. Raises ConfigError or OutputError."""
+    @contextmanager
+    def claim(cls, path: Path, *, overwrite: bool) -> Iterator[None]:
+        """A fresh directory, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
+
+        Raises ConfigError, also where another run has it, or OutputError.
+        """
         cls.check(path, overwrite=overwrite)
-        try:
-            if path.exists():
-                shutil.rmtree(path)
-            path.mkdir(mode=0o700, parents=True)
-        except OSError as error:
-            raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
-        return cls(path)
+        with ExitStack() as held:
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                held.callback(os.close, _locked(path))
+                for entry in path.iterdir():
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                path.chmod(0o700)
+            except OSError as error:
+                raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
+            yield
 
     def joining(self, leader: Path, attempt: int, *, own: bool) -> RunDirectory:
         """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
@@ -78,17 +98,41 @@ class RunDirectory:
         self._write("report.json", json.dumps(report, indent=2) + "\n")
 
     def write_exit_code(self, code: int) -> None:
-        """The cause wins over its echo: a lost peer's 75 never replaces a code that is there."""
-        if code == PeerLostError.exit_code and (self.path / "exit_code").exists():
-            return
-        self._write("exit_code", f"{code}\n")
+        """The cause wins over its echo: a lost peer's 75 never replaces a code that is there.
+
+        Where it cannot be written, on a full disk say, the process still ends with it.
+        """
+        with suppress(OutputError):
+            if code != PeerLostError.exit_code or not (self.path / "exit_code").exists():
+                self._write("exit_code", f"{code}\n")
 
     def _write(self, name: str, text: str) -> None:
-        """Whole or not at all."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Whole or not at all. Raises OutputError."""
         partial = self.path / f".{name}.{os.getpid()}.part"
-        partial.write_text(text)
-        partial.replace(self.path / name)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial.write_text(text)
+            partial.replace(self.path / name)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path / name}: {error.strerror}") from error
+
+
+def _is_of_a_run(entry: Path) -> bool:
+    """By its name: a run may have been killed at any moment."""
+    return bool(_ENTRY.fullmatch(entry.name)) and entry.is_dir() == entry.name.startswith("attempt-")
+
+
+def _locked(path: Path) -> int:
+    """The descriptor that holds it. Raises ConfigError where another one does; not every file system has locks."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"another run is using the run directory {path}; name another output, or --run-dir") from None
+    except OSError:
+        return descriptor
+    return descriptor
 
 
 def _holds_no_run(path: Path) -> bool:

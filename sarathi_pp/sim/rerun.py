@@ -61,6 +61,10 @@ class Change:
     times: int = 1
 
 
+class CannotTry(Exception):
+    """Why nothing can be said of a run that is over."""
+
+
 class _Asked(NamedTuple):
     prompt_tokens: int
     output_tokens: int
@@ -86,8 +90,8 @@ def most_seats(seats: int, num_stages: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Rerun:
     """The run to be compared with. limits, policy, cost: as it had them; link: as it was. host_s: of each stage, for
-    each microbatch, before it computes. counted: answers after which times are taken. pages_follow_layers: a stage
-    holds fewer pages of more layers.
+    each microbatch, before it computes. counted: answers after which times are taken. max_pages: that memory could
+    hold. pages_follow_layers: a stage holds fewer pages of more layers.
     """
 
     requests: tuple[_Asked, ...]
@@ -97,6 +101,7 @@ class Rerun:
     link: Link
     host_s: tuple[float, ...]
     counted: int
+    max_pages: int
     pages_follow_layers: bool = True
     _tried: dict[Change, _Times] = field(default_factory=dict)
 
@@ -109,16 +114,17 @@ class Rerun:
         *,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
+        max_pages: int | None = None,
         request_rate: float | None = None,
         pages_follow_layers: bool = True,
     ) -> Self | None:
-        """None where that cannot be told: a run that goes on, was killed or answered nothing, a policy that is not
-        known here, a trace in which more was answered than computed, requests too long to be tried; or where the
-        simulator does not find it as long as it was.
+        """None where there is nothing to be told: a run that goes on, was killed or answered nothing, a policy that is
+        not known here, a trace in which more was answered than computed.
 
         cost: of its microbatches. max_num_seqs, max_model_len: what it allowed; None for as much as there was.
-        request_rate: None where requests were there as soon as they were read. pages_follow_layers: False for emulated
-        stages, whose pages a profile tells.
+        max_pages: that its memory could hold; None for no more than it had. request_rate: None where requests were
+        there as soon as they were read. pages_follow_layers: False for emulated stages, whose pages a profile tells.
+        Raises CannotTry where that would take too long, or where the simulator does not find it as long as it was.
         """
         start = timeline.stages[0].start
         ended = sorted(timeline.finished, key=lambda request: request.index)
@@ -127,10 +133,7 @@ class Rerun:
         if not answered or unfinished or not _is_known(start.policy) or not _were_computed(answered, timeline):
             return None
         seats = max_num_seqs or len(ended)
-        found = _sample(timeline, len(answered), most_seats(seats, start.num_stages))
-        if found is None:
-            return None
-        first, counted = found
+        first, counted = _sample(timeline, len(answered), most_seats(seats, start.num_stages))
         answered = answered[:first]
         asked = tuple(_asked(answered, inf if request_rate else seats))
         longest = max(request.prompt_tokens + request.output_tokens for request in asked)
@@ -144,9 +147,13 @@ class Rerun:
             inflight=start.inflight,
         )
         hosts_s = tuple(host_seconds(timeline))
-        rerun = cls(asked, limits, start.policy, cost, link, hosts_s, counted, pages_follow_layers)
+        most_pages = max(max_pages or 0, start.num_pages)
+        rerun = cls(asked, limits, start.policy, cost, link, hosts_s, counted, most_pages, pages_follow_layers)
         measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
-        return rerun if abs(rerun.wall_s(Change()) - measured_s) <= _MOST_OFF * measured_s else None
+        found_s = rerun.wall_s(Change())
+        if abs(found_s - measured_s) > _MOST_OFF * measured_s:
+            raise CannotTry(f"{measured_s:.2f} s of the run are {found_s:.2f} s on the simulator")
+        return rerun
 
     def saved(self, change: Change) -> float:
         """Share of the wall time that as much work takes less with it; below 0 where it takes longer.
@@ -199,15 +206,14 @@ class Rerun:
         return policy, replace(limits, **given), cost
 
     def _pages(self, change: Change, cost: CostModel) -> int:
-        """There are as many as seats can take; or as memory holds, which is less of more layers."""
-        limits = self.limits
+        """As many as seats can take, if memory holds them: fewer of more layers. The longest request fits."""
+        limits, pages = self.limits, self.max_pages
+        if self.pages_follow_layers:
+            pages = pages * _most_layers(self.cost) // _most_layers(cost)
         of_a_seat = -(-limits.max_model_len // limits.page_size)
         if limits.num_pages == limits.max_num_seqs * of_a_seat:
-            return of_a_seat * (change.max_num_seqs or limits.max_num_seqs)
-        if not self.pages_follow_layers:
-            return limits.num_pages
+            pages = min(pages, of_a_seat * (change.max_num_seqs or limits.max_num_seqs))
         longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)
-        pages = limits.num_pages * _most_layers(self.cost) // _most_layers(cost)
         return max(pages, -(-longest // limits.page_size))
 
     def _with_hosts(self, cost: CostModel) -> CostModel:
@@ -245,15 +251,15 @@ def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> b
     return True
 
 
-def _sample(timeline: Timeline, count: int, seats: int) -> tuple[int, int] | None:
-    """How many of the requests are simulated, and after how many of their answers times are taken; None where too few
-    can be. seats: the most that a trial has.
+def _sample(timeline: Timeline, count: int, seats: int) -> tuple[int, int]:
+    """How many of the requests are simulated, and after how many of their answers times are taken. seats: the most that
+    a trial has. Raises CannotTry where too few can be.
     """
     stages, chunks = len(timeline.stages), sum(event.decodes + event.num_chunks for event in timeline.issued)
     affordable = count * _MOST_STEPS / (len(timeline.issued) * stages + chunks / _CHUNKS_A_STEP)
     needed = min(count, max(round(affordable), ceil(_LEAST_SEATFULS * seats)))
     if needed > max(1.0, _MOST_OVER * affordable):
-        return None
+        raise CannotTry(f"{needed} of its requests would have to be simulated, {_MOST_OVER * affordable:.0f} can be")
     return needed, count if needed == count else needed - seats
 
 

@@ -221,13 +221,13 @@ def test_a_larger_size_must_pay():
 
 
 def test_prompts_that_can_all_start_end_nearly_as_soon_as_they_can():
-    """Fewer microbatches against a longer ramp: within 1 % of the best size, and well below it."""
+    """Fewer microbatches against a longer ramp: within 3 % of the best size, and well below it."""
     batches = schedule(model(1, a0=0.1), requests(32, 640, 2), max_num_seqs=64, chunk_size=4096)
     ends = {size: (32 * 640 / size + 1) * (0.1 + 1e-3 * size) for size in range(16, 4096, 16)}
     best = min(ends, key=lambda size: ends[size])
     chosen = batches[0].num_tokens
-    assert ends[chosen] < 1.01 * ends[best]
-    assert chosen < 0.8 * best
+    assert ends[chosen] < 1.03 * ends[best]
+    assert chosen < 0.7 * best
 
 
 def test_a_burst_keeps_the_size_that_it_began_with():
@@ -237,27 +237,49 @@ def test_a_burst_keeps_the_size_that_it_began_with():
     assert len(set(sizes[:-4])) == 1 and len(sizes) > 16
 
 
+class Stepped:
+    """A coordinator whose microbatches come back at once."""
+
+    def __init__(self):
+        self.run = coordinator(model(1, a0=0.1), max_num_seqs=64, chunk_size=4096)
+        self.pipeline = StandInPipeline(self.run.limits)
+        self.submitted = 0
+
+    def submit(self, count, prompt):
+        for request in requests(self.submitted + count, prompt, 2000)[self.submitted :]:
+            self.run.submit(request)
+        self.submitted += count
+
+    def step(self):
+        microbatch = self.run.next_microbatch()
+        self.run.complete(self.pipeline.run(microbatch))
+        return microbatch
+
+
 def test_prompts_that_come_while_most_decode_are_no_burst():
     """Of 20 that come to 20 that decode, all are computed soonest; of 19, the oldest, the others riding along."""
 
     def size_with(num_prompts):
-        run = coordinator(model(1, a0=0.1), max_num_seqs=64, chunk_size=4096)
-        pipeline = StandInPipeline(run.limits)
-
-        def step():
-            microbatch = run.next_microbatch()
-            run.complete(pipeline.run(microbatch))
-            return microbatch
-
-        for request in requests(20, 16, 2000):
-            run.submit(request)
-        while step().num_prefill_tokens:
+        stepped = Stepped()
+        stepped.submit(20, 16)
+        while stepped.step().num_prefill_tokens:
             pass
-        for request in requests(20 + num_prompts, 640, 2000)[20:]:
-            run.submit(request)
-        return max(step().num_tokens for _ in range(4))
+        stepped.submit(num_prompts, 640)
+        return max(stepped.step().num_tokens for _ in range(4))
 
     assert size_with(20) > 2.5 * size_with(19)
+
+
+def test_a_burst_ends_with_its_own_prompts_though_others_keep_coming():
+    stepped = Stepped()
+    stepped.submit(32, 640)
+    large = stepped.step().num_tokens
+    sizes = []
+    while stepped.submitted < 60:
+        sizes.append(stepped.step().num_tokens)
+        if len(sizes) % 2:
+            stepped.submit(1, 640)
+    assert max(sizes[:10]) >= large and max(sizes[-10:]) < 0.5 * large
 
 
 def test_the_size_that_ends_soonest_is_not_for_a_queue_that_may_go_on():

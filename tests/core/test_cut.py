@@ -29,8 +29,12 @@ HEAD_S = 5e-3 + 10 * 3e-4
 def test_a_stage_is_its_layers_and_what_stands_at_the_ends(first: int, size: int) -> None:
     end = min(12, first + size)
     expected = LAYER_S * (end - first) + EMBED_S * (first == 0) + HEAD_S * (end == 12)
-    for num_stages in (3, 4):
-        assert stage_seconds(ALIKE, LOAD, num_stages)(1, first, end) == pytest.approx(expected)
+    assert stage_seconds(ALIKE, LOAD, 4)(1, first, end) == pytest.approx(expected)
+    # Where stages keep their time a layer, what the first one has more of counts as its machine's.
+    expected = LAYER_S * (end - first) + HEAD_S * (end == 12)
+    assert stage_seconds(ALIKE, LOAD, 3)(1, first, end) == pytest.approx(expected)
+    expected += EMBED_S / 4 * (end - first)
+    assert stage_seconds(ALIKE, LOAD, 3)(0, first, end) == pytest.approx(expected)
 
 
 @given(cuts=st.sets(st.integers(1, 11), max_size=5))
@@ -65,7 +69,26 @@ def test_a_last_stage_that_is_faster_has_no_negative_head() -> None:
     assert stage_seconds(fast, Load(10, 0.0, 0, 0), 3)(2, 11, 12) == pytest.approx(1e-3 / 4 + 10 * 1e-5)
 
 
-def test_a_slow_machine_is_as_slow_a_layer_whichever_layers_it_gets() -> None:
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_each_machine_is_as_slow_a_layer_whichever_layers_it_gets(slow: int) -> None:
+    """No embedding; what layers and head take is known, and one of three machines takes twice as long for both."""
+    speeds = [2.0 if stage == slow else 1.0 for stage in range(3)]
+
+    def true_stage(stage: int, layers: int) -> StageCost:
+        span, head_s, head_rows_s = (4 * stage, 4 * stage + layers), 5e-3 * (stage == 2), 3e-4 * (stage == 2)
+        costs = (layers * 1e-3 + head_s, layers * 1e-5, layers * 1e-8, layers * 1e-7, layers * 1e-5)
+        return StageCost(span, *costs, head_s=head_rows_s).scaled(speeds[stage])
+
+    measured = CostModel(1, tuple(true_stage(stage, 4) for stage in range(3)))
+    layers = [(0, 5), (5, 7), (7, 12)]
+    found, seconds = recut(measured, layers), stage_seconds(measured, LOAD, 3)
+    truth = CostModel(1, tuple(true_stage(stage, end - first) for stage, (first, end) in enumerate(layers)))
+    for stage, span in enumerate(layers):
+        assert found.seconds(stage, LOAD) == pytest.approx(seconds(stage, *span))
+        assert seconds(stage, *span) == pytest.approx(truth.seconds(stage, LOAD))
+
+
+def test_a_slow_machine_in_the_middle_gives_layers_away() -> None:
     """The middle one of three takes twice as long, and gives half of its layers away."""
     slow = CostModel(1, (ALIKE.stages[0], ALIKE.stages[1].scaled(2.0), ALIKE.stages[2]))
     layers = [(0, 5), (5, 7), (7, 12)]

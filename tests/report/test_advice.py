@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.report.advice import Advice, advise, advise_comparison
+from sarathi_pp.report.advice import Advice, ComparedRun, advise, advise_comparison
 from sarathi_pp.sim.rerun import Change
 from sarathi_pp.trace.summary import summarise
 from tests.trace.schedules import start
@@ -122,7 +123,7 @@ def test_a_good_run_needs_no_advice() -> None:
 def test_a_run_without_a_result_gets_none() -> None:
     empty = summarise([[start(0, 1)]])
     assert advise(empty, Simulator()) == []
-    assert advise_comparison([(empty, Simulator)] * 2) == []
+    assert advise_comparison([ComparedRun("a", empty, Simulator)] * 2) == []
 
 
 def test_nothing_is_said_of_time_that_nobody_can_simulate() -> None:
@@ -270,7 +271,9 @@ def test_more_stages_than_requests_are_stages_to_spare() -> None:
     assert advice is not None and (advice.option, advice.gain_s) == ("--stages 2", None)
     assert "--stages 2 takes 4% longer, on 2 fewer, where they hold it (simulated)." in advice.text
     advice = given_by("few_decodes", few, {fewer: 0.01})
-    assert advice is not None and "is as fast, on 2 fewer" in advice.text
+    assert advice is not None and "--stages 2 takes 1% less, on 2 fewer" in advice.text and advice.gain_s is None
+    advice = given_by("few_decodes", few, {fewer: 0.05})
+    assert advice is not None and "takes 5% less" in advice.text and advice.gain_s == pytest.approx(5.0)
     advice = given_by("few_decodes", few, {fewer: -0.004})
     assert advice is not None and "is as fast, on 2 fewer" in advice.text
     assert given_by("few_decodes", few, {fewer: -0.16}) is None
@@ -419,6 +422,7 @@ def test_fragmentation_above_30_percent_where_pages_ran_out() -> None:
     advice = only(advised(0.4))
     assert (advice.rule, advice.option, advice.gain_s) == ("kv_fragmentation", "--page-size 8", None)
     assert "free 20% of what is held, room for 25% more sequences" in advice.text
+    assert advise(report(kv=kv(0.4), preemptions=1, attention="emulated")) == []
 
 
 def test_who_set_a_bound_between_tokens_is_not_told_to_break_it() -> None:
@@ -481,17 +485,18 @@ def compared(*runs: dict[str, Any], told: dict[Change, float] | None = None) -> 
         assert run is most
         return simulator
 
-    return advise_comparison((run, lambda run=run: trial(run)) for run in runs)
+    labelled = zip("abcdef", runs, strict=False)
+    return advise_comparison(ComparedRun(label, run, partial(trial, run)) for label, run in labelled)
 
 
 def test_chunk_throughput_that_stays_while_requests_in_flight_grow() -> None:
     fewer, more = grown(20, 2.0), grown(40, 2.1)
-    for pair in ([fewer, more], [more, fewer]):
+    for pair, names in (([fewer, more], "a to b"), ([more, fewer], "b to a")):
         advice = only(compared(*pair, told={LARGER: 0.2}))
         assert advice == Advice(
             "flat_chunks",
-            "Requests in flight grew from 20 to 40, and chunk throughput went from 2.0 to 2.1 a second. "
-            "--chunk-size 512 takes fewer microbatches, simulated to save 20.0 of 100.0 s (20%).",
+            f"From {names} requests in flight grew from 20 to 40, and chunk throughput went from 2.0 to 2.1 a second. "
+            "In the latter, --chunk-size 512 takes fewer microbatches, simulated to save 20.0 of 100.0 s (20%).",
             "--chunk-size 512",
             pytest.approx(20.0),
         )
@@ -500,7 +505,8 @@ def test_chunk_throughput_that_stays_while_requests_in_flight_grow() -> None:
     assert compared(fewer, grown(29.9, 2.0)) == []
     assert len(compared(fewer, grown(30, 2.0))) == 1
     assert compared(fewer) == []
-    assert advise_comparison([(fewer, lambda: None), (more, lambda: None)]) == [], "nothing can be tried"
+    untried = [ComparedRun(label, run, lambda: None) for label, run in (("a", fewer), ("b", more))]
+    assert advise_comparison(untried) == []
 
 
 def test_only_like_runs_with_chunks_are_compared() -> None:

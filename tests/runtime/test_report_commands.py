@@ -98,7 +98,7 @@ def test_who_interrupts_what_is_only_advised_has_the_figures(runs, monkeypatch):
 def test_what_a_run_was_given_is_what_a_trial_of_it_is_given(runs, tmp_path, monkeypatch):
     copy = shutil.copytree(runs[0], tmp_path / "copy")
     facts = json.loads((copy / "run.json").read_text())
-    known = {"max_num_seqs": 7, "request_rate": 2.5, "max_model_len": 99}
+    known = {"max_num_seqs": 7, "request_rate": 2.5, "max_model_len": 99, "max_pages": 1234}
     given = []
     monkeypatch.setattr("sarathi_pp.cli.runs.Rerun.of", lambda *_, **options: given.append(options))
     for attention in ("emulated", "sdpa"):

@@ -11,7 +11,7 @@ from sarathi_pp.sim import rerun as module
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.pipeline import Link
 from sarathi_pp.sim.presets import preset
-from sarathi_pp.sim.rerun import Change, Rerun
+from sarathi_pp.sim.rerun import CannotTry, Change, Rerun
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.timeline import Timeline
 
@@ -35,13 +35,14 @@ def recorded(run: Experiment) -> Rerun:
     return rerun
 
 
-def rerun_of(timeline: Timeline, run: Experiment) -> Rerun | None:
+def rerun_of(timeline: Timeline, run: Experiment, max_pages: int | None = None) -> Rerun | None:
     return Rerun.of(
         timeline,
         run.cost(),
         Link.of(run.profile),
         max_num_seqs=run.max_num_seqs,
         max_model_len=run.workload.max_tokens,
+        max_pages=max_pages,
     )
 
 
@@ -147,7 +148,8 @@ def test_more_than_twice_what_may_run_at_once_is_tried_or_nothing(monkeypatch: p
     monkeypatch.setattr(module, "_MOST_STEPS", 1000)
     assert len(recorded(run).requests) == 50
     monkeypatch.setattr(module, "_MOST_STEPS", 100)
-    assert rerun_of(simulate(run), run) is None
+    with pytest.raises(CannotTry, match="50 of its requests would have to be simulated, [0-9]+ can be"):
+        rerun_of(simulate(run), run)
 
 
 @pytest.mark.parametrize("policy", ["balanced", "sarathi", "orca"])
@@ -194,10 +196,15 @@ def test_pages_that_seats_can_take_grow_with_the_seats() -> None:
     """Four seats of 512 tokens each have all the pages that they can take, and eight have twice as many."""
     run = experiment("fixed:n=24,prompt=500,output=12", max_num_seqs=4)
     full = replace(run, profile=replace(PROFILE, pages=4 * 32))
-    rerun = recorded(full)
+    rerun = rerun_of(simulate(full), full, max_pages=8 * 32)
+    assert rerun is not None
     expected = seconds(replace(full, max_num_seqs=8, profile=replace(PROFILE, pages=8 * 32)))
     assert rerun.wall_s(Change(max_num_seqs=8)) == pytest.approx(expected, rel=1e-9)
-    assert rerun.wall_s(Change(max_num_seqs=8)) < 0.9 * rerun.wall_s(Change(max_num_seqs=8, num_pages=4 * 32))
+    for known in (None, 4 * 32):  # not known to be more, or known not to be
+        rerun = rerun_of(simulate(full), full, max_pages=known)
+        assert rerun is not None
+        assert rerun.wall_s(Change(max_num_seqs=8)) == rerun.wall_s(Change(max_num_seqs=8, num_pages=4 * 32))
+        assert rerun.wall_s(Change(max_num_seqs=8)) > 1.1 * expected
 
 
 def with_hosts(timeline: Timeline, host_s: float) -> Timeline:
@@ -225,7 +232,8 @@ def test_nothing_is_said_of_a_run_that_does_not_come_out_as_long_as_it_was(speed
     run = experiment()
     cost = run.cost()
     off = replace(cost, stages=tuple(stage.scaled(speed) for stage in cost.stages))
-    assert Rerun.of(simulate(run), off, Link.of(run.profile)) is None
+    with pytest.raises(CannotTry, match="s of the run are .* s on the simulator"):
+        Rerun.of(simulate(run), off, Link.of(run.profile))
 
 
 def test_drawn_arrivals_are_kept_however_many_wait() -> None:

@@ -7,8 +7,8 @@ A pipeline waits where one microbatch takes longer than the next. So:
               SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards, with b what may run at
               once and P:D what finished requests had. The tile around it with the most tokens a second is taken,
               and no more than the prompts at hand fill evenly over the cycle. Where all that wait can start,
-              there is no such state: then what computes the oldest prompt soonest, if that is more, or in a burst,
-              while most have their prompts still to be computed, what computes all of them soonest.
+              there is no such state: then what computes the oldest prompt soonest, if that is more, or where most
+              have their prompts still to be computed, what computes all of these soonest.
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.core.policy.parameter import parameter
@@ -39,8 +40,9 @@ _FIRST_SIZE = 256
 _WORTHWHILE = 1.005
 # One microbatch more in flight may cost this share of the tokens a second: what stages no longer wait makes up for it.
 _SPARE_COST = 0.03
-# Prompts may be computed by this share later than with the size that computes them soonest.
-_NEAR_ENOUGH = 0.005
+# Prompts may be computed by this share later than with the size that computes them soonest, by the model: decodes ride
+# along the longer, and a stage that computes many tokens hides some of what a microbatch costs by itself.
+_NEAR_ENOUGH = 0.02
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
 _SLO_SHARE = 0.9
 # Prompt to output tokens, until a request has finished or run for longer than that.
@@ -87,13 +89,20 @@ class Balanced:
 class _Cycle:
     """What holds for P microbatches: tokens of each, and most of them in flight while there are prompts.
 
-    prompts: whether there have been any all the time. burst: tokens of those that it began with; 0 where there is none.
+    prompts: whether there have been any all the time.
     """
 
     size: int
     inflight: int
     prompts: bool
-    burst: int
+    burst: _Burst | None = None
+
+
+class _Burst(NamedTuple):
+    """Many prompts at once: their tokens when it began, and the index of the last one."""
+
+    tokens: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,24 +156,29 @@ def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding, 
         if rate < (1 - _SPARE_COST) * rate_of_fewest:
             size, inflight = size_of_fewest, fewest
     step = max(tile, _LEAST_STEP)
-    burst = _burst(view, at_hand, before) if all_can_start else 0
+    burst = _burst(view, at_hand, before) if all_can_start else None
     if all_can_start:
         oldest = next((s.remaining for s in chain(view.prefills, view.waiting)), 0)
-        size = max(size, step * round(_quickest(burst or oldest, stage, tile, limits) / step))
+        size = max(size, step * round(_quickest(burst.tokens if burst else oldest, stage, tile, limits) / step))
     even = math.ceil((at_hand + decoding.count) / inflight / step) * step
     return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight, at_hand > 0, burst)
 
 
-def _burst(view: View, at_hand: int, before: _Cycle | None) -> int:
-    """Prompt tokens that a burst began with; 0 where there is none. It begins where most have their prompts still to be
-    computed, and lasts until they are.
+def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:
+    """It begins where most have their prompts still to be computed, and lasts until those prompts are.
 
     Its microbatches keep the size of its beginning: that filling the pipeline takes longer with larger ones is paid for
     by then, and a stage waits for the last large one before a smaller one as long now as later.
     """
-    begun = before.burst if before is not None and before.prompts else 0
-    begins = len(view.prefills) + len(view.waiting) >= view.num_past_prompt
-    return max(begun, at_hand) if begun or begins else 0
+    prompts = [*view.prefills, *view.waiting]
+    if not prompts:
+        return None
+    burst = before.burst if before is not None and before.prompts else None
+    if burst is not None and prompts[0].index > burst.last:
+        burst = None
+    if len(prompts) >= view.num_past_prompt:
+        return _Burst(max(at_hand, burst.tokens if burst else 0), prompts[-1].index)
+    return burst
 
 
 def _sustained(

@@ -1,0 +1,71 @@
+"""The run directory: what --overwrite removes, whose it is, and a disk that is full."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from sarathi_pp.errors import ConfigError, OutputError
+from sarathi_pp.runtime.rundir import RunDirectory
+
+
+def leave_a_run(path: Path) -> None:
+    """What a run leaves, and one that was killed in the middle of a write."""
+    (path / "attempt-0000").mkdir(parents=True)
+    (path / "attempt-0000" / "trace-00000-of-00001.jsonl").write_text("{}")
+    for name in ("run.json", "report.json", "exit_code", ".report.json.123.part"):
+        (path / name).write_text("{}")
+
+
+def test_overwrite_removes_what_a_run_left(tmp_path):
+    leave_a_run(tmp_path)
+    with pytest.raises(ConfigError, match="exists; use --overwrite"), RunDirectory.claim(tmp_path, overwrite=False):
+        pass
+    assert len(list(tmp_path.iterdir())) == 5
+    with RunDirectory.claim(tmp_path, overwrite=True):
+        assert list(tmp_path.iterdir()) == [] and tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "attempt-0001", "run.json.bak", "answers.jsonl.run/run.json"])
+def test_overwrite_removes_nothing_that_no_run_wrote(name, tmp_path):
+    leave_a_run(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match="is no run's"), RunDirectory.claim(tmp_path, overwrite=True):
+        pass
+    assert (tmp_path / name).read_text() == "mine" and (tmp_path / "run.json").exists()
+
+
+def test_a_file_is_no_run_directory(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    for overwrite, says in ((False, "exists"), (True, "is no run's")):
+        with pytest.raises(ConfigError, match=says), RunDirectory.claim(path, overwrite=overwrite):
+            pass
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_that_a_run_is_using_is_left_alone(overwrite, tmp_path):
+    with RunDirectory.claim(tmp_path / "run", overwrite=False):
+        if overwrite:
+            leave_a_run(tmp_path / "run")
+        with (
+            pytest.raises(ConfigError, match="another run is using"),
+            RunDirectory.claim(tmp_path / "run", overwrite=overwrite),
+        ):
+            pass
+        assert len(list((tmp_path / "run").iterdir())) == 5 * overwrite
+    with RunDirectory.claim(tmp_path / "run", overwrite=overwrite):
+        pass
+
+
+def test_on_a_full_disk_the_report_is_an_output_error_and_the_code_no_matter(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    run = RunDirectory(tmp_path)
+    with pytest.raises(OutputError, match="report.json: No space left on device"):
+        run.write_report({})
+    run.write_exit_code(74)

@@ -9,7 +9,7 @@ late because its thread was not running: there the thread's own CPU time is what
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,8 @@ class _Calibrator:
             rows.append(Row(index + 1, index, "own", Request(index, token_ids, sampling, now_s), arrival_s=now_s))
         return rows
 
-    def analyse(self, traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
-        """Write the profile; returns it with what else is worth knowing."""
+    def analyse(self, traces: Sequence[Path], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        """Write the profile; gives it with what else is worth knowing."""
         run, model = self._run, self._facts
         assert run is not None and model is not None, "rows come before their analysis"
         dtype: torch.dtype = getattr(torch, run.dtype)
@@ -153,7 +153,7 @@ class _Calibrator:
         found = measure([list(read_trace(trace)) for trace in traces], warm_up, model.hidden_size * dtype.itemsize)
         profile = _profile(run, model, found, dtype)
         write_profile(self.output, profile)
-        return {
+        yield {
             **profile.to_json(),
             "output": str(self.output),
             "saturation_tokens": saturation(profile.cost),

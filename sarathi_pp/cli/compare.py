@@ -35,7 +35,8 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
         from sarathi_pp.report.page import PageRun, render_page  # its plotting library is slow to import
 
         shown = zip(labels, found, strict=True)
-        page = render_page([PageRun(label, run.timeline, run.bubbles, run.report) for label, run in shown])
+        remarks = [*comparison["notes"], *(advice["text"] for advice in comparison["advice"])]
+        page = render_page([PageRun(label, run.timeline, run.bubbles, run.report) for label, run in shown], remarks)
         with writing(html) as file:
             file.write(page)
     if as_json:

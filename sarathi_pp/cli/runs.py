@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,10 +78,11 @@ def _trial(run: Run) -> Rerun | None:
         return None
 
 
-def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> dict[str, Any]:
-    """The report of a run that has just ended, with causes and advice."""
+def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+    """The report of a run that has just ended, with causes; and with advice, which takes longer."""
     run = _fold(traces[0].parent, traces, facts)
-    return run.report | _advice(run)
+    yield run.report | {"advice": []}
+    yield run.report | _advice(run)
 
 
 def _fold(path: Path, traces: Sequence[Path], facts: Mapping[str, object]) -> Run:

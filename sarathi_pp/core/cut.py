@@ -52,6 +52,11 @@ def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
     return seconds
 
 
+# What tokens take of a microbatch of so many, from which a stage's speed can be told.
+_TOKENS = 256
+_FAIR_SHARE = 0.1
+
+
 @dataclass(frozen=True, slots=True)
 class _End:
     """What the first or the last stage takes beside its layers, of the coefficients that embedding and head go into."""
@@ -68,13 +73,18 @@ def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _E
     in. The embedding is told from the layers only where there are inner stages, and where stages keep their time a
     layer not at all: it is small, and a slow machine looks like a large one. head_s stays in place.
     """
+
+    def told(stage: StageCost) -> bool:
+        """Whether its time a token can be told: a fit leaves next to nothing, or noise, where time hardly grows."""
+        tokens_s = stage.a1 * math.ceil(_TOKENS / cost.tile)
+        return tokens_s > _FAIR_SHARE * (stage.a0 + tokens_s)
+
     stages = list(cost.stages)
     head = embed = _End()
     inner = stages[1:-1]
     if len(stages) > 1:
         others = inner or stages[:1]
-        token_s = _rate(others, "a1")
-        slower = _rate(stages[-1:], "a1") / token_s if token_s > 0 else 1.0
+        slower = _rate(stages[-1:], "a1") / _rate(others, "a1") if all(map(told, [stages[-1], *others])) else 1.0
         head = _End(a0=_excess(stages[-1], slower * _rate(others, "a0"), "a0"))
         stages[-1] = replace(stages[-1], a0=stages[-1].a0 - head.a0)
     if inner and num_stages != len(stages):

@@ -69,8 +69,11 @@ class PageRun:
     report: Mapping[str, Any]
 
 
-def render_page(runs: Sequence[PageRun]) -> str:
-    """The page as one HTML document; several runs share its time scale. Raises ValueError for no run at all."""
+def render_page(runs: Sequence[PageRun], remarks: Sequence[str] = ()) -> str:
+    """The page as one HTML document; several runs share its time scale. Raises ValueError for no run at all.
+
+    remarks: what is to be said of all runs together.
+    """
     if not runs:
         raise ValueError("a page shows at least one run; got none")
     scripts = (get_plotlyjs(), _own("page.js"))
@@ -83,6 +86,7 @@ def render_page(runs: Sequence[PageRun]) -> str:
             '<meta name="color-scheme" content="light dark">',
             f"<title>{title}: bubbles</title>\n<style>{_own('page.css')}</style>\n</head>\n<body>",
             f"<header><h1>{title}</h1></header>\n<main>",
+            *(f'<p class="note">{escape(remark)}</p>' for remark in remarks),
             *_sections(runs),
             '<noscript><p class="note">The charts need JavaScript; the tables above do not.</p></noscript>\n</main>',
             f'<script type="application/json" id="page-data">{_json(_data(runs))}</script>',

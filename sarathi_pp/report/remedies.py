@@ -7,7 +7,7 @@ for doing little; only where there is nothing to change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sarathi_pp.core.partition import partition_by_time
@@ -32,14 +32,23 @@ class Remedy(NamedTuple):
 def even_layers(report: Report) -> Iterator[Remedy]:
     """The split whose slowest stage computes least, if a layer costs each stage what its own cost it on average.
 
-    What the last stage takes beyond the others' rate is the head's, which no split removes.
+    What the last stage takes beyond the others' rate may be the head's, which no split removes, or its machine's.
     """
     split: list[int] = report["layer_split"]
     computed_s: list[float] = [stage["compute_s"] for stage in report["per_stage"]]
     last = len(split) - 1
     if last < 1 or min(split) < 1 or min(computed_s) <= 0:
         return
-    head_s = max(0.0, computed_s[last] - split[last] * sum(computed_s[:last]) / sum(split[:last]))
+    beyond_s = max(0.0, computed_s[last] - split[last] * sum(computed_s[:last]) / sum(split[:last]))
+    found = {_even_split(split, computed_s, head_s) for head_s in (beyond_s, 0.0)}
+    for counts in sorted(found - {tuple(split)}):
+        option = f"--layer-split {','.join(map(str, counts))}"
+        yield Remedy(option, "shares the time out more evenly", Change(layers=counts))
+
+
+def _even_split(split: Sequence[int], computed_s: Sequence[float], head_s: float) -> tuple[int, ...]:
+    """As it is where none is faster."""
+    last = len(split) - 1
     layer_s = [seconds / layers for seconds, layers in zip(computed_s, split, strict=True)]
     layer_s[last] -= head_s / split[last]
 
@@ -47,10 +56,8 @@ def even_layers(report: Report) -> Iterator[Remedy]:
         return (end - first) * layer_s[stage] + head_s * (stage == last)
 
     layers = partition_by_time(sum(split), len(split), seconds)
-    if max(seconds(stage, *span) for stage, span in enumerate(layers)) < max(computed_s):
-        counts = tuple(end - first for first, end in layers)
-        option = f"--layer-split {','.join(map(str, counts))}"
-        yield Remedy(option, "shares the time out more evenly", Change(layers=counts))
+    faster = max(seconds(stage, *span) for stage, span in enumerate(layers)) < max(computed_s)
+    return tuple(end - first for first, end in layers) if faster else tuple(split)
 
 
 def even_prefills(report: Report) -> Iterator[Remedy]:

@@ -31,7 +31,7 @@ from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.runtime.tuning import profile_mismatch, tuned
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.trace.summary import Analyse, summarise
+from sarathi_pp.trace.summary import Analyse, figures
 
 if TYPE_CHECKING:
     from sarathi_pp.runtime.job import Job
@@ -94,7 +94,7 @@ def preflight(job: BatchJob) -> Preflight:
     return Preflight(config, model_dir, profile, facts, defaults, RunDirectory(run_path), tuple(warnings))
 
 
-def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Analyse = summarise) -> int:
+def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Analyse = figures) -> int:
     """One rank of the run (the only one where place is None); returns the exit code of this process.
 
     analyse: makes the report of the run's traces.
@@ -230,7 +230,7 @@ def _run_rank(
     leave: Callable[[SarathiError], None],
     drive: Callable[[Job], None],
     located: Callable[[RunDirectory], None] = lambda run_dir: None,
-    analyse: Analyse = summarise,
+    analyse: Analyse = figures,
 ) -> dict[str, Any] | None:
     """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report."""
     watchdog = Watchdog(leave)

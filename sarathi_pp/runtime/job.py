@@ -44,7 +44,7 @@ from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import Recorder
-from sarathi_pp.trace.summary import Analyse, summarise
+from sarathi_pp.trace.summary import Analyse, figures
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
@@ -169,8 +169,11 @@ class Job:
         """Every other rank: run what comes until rank 0 says goodbye."""
         self._runner.serve(self._upstream)
 
-    def finish(self, analyse: Analyse = summarise) -> dict[str, Any] | None:
-        """Close this rank's trace, bring all traces to rank 0, which gets the report that `analyse` makes of them."""
+    def finish(self, analyse: Analyse = figures) -> dict[str, Any] | None:
+        """Close this rank's trace, bring all traces to rank 0, which gets the report that `analyse` makes of them.
+
+        Each report is written before the next is asked for: whoever ends the process by then has that one.
+        """
         self._watchdog.dismiss()
         offset = align(self._topology, self._clock.now)
         self._recorder.record(
@@ -186,8 +189,9 @@ class Job:
         traces = self._gather()
         if self.place.rank != 0:
             return None
-        report = analyse(traces, self._report_facts())
-        self._run_dir.write_report(report)
+        report: dict[str, Any] | None = None
+        for report in analyse(traces, self._report_facts()):
+            self._run_dir.write_report(report)
         return report
 
     def take_over(self) -> None:

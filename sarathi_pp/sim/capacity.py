@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sarathi_pp.sim.experiment import Experiment, simulate
-from sarathi_pp.trace.latency import RequestLatency, Spread, latency_series
+from sarathi_pp.trace.latency import RequestLatency, Spread, latency_spreads
 
 _MOST_QUEUE_S = 2.0
 # The rate is known to this share of itself.
@@ -57,4 +57,4 @@ def _serve(experiment: Experiment, rate: float) -> Capacity:
     workload = replace(experiment.workload, rate=rate)
     finished = simulate(replace(experiment, workload=workload)).finished
     queued = Spread.of(latency.queue_s for latency in map(RequestLatency.of, finished) if latency.queue_s is not None)
-    return Capacity(rate, Spread.of(latency_series(finished)["itl_s"]).p99, queued.p50)
+    return Capacity(rate, latency_spreads(finished)["itl_s"].p99, queued.p50)

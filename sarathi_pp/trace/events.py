@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from operator import attrgetter
@@ -193,7 +193,7 @@ class RequestFinished:
     output_tokens: int
     finish_reason: FinishReason
     preemptions: int = 0
-    gaps_us: tuple[int, ...] = ()
+    gaps_us: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ _LEGAL: dict[object, Callable[[object], bool]] = {
     int | None: lambda value: value is None or _is_int(value),
     float | None: lambda value: value is None or _is_number(value),
     tuple[int, int]: lambda value: _are_ints(value) and len(value) == 2,  # type: ignore[arg-type]
-    tuple[int, ...]: _are_ints,
+    Sequence[int]: _are_ints,
     StarvedReason: lambda value: value in get_args(StarvedReason),
     FinishReason: lambda value: value in get_args(FinishReason),
 }

@@ -7,8 +7,11 @@ requests have no latencies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sarathi_pp.trace.events import RequestFinished
 
@@ -29,6 +32,23 @@ class Spread:
             return cls(None, None, None, None)
         mean = sum(ordered) / len(ordered)
         return cls(mean, percentile(ordered, 50), percentile(ordered, 90), percentile(ordered, 99))
+
+    @classmethod
+    def of_counts(cls, counts: Mapping[int, int], unit: float) -> Spread:
+        """The same of whole numbers of a unit, each with how often it is there: a run has many, and few different."""
+        total = sum(counts.values())
+        if not total:
+            return cls(None, None, None, None)
+        numbers = sorted(counts)
+        last = list(accumulate(counts[number] for number in numbers))  # one beyond its last place in the series
+
+        def at(percent: float) -> float:
+            place = (total - 1) * percent / 100
+            below, above = (numbers[bisect_right(last, min(int(place) + step, total - 1))] for step in (0, 1))
+            return unit * (below + (above - below) * (place - int(place)))
+
+        mean = unit * sum(number * count for number, count in counts.items()) / total
+        return cls(mean, at(50), at(90), at(99))
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -62,13 +82,31 @@ class RequestLatency:
         return cls(queue_s, ttft_s, tpot_s, e2el_s)
 
 
-def latency_series(requests: Iterable[RequestFinished]) -> dict[str, list[float]]:
-    """Keys ttft_s, tpot_s, itl_s, e2el_s: every value there is, of the requests that did not fail."""
+def latency_spreads(requests: Iterable[RequestFinished]) -> dict[str, Spread]:
+    """Keys ttft_s, tpot_s, itl_s, e2el_s, of the requests that did not fail."""
     succeeded = [request for request in requests if request.finish_reason != "error"]
+    gaps_us: Counter[int] = Counter()
+    for request in succeeded:
+        gaps_us.update(request.gaps_us)
+    series = _of_requests(succeeded)
+    return {
+        "ttft_s": Spread.of(series["ttft_s"]),
+        "tpot_s": Spread.of(series["tpot_s"]),
+        "itl_s": Spread.of_counts(gaps_us, 1e-6),
+        "e2el_s": Spread.of(series["e2el_s"]),
+    }
+
+
+def latency_series(requests: Iterable[RequestFinished]) -> dict[str, list[float]]:
+    """The same keys: every value there is."""
+    succeeded = [request for request in requests if request.finish_reason != "error"]
+    return {**_of_requests(succeeded), "itl_s": [gap_us * 1e-6 for one in succeeded for gap_us in one.gaps_us]}
+
+
+def _of_requests(succeeded: Iterable[RequestFinished]) -> dict[str, list[float]]:
     latencies = [RequestLatency.of(request) for request in succeeded]
     return {
         "ttft_s": [x.ttft_s for x in latencies if x.ttft_s is not None],
         "tpot_s": [x.tpot_s for x in latencies if x.tpot_s is not None],
-        "itl_s": [gap_us * 1e-6 for request in succeeded for gap_us in request.gaps_us],
         "e2el_s": [x.e2el_s for x in latencies],
     }

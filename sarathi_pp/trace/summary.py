@@ -6,7 +6,7 @@ tokens of requests that completed, over the run window; loading and reporting li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -17,7 +17,7 @@ from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.causes import explain
 from sarathi_pp.trace.events import Event
-from sarathi_pp.trace.latency import Spread, latency_series
+from sarathi_pp.trace.latency import Spread, latency_spreads
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
@@ -41,8 +41,8 @@ class FittedCost(Protocol):
 
 # None where a run is too short to fit anything.
 CostFit = Callable[[Timeline], FittedCost | None]
-# Traces, one a stage, and facts that no trace holds, to a report: `summarise`, or more.
-Analyse = Callable[[Sequence[Path], Mapping[str, object]], Report]
+# Traces, one a stage, and facts that no trace holds, to a report; or to several, each of which says more than the last.
+Analyse = Callable[[Sequence[Path], Mapping[str, object]], Iterable[Report]]
 
 
 def summarise(
@@ -56,6 +56,11 @@ def summarise(
     """
     timeline = read_timeline(traces)
     return summarise_timeline(timeline, measure_bubbles(timeline), fit) | dict(facts or {})
+
+
+def figures(traces: Sequence[Path], facts: Mapping[str, object]) -> Iterator[Report]:
+    """Those of `summarise`, and nothing that takes longer."""
+    yield summarise(traces, facts)
 
 
 def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
@@ -92,7 +97,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
         "cost_error": fitted.error if fitted is not None else None,
         "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
-        **{name: asdict(Spread.of(values)) for name, values in latency_series(timeline.finished).items()},
+        **{name: asdict(spread) for name, spread in latency_spreads(timeline.finished).items()},
         **_variation(timeline, bubbles),
         "kv": _kv(timeline),
         "preemptions": sum(request.preemptions for request in timeline.finished),

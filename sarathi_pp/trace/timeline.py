@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import inf
 
@@ -210,7 +210,8 @@ class Timeline:
             case RequestArrived():
                 self.arrived.append(event)
             case RequestFinished():
-                self.finished.append(event)
+                # A tuple of integers takes five times as much, and there is one for each token.
+                self.finished.append(replace(event, gaps_us=array("q", event.gaps_us)))
             case Starved():
                 self.starved.append(event)
             case RowRefused():

@@ -88,6 +88,18 @@ def test_each_machine_is_as_slow_a_layer_whichever_layers_it_gets(slow: int) -> 
         assert seconds(stage, *span) == pytest.approx(truth.seconds(stage, LOAD))
 
 
+@pytest.mark.parametrize("tokens_s", [(1e-9, 0.0), (0.0, 1e-9), (1e-9, 1e-7), (0.0, 0.0)])
+def test_a_time_a_token_that_is_next_to_nothing_tells_no_speed(tokens_s: tuple[float, float]) -> None:
+    """What the last of two stages has more is the head's, whichever way the noise goes."""
+    fixed_s = (6e-3, 10e-3)
+    spans, costs = ((0, 8), (8, 16)), zip(fixed_s, tokens_s, strict=True)
+    cost = CostModel(
+        1, tuple(StageCost(span, a0, a1, 0.0, 0.0, 0.0) for span, (a0, a1) in zip(spans, costs, strict=True))
+    )
+    seconds = stage_seconds(cost, Load(0, 0.0, 1, 0), 2)
+    assert seconds(1, 12, 16) == pytest.approx(4e-3 + 3e-3, rel=1e-4)
+
+
 def test_a_slow_machine_in_the_middle_gives_layers_away() -> None:
     """The middle one of three takes twice as long, and gives half of its layers away."""
     slow = CostModel(1, (ALIKE.stages[0], ALIKE.stages[1].scaled(2.0), ALIKE.stages[2]))

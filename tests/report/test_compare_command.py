@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def test_html_shows_every_run(runs: list[str], tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
     assert "1 stage" in page and "2 stages" in page
+
+
+def test_html_says_what_keeps_runs_from_being_compared(runs: list[str], tmp_path: Path) -> None:
+    notes = json.loads(run(*runs, "--json", "--html", str(tmp_path / "page.html")).stdout)["notes"]
+    assert notes and all(
+        f'<p class="note">{escape(note)}</p>' in (tmp_path / "page.html").read_text() for note in notes
+    )
 
 
 def test_one_run_is_refused(runs: list[str]) -> None:

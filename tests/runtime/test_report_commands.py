@@ -95,6 +95,17 @@ def test_who_interrupts_what_is_only_advised_has_the_figures(runs, monkeypatch):
     assert report["causes"].keys() == CAUSES
 
 
+def test_a_run_that_is_ended_while_advice_is_looked_for_has_its_report(tmp_path):
+    words = command(tmp_path, 1, "--quiet")[len(COMMAND) :]
+    code = (
+        "import os, sys; import sarathi_pp.cli.runs as runs; from sarathi_pp.cli.main import cli\n"
+        "runs.advise = lambda *_: os._exit(9)\ncli.main(sys.argv[1:], standalone_mode=False)"
+    )
+    done = subprocess.run((sys.executable, "-c", code, *words), cwd=tmp_path, env=environment(), timeout=60)
+    report = json.loads((Files(tmp_path).run / "report.json").read_text())
+    assert done.returncode == 9 and report["causes"].keys() == CAUSES and report["advice"] == []
+
+
 def test_what_a_run_was_given_is_what_a_trial_of_it_is_given(runs, tmp_path, monkeypatch):
     copy = shutil.copytree(runs[0], tmp_path / "copy")
     facts = json.loads((copy / "run.json").read_text())

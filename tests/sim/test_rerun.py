@@ -152,18 +152,15 @@ def test_more_than_twice_what_may_run_at_once_is_tried_or_nothing(monkeypatch: p
         rerun_of(simulate(run), run)
 
 
-@pytest.mark.parametrize("policy", ["balanced", "sarathi", "orca"])
-@pytest.mark.parametrize("change", [Change(max_num_seqs=20), Change(chunk_size=64), Change(inflight=2)])
-def test_the_first_requests_gain_what_the_whole_run_gains(
-    policy: str, change: Change, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_requests_gain_what_the_whole_run_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of unequal length, so that a sample that drained would gain otherwise than a run that goes on."""
-    run = experiment("uniform:n=400,min=16,max=512,pd=2,seed=5", policy, max_num_seqs=10)
+    run = experiment("uniform:n=200,min=16,max=256,pd=3,seed=5", max_num_seqs=5)
     whole = recorded(run)
     monkeypatch.setattr(module, "_MOST_STEPS", len(simulate(run).issued))
     part = recorded(run)
-    assert len(part.requests) < 150
-    assert part.saved(change) == pytest.approx(whole.saved(change), abs=0.03)
+    assert len(part.requests) < 80
+    for change in (Change(max_num_seqs=10), Change(chunk_size=64), Change(inflight=2)):
+        assert part.saved(change) == pytest.approx(whole.saved(change), abs=0.03)
     assert part.saved(Change(times=2)) == 0.0
 
 

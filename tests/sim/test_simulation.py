@@ -72,7 +72,7 @@ def test_a_decode_waits_for_its_token_to_come_back():
     experiment = Experiment(profile=profile(flat(4)), workload=workload, policy="sarathi", chunk_size=8)
     finished = simulate(experiment).finished[0]
     assert (finished.first_token_s, finished.finished_s) == (4.0, 12.0)
-    assert finished.gaps_us == (4_000_000, 4_000_000)
+    assert list(finished.gaps_us) == [4_000_000, 4_000_000]
 
 
 def test_results_are_seen_when_the_first_stage_is_free_as_in_a_real_run():

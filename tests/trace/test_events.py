@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_nan=False, allow_infinity=False)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
+    if get_origin(hint) is Sequence:  # tuples, where they are read
+        return st.lists(values_of(*get_args(hint))).map(tuple)
     if get_origin(hint) is tuple:
         members = get_args(hint)
         if members[-1] is Ellipsis:

@@ -33,7 +33,10 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(slots=True)
 class _Job:
-    """Processes that run and stand still together. away: when they stood still, on the monotonic clock."""
+    """Processes that run and stand still together. away: when all of them stood still, on the monotonic clock.
+
+    Finding and telling all of them takes milliseconds, and a span of one that runs by then must not seem to take none.
+    """
 
     start: Callable[[], Sequence[Process]]
     processes: Sequence[Process] = ()
@@ -48,13 +51,13 @@ class _Job:
         if not self.processes:
             self.processes = self.start()
         elif self._stopped_s is not None:
-            self._signal(signal.SIGCONT)
             self.away.append((self._stopped_s, time.monotonic()))
+            self._signal(signal.SIGCONT)
             self._stopped_s = None
 
     def stop(self) -> None:
-        self._stopped_s = time.monotonic()
         self._signal(signal.SIGSTOP)
+        self._stopped_s = time.monotonic()
 
     def end(self) -> None:
         self._signal(signal.SIGKILL)

@@ -131,7 +131,7 @@ def _locked(path: Path) -> int:
         os.close(descriptor)
         raise ConfigError(f"another run is using the run directory {path}; name another output, or --run-dir") from None
     except OSError:
-        return descriptor
+        pass  # no locks here
     return descriptor
 
 

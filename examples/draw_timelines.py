@@ -15,20 +15,29 @@ from pathlib import Path
 
 import click
 from awake import awake
-from measure_300m import FIGURES, make_checkpoint, run, workload, write_prompts
+from measure_300m import FIGURES, Work, make_checkpoint, start, workload
 from playwright.sync_api import sync_playwright
 from record import Record
 
+from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.cli.runs import read_run
+from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.report.page import PageRun, render_page
+from sarathi_pp.sim.workload import parse_workload
 
 POLICIES = ("orca", "sarathi")
 RATIO = 8
+STAGES = 2
 WIDTH, HEIGHT = 1100, 900
 
 
-def run_for_page(work_dir: Path, policy: str) -> PageRun:
-    found = read_run(run(work_dir, policy, 2, RATIO).run_dirs[0])
+def run_for_page(work: Work, policy: str) -> PageRun:
+    prompts, answers = work.dir / f"prompts-{RATIO}.jsonl", work.dir / f"picture-{policy}.jsonl"
+    options = ("--policy", policy, "--chunk-size", str(auto_chunk_size(policy)), "--input", str(prompts))
+    process = start(work, "generate", STAGES, answers.with_suffix(".printed"), *options, "--output", str(answers))
+    if process.wait():
+        raise click.ClickException(f"the run of {policy} ended with code {process.returncode}")
+    found = read_run(answers.with_name(f"{answers.name}.run"))
     return PageRun(policy, found.timeline, found.bubbles, found.report)
 
 
@@ -52,9 +61,9 @@ def main(work_dir: Path, output: Path) -> None:
     work_dir.mkdir(parents=True, exist_ok=True)
     if not (work_dir / "model" / "config.json").exists():
         make_checkpoint(work_dir / "model")
-    write_prompts(work_dir / f"prompts-{RATIO}.jsonl", workload(RATIO))
+    write_prompts(work_dir / f"prompts-{RATIO}.jsonl", parse_workload(workload(RATIO)).requests())
     with awake():
-        runs = [run_for_page(work_dir, policy) for policy in POLICIES]
+        runs = [run_for_page(Work(work_dir, "bfloat16"), policy) for policy in POLICIES]
     photograph(render_page(runs), output)
     record.write(
         output.with_suffix(".json"),

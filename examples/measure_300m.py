@@ -10,7 +10,7 @@ traces without the time in which a job stood still. Two jobs of a single stage a
 together. Each run of 2 stages is also simulated, from the profile of its turns and from costs fitted to its own spans:
 the first predicts, the second shows what of the error is the cost model's. `balanced` gets no chunk size, the others
 256; all get the profile that is measured at first. The cores are kept awake. Prints each run and writes all figures as
-JSON, with the share of the cores that the host took meanwhile (`steal.py`).
+JSON, with the share of the cores that the host took meanwhile.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 import click
 from awake import awake
 from record import Record
-from steal import stolen
 from turns import take_turns, without
 
 from sarathi_pp.bench.calibrate import measure
+from sarathi_pp.bench.contest import write_prompts
+from sarathi_pp.bench.machine import stolen
 from sarathi_pp.bench.profile import fit_cost
 from sarathi_pp.cli.runs import find_traces
 from sarathi_pp.core.policy import auto_chunk_size
@@ -86,18 +87,6 @@ def make_checkpoint(directory: Path) -> None:
 
 def workload(ratio: int) -> str:
     return f"uniform:n=32,min=256,max=1024,pd={ratio},seed=0"
-
-
-def write_prompts(path: Path, spec: str) -> None:
-    with path.open("w") as file:
-        for request in parse_workload(spec).requests():
-            row = {
-                "id": request.index,
-                "prompt_token_ids": list(request.prompt_token_ids),
-                "max_new_tokens": request.sampling.max_new_tokens,
-                "ignore_eos": True,
-            }
-            file.write(json.dumps(row) + "\n")
 
 
 class Work(NamedTuple):
@@ -339,7 +328,7 @@ def main(
     if not (work_dir / "model" / "config.json").exists():
         make_checkpoint(work_dir / "model")
     for ratio in ratios:
-        write_prompts(work_dir / f"prompts-{ratio}.jsonl", workload(ratio))
+        write_prompts(work_dir / f"prompts-{ratio}.jsonl", parse_workload(workload(ratio)).requests())
     work = Work(work_dir, dtype)
     results: list[Report] = []
     with awake():

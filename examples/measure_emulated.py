@@ -21,9 +21,10 @@ from pathlib import Path
 import click
 import numpy as np
 from awake import awake
-from measure_300m import PREDICTED, Report, write_prompts
+from measure_300m import PREDICTED, Report
 from record import Record
 
+from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.bench.profile import measure_link
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy import auto_chunk_size
@@ -66,7 +67,7 @@ def with_measured_link(profile: Profile, work_dir: Path) -> Profile:
 
 def emulate(work_dir: Path, profile: Profile, policy: str, spec: str) -> Report:
     (work_dir / "profile.json").write_text(json.dumps(profile.to_json()))
-    write_prompts(work_dir / "prompts.jsonl", spec)
+    write_prompts(work_dir / "prompts.jsonl", parse_workload(spec).requests())
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--emulate", str(work_dir / "profile.json")]
     command += ["--input", str(work_dir / "prompts.jsonl"), "--output", str(work_dir / "answers.jsonl"), "--overwrite"]
     command += ["--stages", "8", "--policy", policy, "--chunk-size", str(auto_chunk_size(policy)), "--quiet", "--json"]

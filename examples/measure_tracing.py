@@ -34,9 +34,11 @@ from unittest import mock
 
 import click
 from awake import awake
-from measure_300m import make_checkpoint, write_prompts
+from measure_300m import make_checkpoint
 from record import Record
 
+from sarathi_pp.bench.contest import write_prompts
+from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.latency import percentile
 from sarathi_pp.trace.recorder import Recorder, read_trace
@@ -96,7 +98,7 @@ def work(results_path: Path) -> None:
 def run(work_dir: Path, output_tokens: int, times: int) -> tuple[list[float], Path]:
     """When the results of one run came, and rank 0's trace, which has most events."""
     prompts, answers, results = (work_dir / f"tracing{end}" for end in (".jsonl", "-answers.jsonl", "-results.json"))
-    write_prompts(prompts, f"fixed:n={SEQS},prompt=64,output={output_tokens},seed=0")
+    write_prompts(prompts, parse_workload(f"fixed:n={SEQS},prompt=64,output={output_tokens},seed=0").requests())
     results.unlink(missing_ok=True)
     torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
     command = (

@@ -138,8 +138,9 @@ def _estimated(model: _Model) -> _Basis:
     device = choose_device(config.device, Place())
 
     def cut(layers: Layers) -> CostModel:
-        sizes = {"dtype": model.dtype, "device": device.type}
-        return estimated_cost(model.directory, facts, layers, page_size=model.page_size, **sizes)
+        return estimated_cost(
+            model.directory, facts, layers, dtype=model.dtype, device=device.type, page_size=model.page_size
+        )
 
     def kv_bytes(weights_bytes: int) -> int:
         """On a GPU of its own, beside the weights; a CPU's stages share a part that weights do not come near."""

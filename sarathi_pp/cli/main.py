@@ -19,6 +19,7 @@ _COMMANDS = {
     "simulate": "Run policies on a modelled pipeline.",
     "profile": "Measure what a model's stages cost on this machine.",
     "plan": "Say how to cut a model and its prompts, without running it.",
+    "bench": "Run policies, and other engines, on the same work.",
     "worker": None,
 }
 

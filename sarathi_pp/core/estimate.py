@@ -10,7 +10,7 @@ from sarathi_pp.core.cost import CostModel, StageCost
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What one stage's device sustains. flops: of linear layers, by bytes a weight; attention gets a quarter of it.
+    """What one stage's device sustains. flops: of linear layers, by bytes a weight; attention gets a share of it.
 
     tile: tokens that linear layers take at once. layer_s: of launching a layer's operations, whatever they compute.
     """
@@ -19,6 +19,7 @@ class DeviceSpeed:
     bytes_per_s: float
     tile: int
     layer_s: float
+    attention_share: float = 0.25
 
 
 # cpu: one AVX512-BF16 core of a shared server, as measured on the model of examples/measure_300m.py. cuda: an A100-80GB
@@ -27,7 +28,6 @@ DEVICE_SPEEDS: Mapping[str, DeviceSpeed] = {
     "cpu": DeviceSpeed({2: 3e11, 4: 1e11}, 1.5e10, 1, 2e-4),
     "cuda": DeviceSpeed({2: 1.9e14, 4: 1.2e13}, 1.6e12, 128, 2e-4),
 }
-_ATTENTION_SHARE = 0.25
 
 
 def estimate_cost(
@@ -40,7 +40,7 @@ def estimate_cost(
     head_dim: int,
     vocab_size: int,
     weight_bytes: int,
-    device: str,
+    speed: DeviceSpeed,
     mlp_matrices: int = 3,
     num_experts: int = 1,
     experts_per_token: int = 1,
@@ -48,20 +48,19 @@ def estimate_cost(
 ) -> CostModel:
     """A cost model from a model's shape, for when nothing was measured: right in kind, off by a factor in size.
 
-    layers: [first, end) of each stage. weight_bytes: of one weight, and of one key or value. device: of DEVICE_SPEEDS.
+    layers: [first, end) of each stage. weight_bytes: of one weight, and of one key or value.
     mlp_matrices: 3 with a gate, 2 without. experts: of intermediate_size each.
 
         weights of a layer   w = h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
         a0   every weight is read once               layers * (w * bytes / bandwidth + launching)
         a1   a tile of tokens, 2 FLOP a weight       layers * 2 * w_active * tile / flops
-        a2   4 FLOP a channel, query and key         layers * 4 * heads*d / (flops / 4)
+        a2   4 FLOP a channel, query and key         layers * 4 * heads*d / (flops * share)
         a3   a key and a value are read              layers * 2 * kv_heads*d * bytes / bandwidth
         head: its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops
 
     Reading and computing are added up, where they overlap on a real device: at worst that is twice the time. The
     embedding is a lookup and costs nothing.
     """
-    speed = DEVICE_SPEEDS[device]
     flops = speed.flops[2 if weight_bytes <= 2 else 4]
     attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
     expert = mlp_matrices * hidden_size * intermediate_size
@@ -73,7 +72,7 @@ def estimate_cost(
             (first, end),
             a0=(end - first) * (read_s + speed.layer_s),
             a1=(end - first) * token_s * speed.tile,
-            a2=(end - first) * 4 * num_heads * head_dim / (_ATTENTION_SHARE * flops),
+            a2=(end - first) * 4 * num_heads * head_dim / (speed.attention_share * flops),
             a3=(end - first) * kv_bytes / speed.bytes_per_s,
             a4=0.0,
             page_bytes=(end - first) * kv_bytes * page_size,

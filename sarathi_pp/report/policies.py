@@ -8,14 +8,16 @@ from typing import Any
 from rich.table import Table
 
 from sarathi_pp.report.formats import share
-from sarathi_pp.trace.summary import Report
-
-SCHEMA = "sarathi-pp/runs/1"
+from sarathi_pp.trace.summary import RUNS_SCHEMA, Report
 
 
 def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
     """What `--json` prints. facts: what all runs have in common."""
-    return {"schema": SCHEMA, **facts, "runs": [report | {"bubble_floor": bubble_floor(report)} for report in reports]}
+    return {
+        "schema": RUNS_SCHEMA,
+        **facts,
+        "runs": [report | {"bubble_floor": bubble_floor(report)} for report in reports],
+    }
 
 
 def bubble_floor(report: Report) -> float | None:

@@ -53,3 +53,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         )
     except ValueError as error:
         raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from None
+
+
+def inherited(additions: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for one that it starts, with some variables added or replaced."""
+    return {**os.environ, **additions}

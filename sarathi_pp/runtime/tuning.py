@@ -9,7 +9,7 @@ from pathlib import Path
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import stage_seconds
-from sarathi_pp.core.estimate import estimate_cost
+from sarathi_pp.core.estimate import DEVICE_SPEEDS, DeviceSpeed, estimate_cost
 from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
 from sarathi_pp.core.profile import Profile
@@ -61,9 +61,19 @@ def profile_mismatch(config: RunConfig, facts: ModelFacts) -> Iterator[str]:
 
 
 def estimated_cost(
-    model_dir: Path, facts: ModelFacts, layers: Sequence[tuple[int, int]], *, dtype: str, device: str, page_size: int
+    model_dir: Path,
+    facts: ModelFacts,
+    layers: Sequence[tuple[int, int]],
+    *,
+    dtype: str,
+    device: str,
+    page_size: int,
+    speed: DeviceSpeed | None = None,
 ) -> CostModel:
-    """What the stages of a model that was not measured may cost, from its config.json."""
+    """What the stages of a model that was not measured may cost, from its config.json.
+
+    speed: of the device, where more is known than its kind.
+    """
     config = ConfigFile(model_dir, read_json(model_dir, "config.json"))
     sizes = (config.optional_size(key, None) for key in _INTERMEDIATE)
     return estimate_cost(
@@ -75,7 +85,7 @@ def estimated_cost(
         head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
         weight_bytes=4 if dtype == "float32" else 2,
-        device=device,
+        speed=speed or DEVICE_SPEEDS[device],
         mlp_matrices=2 if facts.model_type in _UNGATED else 3,
         num_experts=next(filter(None, (config.optional_size(key, None) for key in _EXPERTS)), 1),
         experts_per_token=config.optional_size("num_experts_per_tok", None) or 1,

@@ -57,14 +57,14 @@ class Workload:
         prompts, outputs = map(sum, zip(*self.lengths(), strict=True))
         return prompts / outputs
 
-    def requests(self, *, token_ids: bool = True) -> Iterator[Request]:
-        """In order of arrival. token_ids: drawn ones, else all 0, for who never looks at them."""
+    def requests(self, *, token_ids: bool = True, vocabulary: int = _VOCABULARY) -> Iterator[Request]:
+        """In order of arrival. token_ids: drawn ones below `vocabulary`, else all 0, for who never looks at them."""
         ids, gaps = random.Random(self._seed + 1), random.Random(self._seed + 2)
         arrival_s = 0.0
         for index, (prompt, output) in enumerate(self.lengths()):
             if math.isfinite(self.rate):
                 arrival_s += gaps.expovariate(self.rate)
-            drawn = tuple(ids.choices(range(_VOCABULARY), k=prompt)) if token_ids else (0,) * prompt
+            drawn = tuple(ids.choices(range(vocabulary), k=prompt)) if token_ids else (0,) * prompt
             sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=index)
             yield Request(index, drawn, sampling, arrival_s)
 

@@ -22,6 +22,8 @@ from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 SCHEMA = "sarathi-pp/report/1"
+# Of a document that holds several reports.
+RUNS_SCHEMA = "sarathi-pp/runs/1"
 
 _CLOSING_TOLERANCE = 0.01
 _STRIP_CELLS = 64

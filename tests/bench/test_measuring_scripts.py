@@ -43,6 +43,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     return importlib.import_module
 
 
+@pytest.mark.parametrize("script", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_each_finds_what_it_takes_from_the_others(load: Load, script: str) -> None:
+    load(script)
+
+
 def test_every_variant_of_balanced_runs_and_differs_where_it_must(load: Load) -> None:
     ablation = load("ablate_balanced")
     found = {variant: ablation.measure(variant, "P:D 40", 10) for variant in ablation.VARIANTS}

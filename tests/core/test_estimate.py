@@ -18,7 +18,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "vocab_size": 32000,
     "weight_bytes": 2,
-    "device": "cpu",
+    "speed": DEVICE_SPEEDS["cpu"],
 }
 HALVES = [(0, 8), (8, 16)]
 
@@ -36,7 +36,7 @@ def test_it_is_within_a_factor_of_two_of_what_a_profile_measured() -> None:
 @pytest.mark.parametrize("device", sorted(DEVICE_SPEEDS))
 def test_each_term_counts_its_flops_or_its_bytes(device: str) -> None:
     speed = DEVICE_SPEEDS[device]
-    model = estimate_cost([(0, 3), (3, 4)], **SHAPE | {"device": device})
+    model = estimate_cost([(0, 3), (3, 4)], **SHAPE | {"speed": speed})
     first, last = model.stages
     weights = 1024 * 64 * (16 + 8 + 8 + 16) + 3 * 1024 * 3712
     assert first.a0 == pytest.approx(3 * (2 * weights / speed.bytes_per_s + speed.layer_s))

@@ -1,0 +1,156 @@
+"""Other engines that the same work can be given to, each a program that runs in that engine's own environment.
+
+    sarathi-pp  --- Asked, as JSON in a file --->  PYTHON PROGRAM FILE  --- Answered, the last line of its output --->
+
+A program imports its engine and nothing of ours, loads, warms up, and takes the time of one call over all prompts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from sarathi_pp.errors import ConfigError, MissingError
+
+_HERE = Path(__file__).parent
+Parameters = Mapping[str, str]
+Environment = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """choices: none for a whole number of at least 1."""
+
+    default: str
+    choices: tuple[str, ...] = ()
+
+    def check(self, where: str, value: str) -> None:
+        """Raises ConfigError naming what it takes."""
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(self.choices)}")
+        if not self.choices and not (value.isdecimal() and int(value) > 0):
+            raise ConfigError(f"{where} is {value!r}; it must be a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One engine.
+
+    program: a file of this package. own_environment: that is DIR/NAME, which launch/peers.sh makes; False for one that
+    runs in ours. environment: variables that it is to find, given its Python.
+    """
+
+    name: str
+    program: str
+    own_environment: bool
+    parameters: Mapping[str, Parameter]
+    environment: Callable[[Path, Parameters], Environment]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChoice:
+    """A peer with its parameters, as on the command line: vllm-cpu:tokens=256,pp=2."""
+
+    label: str
+    peer: Peer
+    parameters: Parameters
+
+    def python(self, peers_dir: Path) -> Path:
+        """Raises MissingError where the peer's environment was never made."""
+        if not self.peer.own_environment:
+            return Path(sys.executable)
+        python = peers_dir / self.peer.name / "bin" / "python"
+        if not python.exists():
+            raise MissingError(
+                f"--against {self.label}: {python} is not there\n"
+                f"  try  bash launch/peers.sh {self.peer.name} {peers_dir}"
+            )
+        return python
+
+    def command(self, python: Path, asked: Path) -> list[str]:
+        program = ["-P", str(_HERE / self.peer.program), str(asked)]
+        ranks = self.parameters["pp"]
+        # A program without this parameter does not start its ranks itself.
+        if self.parameters.get("launch", "own" if ranks == "1" else "torchrun") == "own":
+            return [str(python), *program]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
+        return [str(python), *torchrun, str(python), *program]
+
+
+def _vllm_environment(python: Path, parameters: Parameters) -> Environment:
+    """Threads bound to cores, and the allocator and OpenMP runtime that vLLM's documentation asks for."""
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = int(parameters["pp"])
+    ends = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    shares = [cores[begin:end] or [cores[begin]] for begin, end in pairwise(ends)]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
+        "VLLM_CPU_KVCACHE_SPACE": parameters["kv"],
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "LD_PRELOAD": ":".join(str(path) for path in _preloaded(python)),
+    }
+
+
+_TCMALLOC = ("/usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4")
+
+
+def _preloaded(python: Path) -> list[Path]:
+    found = [next(Path("/").glob(pattern[1:]), None) for pattern in _TCMALLOC]
+    openmp = python.parents[1] / "lib" / "libiomp5.so"
+    return [path for path in (next(filter(None, found), None), openmp) if path is not None and path.exists()]
+
+
+def _no_environment(python: Path, parameters: Parameters) -> Environment:
+    return {}
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "vllm-cpu",
+            "vllm_program.py",
+            True,
+            {
+                "tokens": Parameter("512"),
+                "pp": Parameter("1"),
+                "launch": Parameter("own", ("own", "torchrun")),
+                "kv": Parameter("4"),
+            },
+            _vllm_environment,
+        ),
+        Peer(
+            "transformers",
+            "transformers_program.py",
+            False,
+            {"batching": Parameter("padded", ("padded", "continuous")), "pp": Parameter("1")},
+            _no_environment,
+        ),
+    )
+}
+
+
+def parse_peer(text: str) -> PeerChoice:
+    """NAME[:key=value,...]. Raises ConfigError naming what is not known and what is."""
+    name, _, rest = text.partition(":")
+    peer = PEERS.get(name)
+    if peer is None:
+        raise ConfigError(f"--against {text}: {name!r} is not known; it is one of {', '.join(PEERS)}")
+    given = {}
+    for pair in rest.split(",") if rest else []:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in peer.parameters:
+            raise ConfigError(
+                f"--against {text}: {pair!r} is not one of {', '.join(peer.parameters)}, each as name=value"
+            )
+        peer.parameters[key].check(f"--against {text}: {key}", value)
+        given[key] = value
+    found = {**{key: parameter.default for key, parameter in peer.parameters.items()}, **given}
+    if found.get("batching") == "continuous" and found["pp"] != "1":
+        raise ConfigError(f"--against {text}: transformers' generate_batch has no pipeline; leave out pp")
+    return PeerChoice(text, peer, found)

@@ -1,0 +1,91 @@
+"""transformers by itself on the same work: one JSON file in, one JSON line out (peers/__init__.py).
+
+    python -P transformers_program.py ASKED.json
+
+batching=padded      `generate` on all prompts at once, padded on the left; goes on until the longest output is done
+batching=continuous  `generate_batch`, its continuous batching
+pp=N                 `generate` on its own pipeline, under torchrun
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+Requests = list[dict[str, Any]]
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    begin = time.perf_counter()
+    given = asked["parameters"]
+    placed: dict[str, Any] = {}
+    if int(given["pp"]) > 1:
+        from transformers.distributed import DistributedConfig
+
+        placed["distributed_config"] = DistributedConfig(pp_size=int(given["pp"]))
+    else:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=getattr(torch, asked["dtype"]), **placed)
+    model.generation_config.eos_token_id = None  # every request runs to its length
+    answer = _continuous if given["batching"] == "continuous" else _padded
+    answer(model, [{"prompt_token_ids": one["prompt_token_ids"], "output_tokens": 2} for one in asked["requests"][:2]])
+    ready = time.perf_counter()
+    token_ids = answer(model, asked["requests"])
+    end = time.perf_counter()
+    return {
+        "load_s": ready - begin,
+        "wall_s": end - ready,
+        "token_ids": token_ids,
+        "ttft_s": None,
+        "version": transformers.__version__,
+    }
+
+
+def _padded(model: Any, requests: Requests) -> list[list[int]]:
+    width = max(len(one["prompt_token_ids"]) for one in requests)
+    ids = torch.zeros(len(requests), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, one in enumerate(requests):
+        prompt = torch.tensor(one["prompt_token_ids"])
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    longest = max(one["output_tokens"] for one in requests)
+    settings = {"max_new_tokens": longest, "min_new_tokens": longest, "do_sample": False, "pad_token_id": 0}
+    answers = model.generate(ids, attention_mask=mask, **settings)[:, width:]
+    return [row[: one["output_tokens"]].tolist() for row, one in zip(answers, requests, strict=True)]
+
+
+def _continuous(model: Any, requests: Requests) -> list[list[int]]:
+    settings = GenerationConfig(do_sample=False, eos_token_id=-1)
+    config = ContinuousBatchingConfig(allow_block_sharing=False)
+    answers: dict[str, list[int]] = {}
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=config
+    ) as manager:
+        names = [
+            manager.add_request(one["prompt_token_ids"], max_new_tokens=one["output_tokens"], eos_token_id=-1)
+            for one in requests
+        ]
+        while len(answers) < len(names):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.error:
+                sys.exit(f"generate_batch: {result.error}")
+            if result is not None and result.is_finished():
+                answers[result.request_id] = list(result.generated_tokens)
+            elif not manager.is_running():
+                sys.exit("generate_batch stopped before it had answered everything")
+    return [answers[name] for name in names]
+
+
+if __name__ == "__main__":
+    answered = main(json.loads(Path(sys.argv[1]).read_text()))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(answered), flush=True)

@@ -1,0 +1,116 @@
+"""A contest from what a user asks for: entrants by name, the floor of the machine, one document."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sarathi_pp.bench.contest import Entrant, OurRun, PeerRun, Run, Work, hold
+from sarathi_pp.bench.floor import Floor
+from sarathi_pp.bench.machine import MachineRates, measure_rates
+from sarathi_pp.bench.peers import parse_peer
+from sarathi_pp.bench.standings import contest_document
+from sarathi_pp.core.estimate import DeviceSpeed
+from sarathi_pp.core.policy import make_policy, uses_chunk_size
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.support import ModelFacts, check_model
+from sarathi_pp.runtime.fetch import find_model
+from sarathi_pp.runtime.tuning import estimated_cost
+from sarathi_pp.sim.workload import Workload, parse_workload
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The options of `bench`, under their names."""
+
+    model: str
+    workload: str
+    policies: tuple[str, ...]
+    stages: tuple[int, ...]
+    chunk_sizes: tuple[int | None, ...]
+    peers: tuple[str, ...]
+    peers_dir: Path
+    rounds: int
+    max_num_seqs: int
+    dtype: str
+    profile: Path | None
+    layer_split: tuple[int, ...] | Literal["even"] | None
+    kv_cache_memory: int | None
+
+
+def compete(setting: Setting, say: Callable[[Run, Document], None]) -> Document:
+    """Runs it; `say` gets each run when it is over, with the document so far.
+
+    Raises ConfigError or MissingError for what cannot run, before anything runs, and what `hold` raises.
+    """
+    workload = parse_workload(setting.workload)
+    if math.isfinite(workload.rate):
+        raise ConfigError(f"--workload {setting.workload}: here all requests are there at 0; leave out poisson:")
+    directory = find_model(setting.model)
+    facts = check_model(directory)
+    dtype = facts.dtype if setting.dtype == "auto" else setting.dtype
+    entrants = list(_entrants(setting))
+    rates = measure_rates(dtype)
+    floor = _floor(directory, facts, workload, rates)
+    told = {
+        "model": setting.model,
+        "workload": workload.spec,
+        "dtype": dtype,
+        "max_num_seqs": setting.max_num_seqs,
+        "machine": asdict(rates),
+        "floor": asdict(floor),
+        "rounds": setting.rounds,
+    }
+    runs: list[Document] = []
+    first: dict[int, list[list[int]]] = {}
+
+    def document() -> Document:
+        return contest_document(runs, floor.seconds, **told)
+
+    def add(run: Run) -> None:
+        first.setdefault(0, run.token_ids)
+        same = sum(ours == theirs for ours, theirs in zip(first[0], run.token_ids, strict=True))
+        runs.append(run.to_json() | {"same_tokens": same / len(first[0])})
+        say(run, document())
+
+    with tempfile.TemporaryDirectory(prefix="sarathi-pp-bench-") as scratch:
+        requests = list(workload.requests(vocabulary=facts.vocab_size))
+        hold(Work(directory, dtype, requests, setting.max_num_seqs, Path(scratch)), entrants, setting.rounds, add)
+    return document()
+
+
+def _entrants(setting: Setting) -> Iterator[Entrant]:
+    """Our own first, in the order given. All peers are looked for before the first one runs."""
+    given: list[str] = []
+    if setting.profile is not None:
+        given += ["--profile", str(setting.profile)]
+    if setting.layer_split is not None:
+        split = setting.layer_split
+        given += ["--layer-split", split if isinstance(split, str) else ",".join(map(str, split))]
+    if setting.kv_cache_memory is not None:
+        given += ["--kv-cache-memory", str(setting.kv_cache_memory)]
+    for policy in setting.policies:
+        make_policy(policy)  # for what it raises
+    for stages in setting.stages:
+        for policy in setting.policies:
+            for size in (setting.chunk_sizes or (None,)) if uses_chunk_size(policy) else (None,):
+                sized = ["--chunk-size", str(size)] if size is not None else []
+                label = f"{policy}{f' {size}' if size else ''}, {stages} stage{'s' * (stages > 1)}"
+                yield OurRun(label, ("--stages", str(stages), "--policy", policy, *sized, *given))
+    for text in setting.peers:
+        choice = parse_peer(text)
+        choice.python(setting.peers_dir)
+        yield PeerRun(choice, setting.peers_dir)
+
+
+def _floor(directory: Path, facts: ModelFacts, workload: Workload, rates: MachineRates) -> Floor:
+    speed = DeviceSpeed(dict.fromkeys((2, 4), rates.flops), rates.bytes_per_s, tile=1, layer_s=0.0, attention_share=1.0)
+    whole = [(0, facts.num_layers)]
+    cost = estimated_cost(directory, facts, whole, dtype=rates.dtype, device="cpu", page_size=1, speed=speed)
+    return Floor.of(cost.stages[0], workload.lengths())

@@ -1,0 +1,65 @@
+"""Entrants that did the same work, a line each: medians over the rounds, beside the floor of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sarathi_pp.report.formats import share
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: str
+    figure: str
+    decimals: int = 0
+    scale: float = 1.0
+
+
+_COLUMNS = (
+    _Column("tok/s", "total_tokens_per_s"),
+    _Column("x first", "tokens_per_s_against_first", 2),
+    _Column("of floor", "of_floor", -1),
+    _Column("steady", "bubble_ratio_steady", -1),
+    _Column("TTFT", "ttft_p50_s", 2),
+    _Column("p99", "ttft_p99_s", 2),
+    _Column("MB", "peak_memory_bytes", 0, 1e-6),
+)
+
+
+def render_contest(document: Mapping[str, Any]) -> Table:
+    """The document of `bench/standings.py` as a table of at most 80 columns."""
+    machine = document["machine"]
+    title = (
+        f"{document['workload']}\n{document['rounds']} rounds; the floor, {document['floor_tokens_per_s']:.0f} "
+        f"tokens/s, is that of {machine['cores']} cores with {machine['flops'] / 1e9:.0f} GFLOP/s and "
+        f"{machine['bytes_per_s'] / 1e9:.0f} GB/s"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.caption_justify = "left"
+    table.caption = (
+        "medians, and from least to most below; x first: against the first line in the same round; steady: bubble "
+        "ratio; seconds to first token; memory of all processes"
+    )
+    table.add_column("", overflow="fold")
+    for column in _COLUMNS:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    for name, figures in document["summary"].items():
+        table.add_row(name, *(_cell(column, figures[column.figure]) for column in _COLUMNS))
+    return table
+
+
+def _cell(column: _Column, spread: Mapping[str, float] | None) -> Text:
+    if spread is None:
+        return Text("-")
+
+    def show(value: float) -> str:
+        return share(value) if column.decimals < 0 else f"{value * column.scale:.{column.decimals}f}"
+
+    low, high = show(spread["min"]), show(spread["max"])
+    between = "" if low == high else f"\n{low}-{high}"
+    return Text(show(spread["median"])) + Text(between, style="dim")

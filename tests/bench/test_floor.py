@@ -1,0 +1,47 @@
+"""The floor against a count of every product, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sarathi_pp.bench.floor import Floor
+from sarathi_pp.core.estimate import DeviceSpeed, estimate_cost
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 3,
+    "vocab_size": 50,
+    "weight_bytes": 2,
+}
+FLOPS, BYTES_PER_S, LAYERS = 1e6, 1e3, 3
+SPEED = DeviceSpeed({2: FLOPS, 4: FLOPS}, BYTES_PER_S, tile=1, layer_s=0.0, attention_share=1.0)
+WHOLE = estimate_cost([(0, LAYERS)], **SHAPE, speed=SPEED).stages[0]
+WEIGHTS = 8 * (4 + 2 + 2) * 3 + 4 * 3 * 8 + 3 * 8 * 24
+
+
+def test_every_product_of_every_position_counts_once() -> None:
+    prompt, output = 7, 5
+    flops = 0.0
+    for position in range(prompt + output - 1):  # the last output token is never computed upon
+        flops += 2 * WEIGHTS * LAYERS
+        flops += LAYERS * 4 * (4 * 3) * (position + 0.5)  # half of the diagonal, as a causal product needs
+    flops += output * 2 * 8 * 50
+    assert Floor.of(WHOLE, [(prompt, output)]).arithmetic_s == pytest.approx(flops / FLOPS)
+
+
+def test_weights_are_read_once_a_step_and_keys_by_every_decode() -> None:
+    weight_bytes, kv_bytes = 2 * (WEIGHTS * LAYERS + 8 * 50), LAYERS * 2 * 2 * 3 * 2
+    keys = [key + 1 for key in range(7, 11)] + [key + 1 for key in range(4, 5)]
+    floor = Floor.of(WHOLE, [(7, 5), (4, 2)])
+    assert floor.reading_s == pytest.approx((5 * weight_bytes + sum(keys) * kv_bytes) / BYTES_PER_S)
+    assert floor.seconds == max(floor.arithmetic_s, floor.reading_s)
+
+
+def test_a_workload_that_only_reads_prompts_is_bound_by_arithmetic() -> None:
+    floor = Floor.of(WHOLE, [(1000, 1)] * 10)
+    assert floor.seconds == floor.arithmetic_s > floor.reading_s

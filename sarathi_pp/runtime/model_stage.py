@@ -15,9 +15,9 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.fuse import warm_linears
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.slice import StageModel, load_stage
 from sarathi_pp.model.support import ModelFacts

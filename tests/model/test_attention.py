@@ -19,9 +19,11 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model import attention
 from sarathi_pp.model.attention import AttentionBackend, choose_backend, decode_kernel, sdpa
+from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, rows_at_once
 from sarathi_pp.model.attention.numba import NumbaAttention, _Rows
 from sarathi_pp.model.inputs import Span, SpanRows, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.lanes import has_lanes
 
 CPU = torch.device("cpu")
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])
@@ -182,6 +184,73 @@ def test_a_hybrid_microbatch_at_full_size_is_exact(backend: str, window: int | N
     torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=3e-6, rtol=0)
 
 
+def test_chunks_in_bfloat16_have_a_kernel_of_their_own_where_the_processor_can() -> None:
+    """Else the tests below try torch's products twice."""
+    shard = KVShard((0, 1), 1, 16, 1, 16, torch.bfloat16, CPU)
+    assert NumbaAttention()._compiles(shard) == has_lanes()
+
+
+@settings(max_examples=80)
+@given(
+    extents=st.lists(
+        st.tuples(st.sampled_from([0, 1, 15, 16, 31, 200, 1020, 2100]), st.integers(1, 40)), min_size=1, max_size=3
+    ),
+    page_size=st.sampled_from([16, 32, 256]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3), (8, 1)]),
+    head_dim=st.sampled_from([16, 64, 80]),
+    window=st.one_of(st.none(), st.integers(1, 1100)),
+    softcap=st.one_of(st.none(), st.just(1.5)),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_microbatch_in_bfloat16_is_as_exact_as_its_roundings(
+    extents: list[tuple[int, int]],
+    page_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    seed: int,
+) -> None:
+    """Weights and outputs are rounded to 8 bits, which errs by 2^-9 of the largest value at the most, each."""
+    case = Case(extents, page_size, *heads, head_dim, torch.bfloat16, seed=seed, backend="numba")
+    how = rule(case, window=window, softcap=softcap, sinks=sinks)
+    largest = max(float(value.abs().max()) for value in case.values)
+    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2.2 * 2**-9 * largest, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 7])
+def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int) -> None:
+    """More rows than go through the keys together, more keys than a block, and a last tile that is not full."""
+    case = Case([(1500, 1000), (0, 5)], 32, group, 1, head_dim, torch.bfloat16, backend="numba")
+    assert rows_at_once(7) < 1000 and BLOCK_KEYS < 1500
+    how = rule(case, window=1200, sinks=True)
+    expected = case.expected(**how)
+    assert relative_error(case.run(**how), expected) < 2 * relative_error(expected.bfloat16(), expected)
+
+
+def test_queries_may_lie_heads_first_in_memory() -> None:
+    case = Case([(70, 30)], 16, 4, 2, 32, torch.bfloat16, backend="numba")
+    how = rule(case)
+    straight = case.run(**how)
+    case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(case.run(**how), straight)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 8])
+def test_threads_share_the_heads_of_a_chunk_and_change_no_bit(num_threads: int) -> None:
+    case = Case([(200, 50), (3, 20)], 16, 6, 3, 32, torch.bfloat16, backend="numba")
+    how = rule(case, window=60)
+    alone = case.run(**how)
+    torch.set_num_threads(num_threads)
+    try:
+        assert all(torch.equal(case.run(**how), alone) for _ in range(3))
+    finally:
+        torch.set_num_threads(1)
+
+
 @every_backend
 def test_large_scores_do_not_overflow(backend: str) -> None:
     case = Case([(20, 9), (30, 1)], 4, 4, 2, 8, backend=backend)
@@ -262,8 +331,11 @@ def test_scratch_is_bounded_by_tile_and_block_not_by_the_context() -> None:
 @every_backend
 @pytest.mark.parametrize("pool", ["keys", "values"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_broken_sequence_is_seen_and_stays_alone(backend: str, pool: str, poison: float) -> None:
-    case = Case([(9, 3), (12, 1), (7, 1)], 4, 4, 2, 8, backend=backend)
+@pytest.mark.parametrize(("dtype", "page_size", "head_dim"), [(torch.float32, 4, 8), (torch.bfloat16, 16, 16)])
+def test_a_broken_sequence_is_seen_and_stays_alone(
+    backend: str, pool: str, poison: float, dtype: torch.dtype, page_size: int, head_dim: int
+) -> None:
+    case = Case([(39, 3), (32, 1), (7, 1), (9, 7)], page_size, 4, 2, head_dim, dtype, backend=backend)
     how = rule(case)
     clean = case.run(**how)
     for broken_span in (0, 1):
@@ -271,7 +343,7 @@ def test_a_broken_sequence_is_seen_and_stays_alone(backend: str, pool: str, pois
         getattr(case.kv, pool)(case.layer)[page] = poison
     broken = case.run(**how)
     assert not bool(broken[:4].isfinite().any())
-    assert torch.equal(broken[4], clean[4])
+    assert torch.equal(broken[4:], clean[4:])
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 8])

@@ -329,7 +329,7 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model import slice
 from sarathi_pp.model.slice import load_stage
 
-slice.pack_linears = lambda module: 0  # loading alone: what packing leaves to the allocator is not the loader's
+slice.fuse = lambda module: 0  # loading alone: what packing leaves to the allocator is not the loader's
 
 def kib(name):
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(name))

@@ -1,24 +1,29 @@
-"""Attention on CPU with compiled decodes: rows that are alone in their span go through our own kernel.
+"""Attention on CPU with compiled kernels.
 
-Chunks stay with torch's products, which are near the machine's limit on many rows. A decode is one row against
-its whole context: a read of memory, for which gathering pages and calling torch a dozen times costs three to
-four times what the kernel takes.
+Rows that are alone in their span, decodes, are read along their whole context: a read of memory, for which gathering
+pages and calling torch a dozen times costs three to four times what decode_kernel.py takes. Chunks go through
+chunk_kernel.py where that runs: in bfloat16, on a processor that multiplies it, with pages of a size that it lays out.
+Elsewhere torch's products do (sdpa.py).
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, attend, rows_at_once, scratch_floats
 from sarathi_pp.model.attention.decode_kernel import compile_kernel
 from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 from sarathi_pp.model.inputs import SpanRows, StageInputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.lanes import LANES, has_lanes
 
 # How the kernel takes each dtype: numba itself knows no 16-bit floats.
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
@@ -34,6 +39,7 @@ class NumbaAttention:
 
     def __init__(self) -> None:
         self._sdpa = SdpaAttention()
+        self._has_lanes = has_lanes()
         self._split: tuple[StageInputs, StageInputs, _Rows | None] | None = None
         self._scratch: list[NDArray[np.float32]] = []
         self._threads: ThreadPoolExecutor | None = None
@@ -52,11 +58,16 @@ class NumbaAttention:
     ) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
         chunks, rows = self._halves(inputs)
-        out = self._sdpa(
-            query, kv, layer, chunks, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+        limits = np.full(query.shape[1], -np.inf, np.float32) if sinks is None else sinks.detach().float().numpy()
+        if chunks.spans and self._compiles(kv):
+            out = torch.empty(query.shape, dtype=query.dtype)
+            for span in chunks.spans:
+                self._chunk(query, out, span, _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits))
+        else:
+            out = self._sdpa(
+                query, kv, layer, chunks, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+            )
         if rows is not None:
-            limits = np.full(query.shape[1], -np.inf, np.float32) if sinks is None else sinks.detach().float().numpy()
             firsts = np.maximum(rows.ends - (sliding_window or rows.longest), 0)
             call = _Call(kv, layer, rows, firsts, scaling, softcap or 0.0, limits)
             out[rows.places] = self._decode(query[rows.places].float(), call).to(out.dtype)
@@ -69,6 +80,16 @@ class NumbaAttention:
             chunks = replace(inputs, spans=tuple(span for span in inputs.spans if span.num_tokens > 1))
             self._split = inputs, chunks, _Rows.of(single) if single else None
         return self._split[1:]
+
+    def _compiles(self, kv: KVShard) -> bool:
+        fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
+        return fits and self._has_lanes and kv.dtype == torch.bfloat16
+
+    def _chunk(self, query: Tensor, out: Tensor, span: SpanRows, rule: _Rule) -> None:
+        """One span's rows of the (T, H, D) queries, KV heads shared out over threads."""
+        rows = slice(span.first_row, span.first_row + span.num_tokens)
+        pieces = [partial(rule.attend, query[rows], out[rows], span, heads) for heads in shares(rule.kv.num_kv_heads)]
+        share_out(pieces)
 
     def _decode(self, query: Tensor, call: _Call) -> Tensor:
         """(R, H, D) float32 queries to outputs, rows shared out over threads by the keys they read."""
@@ -95,6 +116,48 @@ class NumbaAttention:
         if self._scratch[piece].shape[0] != num_heads or self._scratch[piece].shape[1] < width:
             self._scratch[piece] = np.empty((num_heads, 2 * width), np.float32)
         return self._scratch[piece]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """One layer's attention of chunks. window 0: none; softcap 0: none; sinks: (H,), -inf for none."""
+
+    kv: KVShard
+    layer: int
+    scaling: float
+    window: int
+    softcap: float
+    sinks: NDArray[np.float32]
+
+    def attend(self, query: Tensor, out: Tensor, span: SpanRows, heads: range) -> None:
+        """(T, H, D) bfloat16 queries of one span; out is contiguous. heads: of KV."""
+        kv, group = self.kv, query.shape[1] // self.kv.num_kv_heads
+        if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
+            query = query.contiguous()
+        scratch = scratch_of_thread(scratch_floats(span.num_tokens, group, kv.head_dim))
+        attend(
+            query.data_ptr(),
+            query.stride(0) // 2,
+            query.stride(1) // 2,
+            kv.keys(self.layer).data_ptr(),
+            kv.values(self.layer).data_ptr(),
+            kv.num_kv_heads,
+            group,
+            kv.head_dim,
+            kv.page_size,
+            span.pages.data_ptr(),
+            span.start,
+            span.num_tokens,
+            rows_at_once(group),
+            heads.start,
+            heads.stop,
+            np.float32(self.scaling),
+            np.float32(self.softcap),
+            self.window,
+            self.sinks.ctypes.data,
+            scratch.data_ptr(),
+            out.data_ptr(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,151 @@
+"""Linear layers in bfloat16 on CPU, with weights laid out as the product that reads them wants it.
+
+A plain linear repacks its weight at every call, which doubles the time of a product with few rows, that is of a decode.
+There are two products that do not: our own (panels.py), where numba and the processor allow it, and oneDNN's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
+
+# oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
+# where they are no multiple of 16. So rows are multiplied in blocks of so many, which is also what a packed layout is
+# tuned for, and what is left over is filled up to a multiple of the step: no more than 16 numbers of rows in all.
+_BLOCK_ROWS = 256
+_ROW_STEP = 16
+
+Pack = Callable[[nn.Linear], nn.Module]
+
+
+def packing(linear: nn.Linear) -> Pack | None:
+    """What packs it; None where nothing does."""
+    if linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu":
+        return None
+    if fits_panels(linear):
+        return PanelLinear
+    return OneDnnLinear if has_onednn() else None
+
+
+def fits_panels(linear: nn.Linear) -> bool:
+    """Whether our own product takes it here."""
+    bf16 = linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu"
+    return bf16 and linear.in_features % 2 == 0 and linear.out_features % 16 == 0 and has_panels()
+
+
+def warm_linears(module: nn.Module, most_rows: int) -> None:
+    """Build the kernels that microbatches of up to that many rows will need; they would stop a stage one by one."""
+    shapes = {
+        (child.in_features, child.out_features, child.bias is None): child
+        for child in module.modules()
+        if isinstance(child, OneDnnLinear)
+    }
+    for rows in range(_ROW_STEP, min(most_rows + _ROW_STEP, _BLOCK_ROWS + 1), _ROW_STEP):
+        for linear in shapes.values():
+            linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
+
+
+class PanelLinear(nn.Module):
+    """x @ weight.T + bias for bfloat16 x (..., in_features): summed in float32, rounded once.
+
+    Of several linear layers with the same input, the outputs are side by side. A row's result depends on nothing but
+    the row. Threads, as many as torch computes with, share the outputs out.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        from sarathi_pp.model import panels  # numba is an optional package, and a slow import
+
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        self._kernel = panels
+        # Neither is a buffer: the layout can be neither moved nor saved.
+        self._panels = torch.cat([to_panels(linear.weight.detach()) for linear in linears])
+        self._begin = torch.cat(
+            [
+                torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
+                for linear in linears
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        num_rows = rows.shape[0]
+        out = torch.empty(self._kernel.padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
+        if num_rows:
+            share_out([partial(self._multiply, rows, out, share) for share in shares(self.out_features // 16, 2)])
+        return out[:num_rows].view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Tensor, out: Tensor, panels: range) -> None:
+        words = self.in_features // 2
+        self._kernel.multiply(
+            rows.data_ptr(),
+            self._panels.data_ptr(),
+            self._begin.data_ptr(),
+            scratch_of_thread(out.shape[0] * words).data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            words,
+            panels.start,
+            panels.stop,
+            self.out_features,
+        )
+
+
+def to_panels(weight: Tensor) -> Tensor:
+    """(N, K) bfloat16, N a multiple of 16 and K of 2, to (N / 16, K / 2, 16) int32: see lanes.py."""
+    outputs, inputs = weight.shape
+    words = weight.contiguous().view(torch.int32).view(outputs // 16, 16, inputs // 2)
+    return words.permute(0, 2, 1).contiguous()
+
+
+class OneDnnLinear(nn.Module):
+    """x @ weight.T + bias for bfloat16 x (..., in_features), bit for bit what nn.Linear gives."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        # Not a buffer: the opaque layout can neither be moved nor saved.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _BLOCK_ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = [self._multiply(block) for block in torch.split(x.reshape(-1, self.in_features), _BLOCK_ROWS)]
+        y = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """x: (rows, in_features), at most a block."""
+        num_rows = x.shape[0]
+        if num_rows == 0:
+            return x.new_empty(0, self.out_features)
+        if num_rows % _ROW_STEP:
+            x = functional.pad(x, (0, 0, 0, -num_rows % _ROW_STEP))
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return y[:num_rows]
+
+
+def has_panels() -> bool:
+    """Whether numba is here and the processor can."""
+    if find_spec("numba") is None:
+        return False
+    from sarathi_pp.model.lanes import has_lanes
+
+    return has_lanes()
+
+
+def has_onednn() -> bool:
+    """These operators are not public: where a torch release lacks them, plain linears do."""
+    operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    present = all(hasattr(torch.ops.mkldnn, name) for name in operators)
+    return bool(present and torch.ops.mkldnn._is_mkldnn_bf16_supported())

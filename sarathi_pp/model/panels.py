@@ -1,0 +1,96 @@
+"""Linear layers in bfloat16 on CPU: weights laid out in panels, one compiled product for every number of rows.
+
+    weight (N, K)  ->  N / 16 panels of K / 2 lines (lanes.py), read front to back at every call
+
+Rows are first laid out in tiles, the words of a pair side by side. Then every panel is multiplied with every tile: sums
+stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory once. A product
+with few rows is that reading and little else, so its one tile is as high as it must be, one panel wide, and asks for
+lines well ahead of where it is. With many rows a tile of twelve rows and two panels needs fewer loads for each product.
+
+Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4 rows 276 us (359), 8 rows 294 (450),
+16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). Each row is summed up in the same order whatever rows
+are beside it, so no batch mate changes a bit of it; with oneDNN their number does.
+"""
+
+from __future__ import annotations
+
+from sarathi_pp.model.lanes import compiled, dot_tile, inlined, load_word, store_word
+
+ROW_STEP = 4
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows that the product writes: the last tile is filled up."""
+    return -(-num_rows // ROW_STEP) * ROW_STEP
+
+
+@inlined
+def _lay_out(x, to, num_rows, tile_rows, pairs):  # type: ignore[no-untyped-def]
+    """Word k of row r at to[k][r], zeros for the rows that a tile lacks."""
+    for row in range(tile_rows):
+        if row < num_rows:
+            for pair in range(pairs):
+                store_word(to, pair * tile_rows + row, load_word(x, row * pairs + pair))
+        else:
+            for pair in range(pairs):
+                store_word(to, pair * tile_rows + row, 0)
+
+
+@inlined
+def _high_tile(rows, weight, x, pairs, begin, out, outputs):  # type: ignore[no-untyped-def]  # noqa: C901
+    """Up to 28 rows by one panel. Registers are allotted when compiled, so there is one of each height."""
+    if rows == 4:
+        dot_tile(4, 1, 2048, 1, weight, 0, x, 1, 4, pairs, begin, out, outputs)
+    elif rows == 8:
+        dot_tile(8, 1, 4096, 1, weight, 0, x, 1, 8, pairs, begin, out, outputs)
+    elif rows == 12:
+        dot_tile(12, 1, 4096, 1, weight, 0, x, 1, 12, pairs, begin, out, outputs)
+    elif rows == 16:
+        dot_tile(16, 1, 4096, 1, weight, 0, x, 1, 16, pairs, begin, out, outputs)
+    elif rows == 20:
+        dot_tile(20, 1, 4096, 1, weight, 0, x, 1, 20, pairs, begin, out, outputs)
+    elif rows == 24:
+        dot_tile(24, 1, 4096, 1, weight, 0, x, 1, 24, pairs, begin, out, outputs)
+    else:
+        dot_tile(28, 1, 4096, 1, weight, 0, x, 1, 28, pairs, begin, out, outputs)
+
+
+@inlined
+def _wide_tile(rows, weight, x, pairs, begin, out, outputs):  # type: ignore[no-untyped-def]
+    """Up to 12 rows by two panels."""
+    if rows == 12:
+        dot_tile(12, 2, 512, 1, weight, pairs * 16, x, 1, 12, pairs, begin, out, outputs)
+    elif rows == 8:
+        dot_tile(8, 2, 512, 1, weight, pairs * 16, x, 1, 8, pairs, begin, out, outputs)
+    else:
+        dot_tile(4, 2, 512, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs)
+
+
+@inlined
+def _in_fours(rows):  # type: ignore[no-untyped-def]
+    return (rows + 3) // 4 * 4
+
+
+@compiled()
+def multiply(x, panels, begin, tiles, out, num_rows, pairs, first, end, outputs):  # type: ignore[no-untyped-def]
+    """out[:, 16 * first : 16 * end] = x @ weight.T + begin. Addresses, everything contiguous.
+
+    x: (num_rows, 2 * pairs) bfloat16. panels: of the whole weight. begin: (outputs,) float32. tiles: scratch as large
+    as padded_rows(num_rows) rows of x. out: (padded_rows(num_rows), outputs) bfloat16.
+    """
+    # To this many rows, tiles are one panel wide and of like height, up to 28 rows.
+    few = num_rows <= 112
+    height = _in_fours((num_rows + (num_rows + 27) // 28 - 1) // ((num_rows + 27) // 28)) if few else 12
+    for row in range(0, num_rows, height):
+        rows = min(height, _in_fours(num_rows - row))
+        _lay_out(x + row * pairs * 4, tiles + row * pairs * 4, num_rows - row, rows, pairs)
+    step = 1 if few else 2
+    for panel in range(first, end, step):
+        weight, start, to = panels + panel * pairs * 64, begin + panel * 64, out + panel * 32
+        for row in range(0, num_rows, height):
+            rows = min(height, _in_fours(num_rows - row))
+            there, here = tiles + row * pairs * 4, to + row * outputs * 2
+            if few or panel + 1 == end:
+                _high_tile(rows, weight, there, pairs, start, here, outputs)
+            else:
+                _wide_tile(rows, weight, there, pairs, start, here, outputs)

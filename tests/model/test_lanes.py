@@ -1,0 +1,179 @@
+"""The instructions that kernels are made of, each against numpy or torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from sarathi_pp.model import lanes
+from sarathi_pp.model.lanes import (
+    compiled,
+    dot_tile,
+    exponential,
+    has_lanes,
+    largest,
+    load_bf16,
+    load_float,
+    load_half,
+    load_index,
+    load_word,
+    round_lines,
+    store_bf16,
+    store_float,
+    store_word,
+    weigh_lines,
+)
+from sarathi_pp.model.packed import to_panels
+
+needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
+
+
+@needs_lanes
+@pytest.mark.parametrize(("rows", "panels"), [(1, 1), (6, 4), (12, 2), (28, 1)])
+@pytest.mark.parametrize("rounded", [0, 1])
+def test_a_tile_is_a_product(rows: int, panels: int, rounded: int) -> None:
+    @compiled()
+    def product(weight, words, x, pairs, begin, out, width):  # type: ignore[no-untyped-def]
+        dot_tile(rows, panels, 64, rounded, weight, words, x, pairs, 1, pairs, begin, out, width)
+
+    torch.manual_seed(rows)
+    inputs, width = 10, 16 * panels
+    weight, x = torch.randn(width, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
+    begin = torch.randn(width)
+    laid_out = to_panels(weight)
+    # Rows of the output lie farther apart than they are wide: what lies between is not touched.
+    out = torch.full((rows, width + 3), 7.0, dtype=torch.bfloat16 if rounded else torch.float32)
+    product(
+        laid_out.data_ptr(), inputs // 2 * 16, x.data_ptr(), inputs // 2, begin.data_ptr(), out.data_ptr(), width + 3
+    )
+    expected = x.double() @ weight.double().T + begin.double()
+    torch.testing.assert_close(out[:, :width].double(), expected, rtol=2**-8 if rounded else 1e-5, atol=1e-5)
+    assert bool((out[:, width:] == 7).all())
+
+
+@needs_lanes
+def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite() -> None:
+    @compiled()
+    def convert(source, to, lines):  # type: ignore[no-untyped-def]
+        round_lines(source, to, lines)
+
+    torch.manual_seed(0)
+    values = torch.randn(64) * torch.logspace(-30, 30, 64)
+    values[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1 + 2**-8, 1 + 3 * 2**-8, -0.0])
+    out = torch.empty(64, dtype=torch.bfloat16)
+    convert(values.data_ptr(), out.data_ptr(), 4)
+    assert torch.equal(out.view(torch.int16)[1:], values.bfloat16().view(torch.int16)[1:]) and bool(out[0].isnan())
+
+
+@needs_lanes
+@pytest.mark.parametrize("slope", [0.05, 1.0, 30.0])
+def test_weights_are_powers_of_two_and_their_sum(slope: float) -> None:
+    @compiled()
+    def weigh(scores, to, lines, slope, top):  # type: ignore[no-untyped-def]
+        return weigh_lines(scores, to, lines, slope, top)
+
+    torch.manual_seed(1)
+    scores = 10 * torch.randn(160)
+    top = float(scores.max()) * slope
+    scores[7] = -1e30
+    out = torch.empty(160, dtype=torch.bfloat16)
+    total = weigh(scores.data_ptr(), out.data_ptr(), 10, torch.tensor(slope).numpy()[()], torch.tensor(top).numpy()[()])
+    expected = torch.exp2(scores.double() * slope - top)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-37)
+    assert total == pytest.approx(float(expected.sum()), rel=2e-5) and float(out[7]) == 0
+    scores[9] = torch.nan
+    assert math.isnan(weigh(scores.data_ptr(), out.data_ptr(), 10, total, total)) and bool(out[9].isnan())
+
+
+@needs_lanes
+def test_the_largest_is_found_in_every_lane_and_beside_nan() -> None:
+    @compiled()
+    def find(address, lines):  # type: ignore[no-untyped-def]
+        return largest(address, lines)
+
+    for place in (0, 5, 16, 47):
+        values = -torch.rand(48) - 1
+        values[place] = -0.5
+        values[(place + 3) % 48] = torch.nan
+        assert find(values.data_ptr(), 3) == -0.5
+    assert find(torch.full((16,), -torch.inf).data_ptr(), 1) == -torch.inf
+
+
+def test_the_exponential_is_as_exact_as_float32() -> None:
+    @compiled()
+    def each(source, to, count):  # type: ignore[no-untyped-def]
+        for at in range(count):
+            store_float(to, at, exponential(load_float(source, at)))
+
+    values = torch.cat([-torch.logspace(-20, 1.9, 1000), torch.tensor([0.0, -80.5, -1e30, -torch.inf, torch.nan])])
+    out = torch.empty_like(values)
+    each(values.data_ptr(), out.data_ptr(), len(values))
+    torch.testing.assert_close(out[:1001].double(), values[:1001].double().exp(), rtol=2e-7, atol=0)
+    assert out[1001:1004].tolist() == [0, 0, 0] and bool(out[-1].isnan())
+
+
+def test_loads_and_stores_count_in_elements() -> None:
+    @compiled()
+    def copy(words, halves, floats, rounded, indices, out, more):  # type: ignore[no-untyped-def]
+        store_word(out, 1, load_word(words, 2))
+        store_word(out, 2, load_half(halves, 3))
+        store_bf16(more, 1, load_float(floats, 1))
+        store_float(out, 3, load_bf16(rounded, 2))
+        return load_index(indices, 1)
+
+    words, halves = torch.tensor([1, 2, -3], dtype=torch.int32), torch.tensor([1, 2, 3, -4], dtype=torch.int16)
+    floats, rounded = torch.tensor([0.0, 1.0039]), torch.tensor([1.0, 2.0, -2.5]).bfloat16()
+    indices, out = torch.tensor([5, 1 << 40]), torch.zeros(4, dtype=torch.int32)
+    more = torch.zeros(2, dtype=torch.bfloat16)
+    found = copy(*(one.data_ptr() for one in (words, halves, floats, rounded, indices, out, more)))
+    assert found == 1 << 40 and out[:3].tolist() == [0, -3, 65532]
+    assert float(out[3:].view(torch.float32)) == -2.5 and float(more[1]) == float(torch.tensor(1.0039).bfloat16())
+
+
+def test_a_processor_is_known_by_all_its_flags(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    assert not has_lanes(info)
+    info.write_text("processor: 0\nflags\t\t: fpu avx512f avx512bw avx512_bf16 sse\n")
+    assert has_lanes(info)
+    info.write_text("processor: 0\nflags\t\t: fpu avx512f avx512bw sse\n")
+    assert not has_lanes(info)
+
+
+_KERNEL = """
+import sys
+from sarathi_pp.model import lanes
+lanes._DIGEST = sys.argv[1]
+
+@lanes.compiled()
+def add(a, b):
+    return a + b
+
+assert add(2, 3) == 5
+stats = add.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def test_kept_code_is_used_again_until_the_instructions_change(tmp_path: Path) -> None:
+    """numba looks at the kernel's file alone, and would go on with the old ones."""
+    script = tmp_path / "kernel.py"
+    script.write_text(_KERNEL)
+
+    def run(digest: str) -> str:
+        command = [sys.executable, str(script), digest]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+    assert [run("old"), run("old"), run("new"), run("new"), run("old")] == ["0 1", "1 0", "0 1", "1 0", "1 0"]
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same() -> None:
+    namespace: dict[str, object] = {}
+    exec("def add(a, b):\n    return a + b", namespace)  # a function without a file
+    assert lanes.compiled()(namespace["add"])(2, 3) == 5

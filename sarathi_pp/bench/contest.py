@@ -9,13 +9,15 @@ alone, loading excluded. Entrants alternate, so that whatever a shared host does
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -134,8 +136,9 @@ class PeerRun:
 
     def outcome(self, work: Work, printed: str) -> tuple[Report, TokenIds]:
         # Engines print what they like before it.
-        line = next(line for line in reversed(printed.splitlines()) if line.startswith("{"))
-        answered = json.loads(line)
+        answered = next(filter(None, map(_answer_of, reversed(printed.splitlines()))), None)
+        if answered is None:
+            raise SarathiError(f"{self.label} ended without an answer:\n{printed[-_TAIL:]}")
         tokens: TokenIds = answered["token_ids"]
         prompt_tokens, output_tokens = sum(prompt for prompt, _ in work.lengths()), sum(map(len, tokens))
         return {
@@ -148,6 +151,15 @@ class PeerRun:
             "ttft_s": asdict(Spread.of(answered["ttft_s"] or [])),
             "version": answered["version"],
         }, tokens
+
+
+def _answer_of(line: str) -> dict[str, Any] | None:
+    """What a peer's program prints, or None for anything else."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"wall_s", "token_ids", "ttft_s", "version"} <= found.keys() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +206,7 @@ def _run(work: Work, entrant: Entrant, number: int) -> Run:
     busy, footprint, clock = wait_until_quiet(), Footprint(), SystemClock()
     begin = clock.now()
     with printed.open("wb") as out, said.open("wb") as error, stolen() as lost:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=error)
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=error, start_new_session=True)
         try:
             with footprint.watching(process.pid):
                 code = process.wait()
@@ -209,6 +221,8 @@ def _run(work: Work, entrant: Entrant, number: int) -> Run:
 
 
 def _check_lengths(label: str, work: Work, token_ids: TokenIds) -> None:
+    if len(token_ids) != len(work.requests):
+        raise SarathiError(f"{label} answered {len(token_ids)} requests; it was given {len(work.requests)}")
     wrong = [
         (index, wanted, len(found))
         for index, ((_, wanted), found) in enumerate(zip(work.lengths(), token_ids, strict=True))
@@ -223,15 +237,16 @@ def _check_lengths(label: str, work: Work, token_ids: TokenIds) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Where it is still there, because somebody interrupts: it and all that it has started."""
-    if process.poll() is not None:
-        return
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_S)
-    for member in family:
+    """It and all that it has started: also what a killed one has left behind, which is in its session."""
+    family: list[psutil.Process] = []
+    if process.poll() is None:  # somebody interrupts
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for member in family:  # our own workers are sessions of their own
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    process.kill()
     process.wait()

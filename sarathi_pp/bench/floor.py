@@ -17,7 +17,9 @@ from sarathi_pp.core.cost import StageCost
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds. Layers with a sliding window count as if they saw everything: for them it is not quite a floor."""
+    """Seconds. Layers with a sliding window count as if they saw everything, and experts as if each step read them all:
+    for such models it is not quite a floor.
+    """
 
     arithmetic_s: float
     reading_s: float

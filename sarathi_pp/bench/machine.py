@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 
 import psutil
 import torch
@@ -33,21 +32,21 @@ class MachineRates:
 
 
 def measure_rates(dtype: str) -> MachineRates:
-    """Of the cores that this process may use; takes a few seconds. dtype: torch's name."""
+    """Of the cores that this process may use, at their best in a second each. dtype: torch's name."""
     cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
     element: torch.dtype = getattr(torch, dtype)
     torch.set_num_threads(cores)
     try:
         rows, weight = torch.randn(_ROWS, _WIDTH).to(element), torch.randn(_WIDTH, _WIDTH).to(element)
-        product_s = _median_s(lambda: functional.linear(rows, weight))
+        product_s = _least_s(lambda: functional.linear(rows, weight))
         array = torch.ones(_ARRAY_BYTES // 4)
-        read_s = _median_s(array.sum)
+        read_s = _least_s(array.sum)
     finally:
         torch.set_num_threads(before)
     return MachineRates(cores, dtype, 2 * _ROWS * _WIDTH**2 / product_s, _ARRAY_BYTES / read_s)
 
 
-def _median_s(call: Callable[[], object]) -> float:
+def _least_s(call: Callable[[], object]) -> float:
     clock = SystemClock()
     call()
     spans: list[float] = []
@@ -55,7 +54,7 @@ def _median_s(call: Callable[[], object]) -> float:
         begin = clock.now()
         call()
         spans.append(clock.now() - begin)
-    return median(spans)
+    return min(spans)
 
 
 def wait_until_quiet() -> float:

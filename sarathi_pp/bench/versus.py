@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sarathi_pp.bench.contest import Entrant, OurRun, PeerRun, Run, Work, hold
 from sarathi_pp.bench.floor import Floor
-from sarathi_pp.bench.machine import MachineRates, measure_rates
+from sarathi_pp.bench.machine import MachineRates, measure_rates, wait_until_quiet
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.bench.standings import contest_document
 from sarathi_pp.core.estimate import DeviceSpeed
@@ -56,6 +56,11 @@ def compete(setting: Setting, say: Callable[[Run, Document], None]) -> Document:
     facts = check_model(directory)
     dtype = facts.dtype if setting.dtype == "auto" else setting.dtype
     entrants = list(_entrants(setting))
+    labels = [entrant.label for entrant in entrants]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"{label} is asked for {labels.count(label)} times; leave all but one of them out")
+    wait_until_quiet()
     rates = measure_rates(dtype)
     floor = _floor(directory, facts, workload, rates)
     told = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ from sarathi_pp.core.policy import POLICIES
     help="Environments of other engines, as launch/peers.sh makes them.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="In each, all take a turn.")
-@click.option("--max-num-seqs", type=Count(), default=32, show_default=True, help="Running sequences, of all alike.")
+@click.option(
+    "--max-num-seqs", type=Count(), default=32, show_default=True, help="Running sequences, of ours and vLLM's."
+)
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
 @click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="Given to our runs.")
 @click.option("--layer-split", type=LayerSplit(), help="Given to our runs.")
@@ -89,6 +92,7 @@ def bench(output: Path | None, as_json: bool, quiet: bool, **options: Any) -> No
             beside = f", steady bubble {bubble:.1%}" if bubble is not None else ""
             console.print(f"round {run.round + 1}  {run.entrant}: {rate:.0f} tokens/s{beside}", highlight=False)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is running is ended too
     document = compete(Setting(**options), say)
     if not quiet:
         console.print(render_contest(document))

@@ -18,7 +18,7 @@ def share_out(pieces: Sequence[Callable[[], None]]) -> None:
     if len(pieces) == 1:
         pieces[0]()
         return
-    waiting = [_crew(len(pieces) - 1).submit(piece) for piece in pieces[1:]]
+    waiting = [_crew(torch.get_num_threads()).submit(piece) for piece in pieces[1:]]
     pieces[0]()
     for piece in waiting:
         piece.result()

@@ -28,7 +28,7 @@ def fuse(module: nn.Module) -> int:
     """Replaces what can be replaced; returns how many modules.
 
     One weight at a time is held twice, of an MLP gate and up together. Weights that another module shares (tied
-    embeddings) stay as they are, since packing would copy them.
+    embeddings) stay as they are, since packing would copy them; no module that is fused shares any.
     """
     # Places, not modules: nothing here may keep a weight alive that has been packed.
     count = 0
@@ -52,9 +52,10 @@ def _fused(child: nn.Module) -> Rewrite | None:
     if _forward_is(child, LlamaMLP) and _is_silu(child.act_fn):
         linears = [child.gate_proj, child.up_proj, child.down_proj]
         return GatedMLP if all(type(one) is nn.Linear and fits_panels(one) for one in linears) else None
-    if _forward_is(child, LlamaRMSNorm) and has_panels():
+    if _forward_is(child, LlamaRMSNorm):
         weight: Any = child.weight
-        return RowNorm if weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 else None
+        fits = weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0
+        return RowNorm if fits and has_panels() else None
     return None
 
 
@@ -118,6 +119,7 @@ class RowNorm(nn.Module):
         self.epsilon = float(norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.bfloat16, f"fused for bfloat16, called with {x.dtype}"
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
         share_out([partial(self._norm, x, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])

@@ -6,9 +6,9 @@ There are two products that do not: our own (panels.py), where numba and the pro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,10 @@ class PanelLinear(nn.Module):
         self.out_features = sum(linear.out_features for linear in linears)
         self._kernel = panels
         # Neither is a buffer: the layout can be neither moved nor saved.
-        self._panels = torch.cat([to_panels(linear.weight.detach()) for linear in linears])
+        self._panels = torch.empty(self.out_features // 16, self.in_features // 2, 16, dtype=torch.int32)
+        of_each = torch.split(self._panels, [linear.out_features // 16 for linear in linears])
+        for linear, panels_of_it in zip(linears, of_each, strict=True):
+            panels_of_it.copy_(to_panels(linear.weight.detach()))
         self._begin = torch.cat(
             [
                 torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
@@ -76,23 +79,25 @@ class PanelLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).contiguous()
+        assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"
+        rows, words = x.reshape(-1, self.in_features).contiguous(), self.in_features // 2
         num_rows = rows.shape[0]
         out = torch.empty(self._kernel.padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
         if num_rows:
-            share_out([partial(self._multiply, rows, out, share) for share in shares(self.out_features // 16, 2)])
+            tiles = scratch_of_thread(out.shape[0] * words)
+            self._kernel.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words)
+            pieces = shares(self.out_features // 16, 2)
+            share_out([partial(self._multiply, tiles, out, num_rows, piece) for piece in pieces])
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, rows: Tensor, out: Tensor, panels: range) -> None:
-        words = self.in_features // 2
+    def _multiply(self, tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
         self._kernel.multiply(
-            rows.data_ptr(),
+            tiles.data_ptr(),
             self._panels.data_ptr(),
             self._begin.data_ptr(),
-            scratch_of_thread(out.shape[0] * words).data_ptr(),
             out.data_ptr(),
-            rows.shape[0],
-            words,
+            num_rows,
+            self.in_features // 2,
             panels.start,
             panels.stop,
             self.out_features,
@@ -100,10 +105,10 @@ class PanelLinear(nn.Module):
 
 
 def to_panels(weight: Tensor) -> Tensor:
-    """(N, K) bfloat16, N a multiple of 16 and K of 2, to (N / 16, K / 2, 16) int32: see lanes.py."""
+    """(N, K) bfloat16, N a multiple of 16 and K of 2, as (N / 16, K / 2, 16) int32 (lanes.py): a view, strided."""
     outputs, inputs = weight.shape
     words = weight.contiguous().view(torch.int32).view(outputs // 16, 16, inputs // 2)
-    return words.permute(0, 2, 1).contiguous()
+    return words.permute(0, 2, 1)
 
 
 class OneDnnLinear(nn.Module):
@@ -133,12 +138,13 @@ class OneDnnLinear(nn.Module):
         return y[:num_rows]
 
 
+@functools.cache
 def has_panels() -> bool:
-    """Whether numba is here and the processor can."""
-    if find_spec("numba") is None:
+    """Whether numba can be had, an optional package and a slow import, and the processor is able."""
+    try:
+        from sarathi_pp.model.lanes import has_lanes
+    except ImportError:  # not there, or not for this numpy
         return False
-    from sarathi_pp.model.lanes import has_lanes
-
     return has_lanes()
 
 

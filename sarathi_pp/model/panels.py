@@ -25,7 +25,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 @inlined
-def _lay_out(x, to, num_rows, tile_rows, pairs):  # type: ignore[no-untyped-def]
+def _lay_out_tile(x, to, num_rows, tile_rows, pairs):  # type: ignore[no-untyped-def]
     """Word k of row r at to[k][r], zeros for the rows that a tile lacks."""
     for row in range(tile_rows):
         if row < num_rows:
@@ -71,19 +71,32 @@ def _in_fours(rows):  # type: ignore[no-untyped-def]
     return (rows + 3) // 4 * 4
 
 
-@compiled()
-def multiply(x, panels, begin, tiles, out, num_rows, pairs, first, end, outputs):  # type: ignore[no-untyped-def]
-    """out[:, 16 * first : 16 * end] = x @ weight.T + begin. Addresses, everything contiguous.
+@inlined
+def _height(num_rows):  # type: ignore[no-untyped-def]
+    """Rows of a tile. Few rows go in tiles of one panel, of like height and up to 28 rows."""
+    if num_rows > 112:
+        return 12
+    count = (num_rows + 27) // 28
+    return _in_fours((num_rows + count - 1) // count)
 
-    x: (num_rows, 2 * pairs) bfloat16. panels: of the whole weight. begin: (outputs,) float32. tiles: scratch as large
-    as padded_rows(num_rows) rows of x. out: (padded_rows(num_rows), outputs) bfloat16.
-    """
-    # To this many rows, tiles are one panel wide and of like height, up to 28 rows.
-    few = num_rows <= 112
-    height = _in_fours((num_rows + (num_rows + 27) // 28 - 1) // ((num_rows + 27) // 28)) if few else 12
+
+@compiled()
+def lay_out(x, tiles, num_rows, pairs):  # type: ignore[no-untyped-def]
+    """x (num_rows, 2 * pairs) bfloat16, contiguous, to tiles: as large as padded_rows(num_rows) rows of it."""
+    height = _height(num_rows)
     for row in range(0, num_rows, height):
         rows = min(height, _in_fours(num_rows - row))
-        _lay_out(x + row * pairs * 4, tiles + row * pairs * 4, num_rows - row, rows, pairs)
+        _lay_out_tile(x + row * pairs * 4, tiles + row * pairs * 4, num_rows - row, rows, pairs)
+
+
+@compiled()
+def multiply(tiles, panels, begin, out, num_rows, pairs, first, end, outputs):  # type: ignore[no-untyped-def]
+    """out[:, 16 * first : 16 * end] = x @ weight.T + begin. Addresses, everything contiguous.
+
+    tiles: of x. panels: of the whole weight. begin: (outputs,) float32. out: (padded_rows(num_rows), outputs) bfloat16.
+    """
+    height = _height(num_rows)
+    few = num_rows <= 112
     step = 1 if few else 2
     for panel in range(first, end, step):
         weight, start, to = panels + panel * pairs * 64, begin + panel * 64, out + panel * 32

@@ -18,11 +18,12 @@ class _Column:
     figure: str
     decimals: int = 0
     scale: float = 1.0
+    spread: bool = False
 
 
 _COLUMNS = (
-    _Column("tok/s", "total_tokens_per_s"),
-    _Column("x first", "tokens_per_s_against_first", 2),
+    _Column("tok/s", "total_tokens_per_s", spread=True),
+    _Column("x first", "tokens_per_s_against_first", 2, spread=True),
     _Column("of floor", "of_floor", -1),
     _Column("steady", "bubble_ratio_steady", -1),
     _Column("TTFT", "ttft_p50_s", 2),
@@ -61,5 +62,5 @@ def _cell(column: _Column, spread: Mapping[str, float] | None) -> Text:
         return share(value) if column.decimals < 0 else f"{value * column.scale:.{column.decimals}f}"
 
     low, high = show(spread["min"]), show(spread["max"])
-    between = "" if low == high else f"\n{low}-{high}"
+    between = f"\n{low}-{high}" if column.spread and low != high else ""
     return Text(show(spread["median"])) + Text(between, style="dim")

@@ -4,7 +4,7 @@ zipf:n=10000,min=1024,max=4096,theta=0.4,pd=10,seed=0
     SARATHI's (arXiv 2308.16369, section 5.3): total length min + k - 1 with a probability proportional to
     k^-theta, output max(1, round(length / (pd + 1))), the rest prompt
 uniform:n=32,min=256,max=1024,pd=8,seed=0
-    prompt length uniform, output max(1, prompt // pd)
+    prompt length uniform, output max(1, prompt // pd); or output=64 for all
 fixed:n=100,prompt=1024,output=128,seed=0
 poisson:rate=7,SPEC
     any of the others with Poisson arrivals, `rate` a second; else all arrive at 0
@@ -93,7 +93,7 @@ def parse_workload(spec: str) -> Workload:
     for name, value in values.items():
         if name == "pd" and not _LEAST_RATIO <= value <= _MOST:
             raise ConfigError(f"{spec}: pd is {value:g}; it must be a number from {_LEAST_RATIO:g} to {_MOST:g}")
-        least, real = 0 if name in ("theta", "seed") else 1, name in ("theta", "pd")
+        least, real = 0 if name in _FROM_ZERO.get(kind, ()) else 1, name in ("theta", "pd")
         most = _MOST if name in _TOKENS else _LARGEST
         if name != "pd" and not (least <= value <= most and (real or value % 1 == 0)):
             kind_of = "number" if real else "whole number"
@@ -136,14 +136,14 @@ def _zipf(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterat
 
 
 def _uniform(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
-    low, high, pd = int(values["min"]), int(values["max"]), values["pd"]
+    low, high, pd, output = int(values["min"]), int(values["max"]), values["pd"], int(values["output"])
 
     def draw(rng: random.Random) -> Iterator[Lengths]:
         while True:
             prompt = rng.randint(low, high)
-            yield prompt, max(1, int(prompt // pd))
+            yield prompt, output or max(1, int(prompt // pd))
 
-    return draw, high + max(1, int(high // pd))
+    return draw, high + (output or max(1, int(high // pd)))
 
 
 def _fixed(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
@@ -164,9 +164,11 @@ def _joined(spec: str, parts: list[Workload]) -> Workload:
     return Workload(spec, count, most, math.inf, draw, parts[0]._seed)
 
 
+# Parameters that may be 0; an output of 0 is one by pd.
+_FROM_ZERO = {"zipf": ("theta", "seed"), "uniform": ("output", "seed"), "fixed": ("seed",)}
 _Builder = Callable[[Mapping[str, float]], tuple[Callable[[random.Random], Iterator[Lengths]], int]]
 _KINDS: dict[str, tuple[dict[str, float], _Builder]] = {
     "zipf": ({"n": 10000, "min": 1024, "max": 4096, "theta": 0.4, "pd": 10, "seed": 0}, _zipf),
-    "uniform": ({"n": 32, "min": 256, "max": 1024, "pd": 8, "seed": 0}, _uniform),
+    "uniform": ({"n": 32, "min": 256, "max": 1024, "pd": 8, "output": 0, "seed": 0}, _uniform),
     "fixed": ({"n": 100, "prompt": 1024, "output": 128, "seed": 0}, _fixed),
 }

@@ -113,7 +113,7 @@ def test_a_peers_answer_is_the_last_object_of_what_it_prints(work: Work) -> None
         "ttft_s": [0.5, 1.5, 1.0],
         "version": "9",
     }
-    printed = f'{{"noise": 1}}\n{json.dumps(answered)}\nbye\n'
+    printed = f'{{"noise": 1}}\n{json.dumps(answered)}\nbye\n{{"more": "noise"\n'
     report, tokens = PeerRun(parse_peer("transformers"), Path()).outcome(work, printed)
     assert tokens == answered["token_ids"]
     assert (report["prompt_tokens"], report["output_tokens"]) == (6, 8)

@@ -12,6 +12,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from sarathi_pp.model import fuse as fuse_module
+from sarathi_pp.model import packed
 from sarathi_pp.model.fuse import GatedMLP, RowNorm, fuse
 from sarathi_pp.model.packed import OneDnnLinear, PanelLinear, has_onednn, has_panels
 from tests.model.families import FAMILIES, build_model
@@ -19,6 +21,7 @@ from tests.model.families import FAMILIES, build_model
 needs_panels = pytest.mark.skipif(
     not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"
 )
+needs_onednn = pytest.mark.skipif(not has_onednn(), reason="no packed bfloat16 products in torch")
 needs_either = pytest.mark.skipif(not has_panels() and not has_onednn(), reason="no packed bfloat16 products")
 
 
@@ -98,23 +101,47 @@ def test_a_norm_that_rounds_elsewhere_is_left_alone() -> None:
     assert type(fused(LlamaRMSNorm(32))) is LlamaRMSNorm
 
 
-@needs_either
+@needs_panels
+@pytest.mark.parametrize("num_threads", [2, 3])
+@torch.inference_mode()
+def test_threads_change_no_bit(num_threads: int) -> None:
+    torch.manual_seed(0)
+    mlp, norm = fused(Mlp(64, 96, nn.SiLU())), fused(LlamaRMSNorm(64).to(torch.bfloat16).requires_grad_(False))
+    x = torch.randn(1, 101, 64).bfloat16()
+    nothing = x[:, :0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = mlp(x), norm(x)
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(mlp(x), alone[0]) and torch.equal(norm(x), alone[1])
+        assert mlp(nothing).shape == norm(nothing).shape == (1, 0, 64)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("ours", [pytest.param(True, marks=needs_panels), pytest.param(False, marks=needs_onednn)])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @torch.inference_mode()
-def test_every_family_computes_what_it_did(family: str) -> None:
+def test_every_family_computes_what_it_did(family: str, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near to float32 as unfused, whose roundings are as many."""
+    if not ours:
+        for module in (packed, fuse_module):
+            monkeypatch.setattr(module, "has_panels", lambda: False)
     exact = build_model(family)
     plain = copy.deepcopy(exact).to(torch.bfloat16)
-    ours = copy.deepcopy(plain)
-    assert fuse(ours) >= sum(type(m) is nn.Linear for m in plain.modules()) // 3
-    assert sum(type(m) is nn.Linear for m in ours.modules()) <= 1, "all but a tied head"
+    faster = copy.deepcopy(plain)
+    assert fuse(faster) >= sum(type(m) is nn.Linear for m in plain.modules()) // 3
+    assert sum(type(m) is nn.Linear for m in faster.modules()) <= 1, "all but a tied head"
+    # Those of gpt2 are no nn.Linear, and its head is tied.
+    assert any(isinstance(m, PanelLinear) for m in faster.modules()) == (ours and family != "gpt2")
     ids = torch.arange(3, 40)[None]
     target = exact(ids).logits
 
     def error(model: nn.Module) -> float:
         return float((model(ids).logits.float() - target).norm() / target.norm())
 
-    assert error(ours) < 1.3 * error(plain)
+    assert error(faster) < 1.3 * error(plain)
 
 
 @needs_panels
@@ -140,7 +167,7 @@ def test_a_shared_weight_is_left_alone_and_float32_too() -> None:
     assert fuse(nn.Sequential(nn.Linear(8, 8))) == 0
 
 
-@pytest.mark.skipif(not has_onednn(), reason="no packed bfloat16 products in torch")
+@needs_onednn
 def test_odd_shapes_are_packed_all_the_same() -> None:
     model = nn.Sequential(nn.Linear(33, 40, dtype=torch.bfloat16).requires_grad_(False))
     assert fuse(model) == 1 and type(model[0]) is OneDnnLinear

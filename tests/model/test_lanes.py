@@ -47,7 +47,7 @@ def test_a_tile_is_a_product(rows: int, panels: int, rounded: int) -> None:
     inputs, width = 10, 16 * panels
     weight, x = torch.randn(width, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
     begin = torch.randn(width)
-    laid_out = to_panels(weight)
+    laid_out = to_panels(weight).contiguous()
     # Rows of the output lie farther apart than they are wide: what lies between is not touched.
     out = torch.full((rows, width + 3), 7.0, dtype=torch.bfloat16 if rounded else torch.float32)
     product(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import pytest
@@ -107,8 +108,26 @@ def test_onednns_product_gives_the_bits_of_a_plain_linear(rows: int, bias: bool)
 def test_what_our_product_does_not_take_goes_to_onednn() -> None:
     for linear in (bf16_linear(96, 72), bf16_linear(33, 64)):
         assert packing(linear) is OneDnnLinear
-    with mock.patch.object(packed, "find_spec", return_value=None):
-        assert not has_panels() and packing(bf16_linear(96, 96)) is OneDnnLinear
+
+
+@needs_onednn
+@pytest.mark.parametrize("missing", [{"numba": None}, {"sarathi_pp.model.lanes": None}])
+def test_without_numba_or_with_one_that_cannot_be_imported_onednn_does_it(missing: dict[str, None]) -> None:
+    kept = {name: module for name, module in sys.modules.items() if name == "sarathi_pp.model.lanes"}
+    sys.modules.pop("sarathi_pp.model.lanes", None)
+    has_panels.cache_clear()
+    try:
+        with mock.patch.dict(sys.modules, missing):
+            assert not has_panels() and packing(bf16_linear(96, 96)) is OneDnnLinear
+    finally:
+        has_panels.cache_clear()
+        sys.modules.update(kept)
+
+
+@needs_panels
+def test_another_dtype_is_refused_and_not_misread() -> None:
+    with pytest.raises(AssertionError, match="float32"):
+        PanelLinear(bf16_linear(32, 32))(torch.randn(3, 32))
 
 
 @needs_panels

@@ -48,8 +48,7 @@ def test_medians_stand_above_their_spread() -> None:
     lines = shown(DOCUMENT).splitlines()
     (row,) = [index for index, line in enumerate(lines) if line.startswith("balanced,")]
     assert lines[row].split()[-7:] == ["812", "1.00", "82.3%", "3.1%", "1.25", "12.30", "1920"]
-    assert "800-820" in lines[row + 1] and "81.0%-83.0%" in lines[row + 1] and "3.0%-4.5%" in lines[row + 1]
-    assert "1.00-1.00" not in lines[row + 1]
+    assert lines[row + 1].split()[-1] == "800-820", "and nothing where rounds agree"
 
 
 def test_the_machine_is_named_and_nothing_is_cut_off() -> None:

@@ -6,13 +6,16 @@ Exact tokens are not promised there; rounding decides a few of the tokens of any
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from sarathi_pp.model.attention import numba as numba_attention
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.lanes import has_lanes
 from tests.model.families import FAMILIES, build_model
 from tests.runtime.pipeline import CPU, run_pipeline, stage_models
 from tests.runtime.references import NEW_TOKENS
@@ -34,13 +37,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: int) -> Tensor:
     """(T, vocab) of one sequence in chunks, through two stages."""
     facts, models = stage_models(directory, 2, dtype)
-    kvs = [KVShard(model.layers, 16, 4, facts.num_kv_heads, facts.head_dim, dtype, CPU) for model in models]
+    kvs = [KVShard(model.layers, 16, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU) for model in models]
     rows, start = [], 0
     for num_tokens in CHUNKS:
-        inputs = build_inputs([Span(start, num_tokens, range(16))], range(num_tokens), 4, CPU)
+        inputs = build_inputs([Span(start, num_tokens, range(16))], range(num_tokens), page_size, CPU)
         x = token_ids[start : start + num_tokens]
         for model, kv in zip(models, kvs, strict=True):
             x = model.forward(x, inputs, kv)
@@ -49,15 +52,21 @@ def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat(rows).float()
 
 
+@pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_no_farther_from_float32_than_those_of_transformers(family, reference):
+def test_logits_are_no_farther_from_float32_than_those_of_transformers(family, page_size, reference):
+    """Pages of 16 are of a size that our own kernel takes, where heads have 16 channels."""
     known = reference(family)
     (prompt,) = (prompt for prompt in known.prompts if len(prompt) == sum(CHUNKS))
     token_ids = torch.tensor(prompt)
     with torch.inference_mode():
         exact = known.model(token_ids[None], use_cache=False).logits[0]
         theirs = build_model(family).to(torch.bfloat16)(token_ids[None], use_cache=False).logits[0].float()
-    ours = sliced_logits(known.directory, token_ids, torch.bfloat16)
+    with mock.patch.object(numba_attention, "attend", wraps=numba_attention.attend) as kernel:
+        ours = sliced_logits(known.directory, token_ids, torch.bfloat16, page_size)
+    config = known.model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert kernel.called == (has_lanes() and page_size == 16 and head_dim == 16)
     largest = exact.abs().max()
     our_error, their_error = (((logits - exact) / largest).square().mean().sqrt() for logits in (ours, theirs))
     print(f"{family}: root mean square error {our_error:.2e} of the largest logit; transformers {their_error:.2e}")

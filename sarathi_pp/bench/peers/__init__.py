@@ -88,6 +88,7 @@ def _vllm_environment(python: Path, parameters: Parameters) -> Environment:
     ends = [rank * len(cores) // ranks for rank in range(ranks + 1)]
     shares = [cores[begin:end] or [cores[begin]] for begin, end in pairwise(ends)]
     return {
+        "PYTHONPATH": "",  # ours is not for its Python
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "VLLM_CPU_KVCACHE_SPACE": parameters["kv"],
         "VLLM_LOGGING_LEVEL": "WARNING",

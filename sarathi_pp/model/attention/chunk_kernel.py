@@ -182,9 +182,11 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
                         store_word(queries, at * words + word, load_word(query, source + word) if row < count else 0)
             seen_first = 0 if window == 0 else max(start + begin - window + 1, 0)
             end = start + begin + count
-            for block in range(seen_first // page_tokens * page_tokens, end, BLOCK_KEYS):
+            # Blocks begin where they do for every chunk, so that how a prompt is cut changes no bit of a row.
+            for block in range(seen_first // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
                 block_end = min(block + BLOCK_KEYS, end)
-                for token in range(block, block_end, page_tokens):
+                skip = max(seen_first - block, 0) // 32 * 32
+                for token in range((block + skip) // page_tokens * page_tokens, block_end, page_tokens):
                     page = load_index(pages, token // page_tokens) * num_kv_heads + kv_head
                     place = token - block
                     _lay_out_keys(keys, page * page_tokens * words, page_tokens, words, key_panels + place * words * 4)
@@ -206,7 +208,10 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
                     num_keys = min(block_end, last + 1) - block
                     num_panels = (num_keys + 15) // 16
                     width = (num_keys + 31) // 32 * 32
-                    _scores(queries + at * words * 4, words, key_panels, num_panels, zeros, scores, BLOCK_KEYS)
+                    _scores(
+                        queries + at * words * 4, words, key_panels + skip * words * 4, num_panels - skip // 16, zeros,
+                        scores + skip * 4, BLOCK_KEYS,
+                    )  # fmt: skip
                     for step in range(TILE_ROWS):
                         position = first + step
                         low = 0 if window == 0 else min(max(position - window + 1 - block, 0), width)
@@ -214,18 +219,24 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
                         state = states + (at + step) * 8
                         here, there = scores + step * BLOCK_KEYS * 4, weights + step * BLOCK_KEYS * 2
                         if low >= high:  # the row sees nothing of the block
-                            for key in range(width):
+                            for key in range(skip, width):
                                 store_bf16(there, key, _FLOAT(0))
                             continue
                         before = load_float(state, 0)
-                        top, total = _weigh(here, there, low, high, width, slope, softcap * _LOG2_E, before)
+                        top, total = _weigh(
+                            here + skip * 4, there + skip * 2, low - skip, high - skip, width - skip, slope,
+                            softcap * _LOG2_E, before,
+                        )  # fmt: skip
                         kept = exponential((before - top) / _LOG2_E) if before > _NONE else _FLOAT(0)
                         store_float(state, 0, top)
                         store_float(state, 1, load_float(state, 1) * kept + total)
                         for channel in range(head_dim):
                             held = totals + (at + step) * head_dim * 4
                             store_float(held, channel, load_float(held, channel) * kept)
-                    _sums(weights, BLOCK_KEYS // 2, width // 2, value_panels, panel_words, head_dim, zeros, sums)
+                    _sums(
+                        weights + skip * 2, BLOCK_KEYS // 2, (width - skip) // 2, value_panels + skip * 32, panel_words,
+                        head_dim, zeros, sums,
+                    )  # fmt: skip
                     for channel in range(TILE_ROWS * head_dim):
                         held = totals + at * head_dim * 4
                         store_float(held, channel, load_float(held, channel) + load_float(sums, channel))

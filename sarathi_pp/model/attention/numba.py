@@ -11,6 +11,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ class NumbaAttention:
         """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
         chunks, rows = self._halves(inputs)
         limits = np.full(query.shape[1], -np.inf, np.float32) if sinks is None else sinks.detach().float().numpy()
-        if chunks.spans and self._compiles(kv):
+        if chunks.spans and query.dtype == torch.bfloat16 and self._compiles(kv):
             out = torch.empty(query.shape, dtype=query.dtype)
             for span in chunks.spans:
                 self._chunk(query, out, span, _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits))
@@ -86,10 +87,18 @@ class NumbaAttention:
         return fits and self._has_lanes and kv.dtype == torch.bfloat16
 
     def _chunk(self, query: Tensor, out: Tensor, span: SpanRows, rule: _Rule) -> None:
-        """One span's rows of the (T, H, D) queries, KV heads shared out over threads."""
-        rows = slice(span.first_row, span.first_row + span.num_tokens)
-        pieces = [partial(rule.attend, query[rows], out[rows], span, heads) for heads in shares(rule.kv.num_kv_heads)]
-        share_out(pieces)
+        """One span's rows of the (T, H, D) queries; threads share KV heads out, and rows where there are too few."""
+        heads = shares(rule.kv.num_kv_heads)
+        parts = -(-torch.get_num_threads() // len(heads))
+        ends = [span.num_tokens * part // parts for part in range(parts + 1)]
+        share_out(
+            [
+                partial(rule.attend, query, out, span, range(begin, end), piece)
+                for begin, end in pairwise(ends)
+                for piece in heads
+                if begin < end
+            ]
+        )
 
     def _decode(self, query: Tensor, call: _Call) -> Tensor:
         """(R, H, D) float32 queries to outputs, rows shared out over threads by the keys they read."""
@@ -129,12 +138,14 @@ class _Rule:
     softcap: float
     sinks: NDArray[np.float32]
 
-    def attend(self, query: Tensor, out: Tensor, span: SpanRows, heads: range) -> None:
-        """(T, H, D) bfloat16 queries of one span; out is contiguous. heads: of KV."""
+    def attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
+        """(T, H, D) bfloat16 queries of a microbatch; out is contiguous. rows: of the span. heads: of KV."""
         kv, group = self.kv, query.shape[1] // self.kv.num_kv_heads
+        place = slice(span.first_row + rows.start, span.first_row + rows.stop)
+        query, out = query[place], out[place]
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
             query = query.contiguous()
-        scratch = scratch_of_thread(scratch_floats(span.num_tokens, group, kv.head_dim))
+        scratch = scratch_of_thread(scratch_floats(len(rows), group, kv.head_dim))
         attend(
             query.data_ptr(),
             query.stride(0) // 2,
@@ -146,8 +157,8 @@ class _Rule:
             kv.head_dim,
             kv.page_size,
             span.pages.data_ptr(),
-            span.start,
-            span.num_tokens,
+            span.start + rows.start,
+            len(rows),
             rows_at_once(group),
             heads.start,
             heads.stop,

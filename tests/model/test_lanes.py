@@ -119,6 +119,7 @@ def test_the_exponential_is_as_exact_as_float32() -> None:
     assert out[1001:1004].tolist() == [0, 0, 0] and bool(out[-1].isnan())
 
 
+@needs_lanes
 def test_loads_and_stores_count_in_elements() -> None:
     @compiled()
     def copy(words, halves, floats, rounded, indices, out, more):  # type: ignore[no-untyped-def]

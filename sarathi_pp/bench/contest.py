@@ -179,9 +179,11 @@ class Run:
     peak_bytes: int
     command_s: float
 
-    def to_json(self) -> Report:
+    def to_json(self, first: TokenIds) -> Report:
+        """first: the first run's outputs, to say for which share of the requests these are the same."""
+        same = sum(ours == theirs for ours, theirs in zip(self.token_ids, first, strict=True)) / len(first)
         facts = {name: getattr(self, name) for name in ("entrant", "round", "busy_before", "stolen", "command_s")}
-        return {**facts, "peak_memory_bytes": self.peak_bytes, **self.report}
+        return {**facts, "peak_memory_bytes": self.peak_bytes, "same_tokens": same, **self.report}
 
 
 def hold(work: Work, entrants: Sequence[Entrant], rounds: int, say: Callable[[Run], None]) -> list[Run]:

@@ -72,16 +72,14 @@ def compete(setting: Setting, say: Callable[[Run, Document], None]) -> Document:
         "floor": asdict(floor),
         "rounds": setting.rounds,
     }
-    runs: list[Document] = []
-    first: dict[int, list[list[int]]] = {}
+    runs: list[Run] = []
 
     def document() -> Document:
-        return contest_document(runs, floor.seconds, **told)
+        first = runs[0].token_ids
+        return contest_document([run.to_json(first) for run in runs], floor.seconds, **told)
 
     def add(run: Run) -> None:
-        first.setdefault(0, run.token_ids)
-        same = sum(ours == theirs for ours, theirs in zip(first[0], run.token_ids, strict=True))
-        runs.append(run.to_json() | {"same_tokens": same / len(first[0])})
+        runs.append(run)
         say(run, document())
 
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-bench-") as scratch:

@@ -10,23 +10,15 @@ from typing import Any
 import click
 from rich.console import Console
 
+from sarathi_pp.cli.options import policies_option
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
 from sarathi_pp.config import DTYPES
-from sarathi_pp.core.policy import POLICIES
 
 
 @click.command()
 @click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub.")
 @click.option("--workload", required=True, metavar="SPEC", help="Like uniform:n=32,min=256,max=1024,pd=8.")
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("balanced",),
-    show_default=True,
-    metavar="NAME[:key=value,...]",
-    help=f"May be given several times. One of {', '.join(sorted(POLICIES))}.",
-)
+@policies_option
 @click.option(
     "--stages",
     "--pipeline-parallel-size",

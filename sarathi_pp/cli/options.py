@@ -1,4 +1,4 @@
-"""Options that commands share: which model, on what, in how many stages."""
+"""Options that commands share: which model, on what, in how many stages; and policies side by side."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
 from sarathi_pp.config import DEVICES, DTYPES, RunConfig
+from sarathi_pp.core.policy import POLICIES
 
 _MODEL_OPTIONS = (
     click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub."),
@@ -33,6 +34,17 @@ _MODEL_OPTIONS = (
     click.option(
         "--page-size", "--block-size", type=Count(auto=True), default="auto", help="Tokens a KV page.  [default: 16]"
     ),
+)
+
+
+policies_option = click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("balanced",),
+    show_default=True,
+    metavar="NAME[:key=value,...]",
+    help=f"May be given several times. One of {', '.join(sorted(POLICIES))}.",
 )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import click
 from rich.console import Console
 
+from sarathi_pp.cli.options import policies_option
 from sarathi_pp.cli.values import Count, Real
-from sarathi_pp.core.policy import POLICIES, auto_chunk_size, keeps_tbt_slo, with_tbt_slo
+from sarathi_pp.core.policy import auto_chunk_size, keeps_tbt_slo, with_tbt_slo
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim.experiment import Experiment, report_of
@@ -40,15 +41,7 @@ class SlowStage(click.ParamType[tuple[int, float]]):
 @click.option("--profile", type=click.Path(path_type=Path), help="profile.json of the pipeline.")
 @click.option("--preset", "preset_name", type=click.Choice(list(PRESETS)), help="A published pipeline instead.")
 @click.option("--workload", required=True, metavar="SPEC", help="Like zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10.")
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("balanced",),
-    show_default=True,
-    metavar="NAME[:key=value,...]",
-    help=f"May be given several times. One of {', '.join(sorted(POLICIES))}.",
-)
+@policies_option
 @click.option(
     "--chunk-size",
     "chunk_sizes",

@@ -189,7 +189,7 @@ def _storer(element: Any, taken: Any, convert: Any = None) -> Any:
 
 # (address, index) -> value, and (address, index, value); index counts elements.
 load_word, store_word = _loader(_I32, types.uint32), _storer(_I32, types.uint32)
-load_half, store_half = _loader(_I16, types.uint16), _storer(_I16, types.uint16)
+load_half = _loader(_I16, types.uint16)
 load_float, store_float = _loader(_F32, types.float32), _storer(_F32, types.float32)
 load_index = _loader(_I64, types.int64)
 # bfloat16 in memory, float32 as a value; stores round to nearest, and NaN stays NaN.

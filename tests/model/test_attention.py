@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model import attention
+from sarathi_pp.model import attention, lanes
 from sarathi_pp.model.attention import AttentionBackend, choose_backend, decode_kernel, sdpa
 from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, rows_at_once
 from sarathi_pp.model.attention.numba import NumbaAttention, _Rows
@@ -462,8 +462,8 @@ def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> No
             raise RuntimeError("cannot cache function 'attend': no locator available")
         return njit(*args, **kwargs)
 
-    njit = decode_kernel.numba.njit
-    with mock.patch.object(decode_kernel.numba, "njit", no_folder):
+    njit = lanes.numba.njit
+    with mock.patch.object(lanes.numba, "njit", no_folder):
         assert callable(decode_kernel.compile_kernel.__wrapped__(8, 2, 4))
 
 

@@ -85,37 +85,16 @@ def _lay_out_values(values, page, first, count, head_dim, to, panel_words):  # t
 
 
 @inlined
-def _scores(queries, row_words, panels, num_panels, zeros, scores, width):  # type: ignore[no-untyped-def]
-    panel_words = row_words * 16
+def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, out_row):  # type: ignore[no-untyped-def]
+    """Six rows of x times panels side by side, in float32; four panels at a time, then one by one."""
     panel = 0
     while panel + 4 <= num_panels:
-        dot_tile(
-            6, 4, 0, 0, panels + panel * panel_words * 4, panel_words, queries, row_words, 1, row_words, zeros,
-            scores + panel * 64, width,
-        )  # fmt: skip
+        weight, to = panels + panel * panel_words * 4, out + panel * 64
+        dot_tile(6, 4, 0, 0, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row)
         panel += 4
     while panel < num_panels:
-        dot_tile(
-            6, 1, 0, 0, panels + panel * panel_words * 4, panel_words, queries, row_words, 1, row_words, zeros,
-            scores + panel * 64, width,
-        )  # fmt: skip
-        panel += 1
-
-
-@inlined
-def _sums(weights, row_words, num_pairs, panels, panel_words, head_dim, zeros, out):  # type: ignore[no-untyped-def]
-    panel = 0
-    while panel + 4 <= head_dim // 16:
-        dot_tile(
-            6, 4, 0, 0, panels + panel * panel_words * 4, panel_words, weights, row_words, 1, num_pairs, zeros,
-            out + panel * 64, head_dim,
-        )  # fmt: skip
-        panel += 4
-    while panel < head_dim // 16:
-        dot_tile(
-            6, 1, 0, 0, panels + panel * panel_words * 4, panel_words, weights, row_words, 1, num_pairs, zeros,
-            out + panel * 64, head_dim,
-        )  # fmt: skip
+        weight, to = panels + panel * panel_words * 4, out + panel * 64
+        dot_tile(6, 1, 0, 0, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row)
         panel += 1
 
 
@@ -208,9 +187,9 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
                     num_keys = min(block_end, last + 1) - block
                     num_panels = (num_keys + 15) // 16
                     width = (num_keys + 31) // 32 * 32
-                    _scores(
-                        queries + at * words * 4, words, key_panels + skip * words * 4, num_panels - skip // 16, zeros,
-                        scores + skip * 4, BLOCK_KEYS,
+                    _product(
+                        queries + at * words * 4, words, words, key_panels + skip * words * 4, num_panels - skip // 16,
+                        words * 16, zeros, scores + skip * 4, BLOCK_KEYS,
                     )  # fmt: skip
                     for step in range(TILE_ROWS):
                         position = first + step
@@ -233,9 +212,9 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
                         for channel in range(head_dim):
                             held = totals + (at + step) * head_dim * 4
                             store_float(held, channel, load_float(held, channel) * kept)
-                    _sums(
-                        weights + skip * 2, BLOCK_KEYS // 2, (width - skip) // 2, value_panels + skip * 32, panel_words,
-                        head_dim, zeros, sums,
+                    _product(
+                        weights + skip * 2, BLOCK_KEYS // 2, (width - skip) // 2, value_panels + skip * 32,
+                        head_dim // 16, panel_words, zeros, sums, head_dim,
                     )  # fmt: skip
                     for channel in range(TILE_ROWS * head_dim):
                         held = totals + at * head_dim * 4

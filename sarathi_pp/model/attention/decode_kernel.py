@@ -20,21 +20,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from sarathi_pp.model.lanes import compiled, exponential, inlined
+
 Kernel = Callable[..., None]
 
 _FLOAT = np.float32
-# Not "fast": that would let a NaN in the cache vanish, and a broken sequence must be seen.
-_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
 _LINE_BYTES = 64
 _UNROLL = 16
-_LOWEST = _FLOAT(-87)  # exp of less is no normal float32
 
 
 # Arrays are flat and read through these: Python's negative indices would cost a test at every element.
@@ -88,40 +86,13 @@ def _prefetch(typing: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
-@intrinsic
-def _float_of_bits(typing: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@numba.njit(fastmath=_FLAGS, inline="always")
-def _exp(x):  # type: ignore[no-untyped-def]
-    """exp(x) for x <= 0 within 1e-7 of its value: the C library's has no vector form here.
-
-    2^n * exp(r) with n whole and |r| <= ln(2) / 2, the coefficients of Cephes' expf. Not for NaN.
-    """
-    x = x if x > _LOWEST else _LOWEST
-    n = np.int32(x * _FLOAT(1.4426950408889634) - _FLOAT(0.5))
-    r = x - _FLOAT(n) * _FLOAT(0.693359375) + _FLOAT(n) * _FLOAT(2.12194440e-4)
-    p = _FLOAT(1.9875691500e-4)
-    p = p * r + _FLOAT(1.3981999507e-3)
-    p = p * r + _FLOAT(8.3334519073e-3)
-    p = p * r + _FLOAT(4.1665795894e-2)
-    p = p * r + _FLOAT(1.6666665459e-1)
-    p = p * r + _FLOAT(5.0000001201e-1)
-    p = p * r * r + r + _FLOAT(1)
-    return p * _float_of_bits(np.int32((n + np.int32(127)) << np.int32(23)))
-
-
-@numba.njit(fastmath=_FLAGS, inline="always")
+@inlined
 def _fetch(pool, first, size):  # type: ignore[no-untyped-def]
     for index in range(first, first + size, _LINE_BYTES // pool.itemsize):
         _prefetch(pool, index)
 
 
-@numba.njit(fastmath=_FLAGS, inline="always")
+@inlined
 def _score_block(keys, block, low, high, query, q, scores, to, top, head_dim):  # type: ignore[no-untyped-def]
     """One query head against keys [low, high) of a page; returns the largest product so far."""
     for token in range(low, high):
@@ -134,7 +105,7 @@ def _score_block(keys, block, low, high, query, q, scores, to, top, head_dim):  
     return top
 
 
-@numba.njit(fastmath=_FLAGS, inline="always")
+@inlined
 def _to_weights(scores, low, high, top, scaling, softcap, sink):  # type: ignore[no-untyped-def]
     """Softmax of the products in scores[low:high); softcap 0 and sink -inf are none."""
     top *= scaling
@@ -148,10 +119,10 @@ def _to_weights(scores, low, high, top, scaling, softcap, sink):  # type: ignore
     total = _FLOAT(0)
     if sink > -np.inf:
         top = max(top, sink)
-        total = _exp(sink - top)
+        total = exponential(sink - top)
     for at in range(low, high):
         below = _load(scores, at) - top
-        weight = _exp(below) if below == below else below  # NaN stays NaN
+        weight = exponential(below)
         _store(scores, at, weight)
         total += weight
     inverse = _FLOAT(1) / total
@@ -159,7 +130,7 @@ def _to_weights(scores, low, high, top, scaling, softcap, sink):  # type: ignore
         _store(scores, at, _load(scores, at) * inverse)
 
 
-@numba.njit(fastmath=_FLAGS, inline="always")
+@inlined
 def _sum_block(values, block, low, high, scores, weights, out, o, head_dim):  # type: ignore[no-untyped-def]
     """Add a page's values [low, high), weighted. What lies outside may never have been written."""
     token = low
@@ -236,9 +207,5 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
                             head_dim,
                         )  # fmt: skip
 
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": _FLAGS}
-    try:
-        kernel: Kernel = numba.njit(**options, cache=True)(attend)
-    except RuntimeError:  # no folder that numba could keep the machine code in: compile at every start
-        kernel = numba.njit(**options)(attend)
+    kernel: Kernel = compiled()(attend)
     return kernel

@@ -6,7 +6,7 @@ from operator import mul
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sarathi_pp.report.advice import Advice, ComparedRun, advise, advise_comparison
@@ -308,8 +308,11 @@ def test_what_the_last_stage_takes_longer_may_be_its_head_s_or_its_machine_s() -
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 20)), min_size=2, max_size=4))
+@example([(4, 7), (2, 10)])
 def test_no_other_split_is_faster(stages: list[tuple[int, int]]) -> None:
-    """Against every composition."""
+    """Against every composition. What is tried may also be what a head that costs the last stage its time asks for:
+    3 layers each in the example, which is faster only if 6 of the last stage's 20 s are its head's.
+    """
     split = [layers for layers, _ in stages]
     per_layer_s = [float(seconds) for _, seconds in stages]
     computed_s = [layers * seconds for layers, seconds in zip(split, per_layer_s, strict=True)]
@@ -322,7 +325,7 @@ def test_no_other_split_is_faster(stages: list[tuple[int, int]]) -> None:
     found = splits_of(split, computed_s)
     slowest_s = [max(map(mul, one, per_layer_s)) for one in found if one is not None]
     assert all(one is not None and (sum(one), min(one) >= 1) == (sum(split), True) for one in found)
-    assert min(slowest_s, default=max(computed_s)) == pytest.approx(fastest_s)
+    assert min([max(computed_s), *slowest_s]) == pytest.approx(fastest_s)
 
 
 def test_fewer_than_four_sequences_at_once() -> None:

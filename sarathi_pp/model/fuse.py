@@ -1,38 +1,40 @@
 """Rewrites of a loaded stage that make it faster. Applied from outside: no model knows of them.
 
-In bfloat16 on CPU, where our own products run (packed.py), a gated MLP becomes one product for gate and up, one pass
-for the activation and one product for down, and an RMSNorm becomes one pass. Then every other linear layer is packed.
-Which modules those are is read off their code: one whose `forward` is Llama's own, instruction by instruction, does
-what Llama's does, whatever its name. Every rounding to bfloat16 stays where the model has it.
+In bfloat16 on CPU, where our own products run (packed.py), gated MLPs, RMSNorms, attention with rotary embedding and
+the layers made of them become those of fused.py. Then every other linear layer is packed. Which modules those are is
+read off their code: one whose `forward` is Llama's own, instruction by instruction, does what Llama's does, whatever
+its name.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
-from sarathi_pp.model.packed import PanelLinear, fits_panels, has_panels, packing
+from sarathi_pp.model.fused import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.packed import fits_panels, has_panels, packing
 
-# Rows below which threads are not worth their waking.
-_ROWS_A_THREAD = 32
+Rewrite = Callable[[Any], nn.Module]
 
 
 def fuse(module: nn.Module) -> int:
-    """Replaces what can be replaced; returns how many modules.
+    """Replaces what can be replaced; returns how many modules. Attention then needs a PagedCall.
 
-    One weight at a time is held twice, of an MLP gate and up together. Weights that another module shares (tied
-    embeddings) stay as they are, since packing would copy them; no module that is fused shares any.
+    One weight at a time is held twice, of an MLP gate and up together, of attention query, key and value. Weights that
+    another module shares (tied embeddings) stay as they are, since packing would copy them; no module that is fused
+    shares any.
     """
     # Places, not modules: nothing here may keep a weight alive that has been packed.
     count = 0
-    for rewrite in (_fused, _packed(module)):
+    for rewrite in (_part, _layer, _packed(module)):
         places = [
             (parent, name, made)
             for parent in module.modules()
@@ -45,18 +47,24 @@ def fuse(module: nn.Module) -> int:
     return count
 
 
-Rewrite = Callable[[Any], nn.Module]
-
-
-def _fused(child: nn.Module) -> Rewrite | None:
-    if _forward_is(child, LlamaMLP) and _is_silu(child.act_fn):
-        linears = [child.gate_proj, child.up_proj, child.down_proj]
-        return GatedMLP if all(type(one) is nn.Linear and fits_panels(one) for one in linears) else None
-    if _forward_is(child, LlamaRMSNorm):
-        weight: Any = child.weight
+def _part(child: Any) -> Rewrite | None:
+    """Of a layer."""
+    if _runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
+        return GatedMLP if _all_fit(child.gate_proj, child.up_proj, child.down_proj) else None
+    if _runs(child, llama.LlamaRMSNorm):
+        weight = child.weight
         fits = weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0
         return RowNorm if fits and has_panels() else None
+    # The others hand a window to the attention function too, which knows it from the stage.
+    if any(_runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
+        fits = _all_fit(child.q_proj, child.k_proj, child.v_proj, child.o_proj) and child.head_dim % 32 == 0
+        return RotaryAttention if fits and _rotates_as_llama(child) else None
     return None
+
+
+def _layer(child: Any) -> Rewrite | None:
+    fits = _runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) is RowNorm
+    return Block if fits else None
 
 
 def _packed(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
@@ -71,61 +79,22 @@ def _packed(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
     return rewrite
 
 
-def _forward_is(child: Any, known: type[nn.Module]) -> bool:
-    ours, theirs = type(child).forward, known.forward
-    if not hasattr(ours, "__code__"):
-        return False
+def _all_fit(*linears: nn.Module) -> bool:
+    return all(type(one) is nn.Linear and fits_panels(one) for one in linears)
+
+
+def _rotates_as_llama(attention: nn.Module) -> bool:
+    names = inspect.unwrap(type(attention).forward).__globals__
+    return all(_same_code(names[name], getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half"))
+
+
+def _runs(module: nn.Module, known: type[nn.Module]) -> bool:
+    return _same_code(type(module).forward, known.forward)
+
+
+def _same_code(ours: Any, theirs: Any) -> bool:
+    ours, theirs = inspect.unwrap(ours), inspect.unwrap(theirs)
     names = ("co_code", "co_names", "co_consts")
-    return all(getattr(ours.__code__, name) == getattr(theirs.__code__, name) for name in names)
-
-
-def _is_silu(activation: object) -> bool:
-    return type(activation) in (nn.SiLU, SiLUActivation)
-
-
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) for bfloat16 x (..., hidden_size)."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        from sarathi_pp.model import rows  # numba is an optional package, and a slow import
-
-        self._kernel = rows
-        self.width = mlp.up_proj.out_features
-        self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
-        self.down = PanelLinear(mlp.down_proj)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.gate_up(x)
-        gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
-        num_rows = gated.numel() // self.width
-        share_out([partial(self._gate, both, gated, rows) for rows in shares(num_rows, _ROWS_A_THREAD)])
-        return self.down(gated)  # type: ignore[no-any-return]
-
-    def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
-        scratch = scratch_of_thread(self.width).data_ptr()
-        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width, scratch)
-
-
-class RowNorm(nn.Module):
-    """weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width); the quotient is rounded, then the product."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        from sarathi_pp.model import rows  # numba is an optional package, and a slow import
-
-        self._kernel = rows
-        self.weight = norm.weight
-        self.epsilon = float(norm.variance_epsilon)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.bfloat16, f"fused for bfloat16, called with {x.dtype}"
-        x, width = x.contiguous(), x.shape[-1]
-        out = torch.empty_like(x)
-        share_out([partial(self._norm, x, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
-        return out
-
-    def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
-        width = x.shape[-1]
-        weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
-        self._kernel.rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
+    return hasattr(ours, "__code__") and all(
+        getattr(ours.__code__, name) == getattr(theirs.__code__, name) for name in names
+    )

@@ -57,6 +57,7 @@ _FLOATS = ir.VectorType(_F32, LANES)
 _WORDS = ir.VectorType(_I32, LANES)
 _PAIRS = ir.VectorType(_BF16, 2 * LANES)
 _HALVES = ir.VectorType(_BF16, LANES)
+_SHORTS = ir.VectorType(_I16, LANES)
 
 
 def has_lanes(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -147,10 +148,24 @@ def _load_line(builder: Any, address: Any, line: Any) -> Any:
     return builder.load(builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
 
 
+def _round(builder: Any, values: Any) -> Any:
+    """Sixteen float32 to bfloat16, to nearest."""
+    return _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, [values])
+
+
+def _widen(builder: Any, halves: Any) -> Any:
+    """Sixteen bfloat16 to float32."""
+    words = builder.zext(builder.bitcast(halves, _SHORTS), _WORDS)
+    return builder.bitcast(builder.shl(words, ir.Constant(_WORDS, [16] * LANES)), _FLOATS)
+
+
+def _halves_at(builder: Any, address: Any, index: Any) -> Any:
+    """Pointer to sixteen bfloat16 from element `index` on."""
+    return builder.bitcast(_at(builder, address, _I16, index), _HALVES.as_pointer())
+
+
 def _store_rounded(builder: Any, address: Any, line: Any, values: Any) -> None:
-    halves = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, [values])
-    pointer = _at(builder, address, _I16, builder.mul(line, _index(LANES)))
-    builder.store(halves, builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
+    builder.store(_round(builder, values), _halves_at(builder, address, builder.mul(line, _index(LANES))), align=2)
 
 
 def _spread(builder: Any, value: Any) -> Any:
@@ -260,8 +275,7 @@ def dot_tile(  # type: ignore[no-untyped-def]
                 summed = totals[row][panel]
                 at = builder.add(builder.mul(out_row_, _index(row)), _index(LANES * panel))
                 if rounded:
-                    value = _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, [summed])
-                    builder.store(value, builder.bitcast(_at(builder, out_, _I16, at), _HALVES.as_pointer()), align=2)
+                    builder.store(_round(builder, summed), _halves_at(builder, out_, at), align=2)
                 else:
                     pointer = builder.bitcast(_at(builder, out_, _F32, at), _FLOATS.as_pointer())
                     builder.store(summed, pointer, align=4)
@@ -282,6 +296,34 @@ def round_lines(typing, source, to, num_lines):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def rotate_lines(typing, source, to, cos, sin, num_lines):  # type: ignore[no-untyped-def]
+    """Rotary embedding of one head of 32 * num_lines bfloat16, channel c with channel c + 16 * num_lines.
+
+    x * cos + (-x[half:], x[:half]) * sin, with both products and their sum rounded. `to` may be `source`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source_, to_, cos_, sin_, num_lines_ = arguments
+        half = builder.mul(num_lines_, _index(LANES))
+        with _each_line(builder, num_lines_) as (line, _):
+            first = builder.mul(line, _index(LANES))
+            places = first, builder.add(first, half)
+            (a, b), cosines, sines = (
+                [_widen(builder, builder.load(_halves_at(builder, array, at), align=2)) for at in places]
+                for array in (source_, cos_, sin_)
+            )
+            for at, own, other, cosine, sine in zip(places, (a, b), (builder.fneg(b), a), cosines, sines, strict=True):
+                parts = (
+                    _widen(builder, _round(builder, builder.fmul(value, factor)))
+                    for value, factor in ((own, cosine), (other, sine))
+                )
+                builder.store(_round(builder, builder.fadd(*parts)), _halves_at(builder, to_, at), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
 
 
 @intrinsic

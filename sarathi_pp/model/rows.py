@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from sarathi_pp.model.lanes import compiled, exponential, load_bf16, round_lines, store_float
+from sarathi_pp.model.lanes import (
+    compiled,
+    exponential,
+    inlined,
+    load_bf16,
+    load_index,
+    load_word,
+    rotate_lines,
+    round_lines,
+    store_float,
+    store_word,
+)
 
 _FLOAT = np.float32
 
@@ -30,19 +41,61 @@ def silu_multiply(both, out, first, end, width, scratch):  # type: ignore[no-unt
         round_lines(scratch, to, width // 16)
 
 
+@inlined
+def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-untyped-def]
+    """to = weight * (source / sqrt(mean(source * source) + epsilon)), one row."""
+    total = _FLOAT(0)
+    for at in range(width):
+        value = load_bf16(source, at)
+        total += value * value
+    inverse = _FLOAT(1) / _FLOAT(np.sqrt(total / _FLOAT(width) + _FLOAT(epsilon)))
+    for at in range(width):
+        store_float(scratch, at, load_bf16(source, at) * inverse)
+    round_lines(scratch, to, width // 16)
+    for at in range(width):
+        store_float(scratch, at, load_bf16(to, at) * load_bf16(weight, at))
+    round_lines(scratch, to, width // 16)
+
+
 @compiled()
 def rms_norm(x, weight, out, first, end, width, epsilon, scratch):  # type: ignore[no-untyped-def]
     """out[r] = weight * (x[r] / sqrt(mean(x[r] * x[r]) + epsilon)) for the rows [first, end)."""
     for row in range(first, end):
-        source, to = x + row * width * 2, out + row * width * 2
-        total = _FLOAT(0)
+        _normalise(x + row * width * 2, weight, out + row * width * 2, width, epsilon, scratch)
+
+
+@compiled()
+def add_rms_norm(x, added, weight, out, first, end, width, epsilon, scratch):  # type: ignore[no-untyped-def]
+    """added[r] += x[r] and then out[r] = rms_norm of that, for the rows [first, end)."""
+    for row in range(first, end):
+        source, total = x + row * width * 2, added + row * width * 2
         for at in range(width):
-            value = load_bf16(source, at)
-            total += value * value
-        inverse = _FLOAT(1) / _FLOAT(np.sqrt(total / _FLOAT(width) + _FLOAT(epsilon)))
-        for at in range(width):
-            store_float(scratch, at, load_bf16(source, at) * inverse)
-        round_lines(scratch, to, width // 16)
-        for at in range(width):
-            store_float(scratch, at, load_bf16(to, at) * load_bf16(weight, at))
-        round_lines(scratch, to, width // 16)
+            store_float(scratch, at, load_bf16(source, at) + load_bf16(total, at))
+        round_lines(scratch, total, width // 16)
+        _normalise(total, weight, out + row * width * 2, width, epsilon, scratch)
+
+
+@compiled()
+def rotate_and_write(  # type: ignore[no-untyped-def]
+    rows, heads, kv_heads, head_dim, cos, sin, keys, values, pages, offsets, page_size, first, end
+):
+    """Queries are rotated where they are; keys, rotated, and values go to their places in the pages.
+
+    rows: query, key and value heads of each row side by side. cos, sin: (T, head_dim). keys, values: one layer's, laid
+    out as in kv.py. pages, offsets: (T,) int64. head_dim: a multiple of 32.
+    """
+    size = head_dim * 2
+    for row in range(first, end):
+        at = rows + row * (heads + 2 * kv_heads) * size
+        row_cos, row_sin = cos + row * size, sin + row * size
+        for _ in range(heads):
+            rotate_lines(at, at, row_cos, row_sin, head_dim // 32)
+            at += size
+        begin = load_index(pages, row) * kv_heads * page_size + load_index(offsets, row)
+        for head in range(kv_heads):
+            place = (begin + head * page_size) * size
+            rotate_lines(at, keys + place, row_cos, row_sin, head_dim // 32)
+            value, to = at + kv_heads * size, values + place
+            for word in range(head_dim // 2):
+                store_word(to, word, load_word(value, word))
+            at += size

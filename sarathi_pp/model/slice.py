@@ -7,22 +7,20 @@ the meta device, where it costs nothing) a hole is put in the place of every mod
     stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  head
 
 transformers then loads, converts and initialises what is left as usual, so layers keep their global index
-and whatever depends on it. Attention reaches the paged cache through `AttentionInterface`; masks, which
-would be T x T, are never made because transformers knows no mask for the registered name.
+and whatever depends on it. Attention reaches the pages as paged.py says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError
@@ -32,20 +30,9 @@ from sarathi_pp.model.families import Family
 from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.paged import PAGED, PagedCall
 from sarathi_pp.model.support import ConfigFile, find_family
 from sarathi_pp.model.weights import ReadCount, stage_tensors
-
-_ATTENTION = "sarathi_pp_paged"
-
-
-@dataclass(frozen=True, slots=True)
-class PagedCall:
-    """What attention needs in one call of a stage; it passes through the model's keyword arguments."""
-
-    backend: AttentionBackend
-    kv: KVShard
-    inputs: StageInputs
-    windows: tuple[int | None, ...]
 
 
 class StageModel:
@@ -131,7 +118,7 @@ def load_stage(
                 config=config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=_ATTENTION,
+                attn_implementation=PAGED,
                 ignore_mismatched_sizes=True,  # they are reported by name below
                 output_loading_info=True,
             )
@@ -255,39 +242,3 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _paged_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    paged: PagedCall,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **unused: object,
-) -> tuple[Tensor, None]:
-    """transformers' attention function: q (1, H, T, D), k and v (1, Hkv, T, D), rotated; out (1, T, H, D).
-
-    Of the rest of the keyword arguments, dropout is off and sliding_window is what `windows` says already.
-    """
-    assert attention_mask is None, "a mask was made; it would be T x T"
-    layer = module.layer_idx
-    paged.kv.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.inputs)
-    out = paged.backend(
-        query[0].transpose(0, 1),
-        paged.kv,
-        layer,
-        paged.inputs,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=paged.windows[layer],
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out[None], None
-
-
-AttentionInterface.register(_ATTENTION, _paged_attention)

@@ -280,9 +280,9 @@ def architecture(family: str) -> str:
     return next(name for name, known in SUPPORTED.items() if known.model_type == model_type)
 
 
-def build_model(family: str, seed: int = 0) -> Any:
+def build_model(family: str, seed: int = 0, config: PretrainedConfig | None = None) -> Any:
     """The family's tiny transformers model in float32, unmodified, with weights drawn from the seed."""
-    model = getattr(t, architecture(family))(FAMILIES[family]()).eval()
+    model = getattr(t, architecture(family))(config or FAMILIES[family]()).eval()
     _randomise(model, seed, *_SCALES.get(family, _DEFAULT_SCALES))
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # SDPA, the default in some releases, leaves the soft cap out

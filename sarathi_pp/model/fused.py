@@ -1,0 +1,157 @@
+"""What fuse.py puts in the place of a model's own modules: the same values with fewer passes over them.
+
+Every rounding to bfloat16 stays where the model has it. All take bfloat16 on CPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
+from sarathi_pp.model.packed import PanelLinear
+from sarathi_pp.model.paged import PagedCall
+
+# Rows below which threads are not worth their waking.
+_ROWS_A_THREAD = 32
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) for bfloat16 x (..., hidden_size)."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        from sarathi_pp.model import rows  # numba is an optional package, and a slow import
+
+        self._kernel = rows
+        self.width = mlp.up_proj.out_features
+        self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = PanelLinear(mlp.down_proj)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate_up(x)
+        gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
+        num_rows = gated.numel() // self.width
+        share_out([partial(self._gate, both, gated, rows) for rows in shares(num_rows, _ROWS_A_THREAD)])
+        return self.down(gated)  # type: ignore[no-any-return]
+
+    def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
+        scratch = scratch_of_thread(self.width).data_ptr()
+        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width, scratch)
+
+
+class RowNorm(nn.Module):
+    """weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width); the quotient is rounded, then the product."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        from sarathi_pp.model import rows  # numba is an optional package, and a slow import
+
+        self._kernel = rows
+        self.weight = norm.weight
+        self.epsilon = float(norm.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.bfloat16, f"fused for bfloat16, called with {x.dtype}"
+        x, width = x.contiguous(), x.shape[-1]
+        out = torch.empty_like(x)
+        share_out([partial(self._norm, x, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        return out
+
+    def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
+        width = x.shape[-1]
+        weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
+        self._kernel.rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
+
+    def after(self, x: Tensor, added: Tensor) -> Tensor:
+        """The norm of x + added; `added` becomes that sum."""
+        width, out = x.shape[-1], torch.empty_like(added)
+        share_out([partial(self._add_norm, x, added, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        return out
+
+    def _add_norm(self, x: Tensor, added: Tensor, out: Tensor, rows: range) -> None:
+        width = x.shape[-1]
+        weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
+        self._kernel.add_rms_norm(
+            x.data_ptr(),
+            added.data_ptr(),
+            weight,
+            out.data_ptr(),
+            rows.start,
+            rows.stop,
+            width,
+            self.epsilon,
+            scratch,
+        )
+
+
+class RotaryAttention(nn.Module):
+    """Attention with rotary embedding: one product for query, key and value, and one pass that rotates and writes."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        from sarathi_pp.model import rows  # numba is an optional package, and a slow import
+
+        self._kernel = rows
+        self.layer_idx = attention.layer_idx
+        self.head_dim = attention.head_dim
+        self.scaling = attention.scaling
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.qkv = PanelLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = PanelLinear(attention.o_proj)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        paged: PagedCall,
+        attention_mask: Tensor | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        """hidden_states: (1, T, hidden_size). position_embeddings: cosines and sines, (1, T, head_dim) each."""
+        assert attention_mask is None, "a mask was made; it would be T x T"
+        rows = self.qkv(hidden_states)[0]
+        cos, sin = (one.contiguous() for one in position_embeddings)
+        pieces = shares(rows.shape[0], _ROWS_A_THREAD)
+        share_out([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
+        query = rows.view(rows.shape[0], -1, self.head_dim)[:, : self.num_heads]
+        attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
+        return self.out(attended.reshape(1, rows.shape[0], -1)), None
+
+    def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor, paged: PagedCall, piece: range) -> None:
+        kv, inputs = paged.kv, paged.inputs
+        self._kernel.rotate_and_write(
+            rows.data_ptr(),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            kv.keys(self.layer_idx).data_ptr(),
+            kv.values(self.layer_idx).data_ptr(),
+            inputs.write_pages.data_ptr(),
+            inputs.write_offsets.data_ptr(),
+            kv.page_size,
+            piece.start,
+            piece.stop,
+        )
+
+
+class Block(nn.Module):
+    """A decoder layer: attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = layer.self_attn
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+
+    def forward(self, hidden_states: Tensor, **call: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **call)
+        normed = self.post_attention_layernorm.after(hidden_states, attended)
+        return attended + self.mlp(normed)  # type: ignore[no-any-return]

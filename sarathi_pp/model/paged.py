@@ -1,0 +1,70 @@
+"""How a model's layers reach the pages of their stage: a call's pages ride along in the model's keyword arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface
+
+from sarathi_pp.model.attention import AttentionBackend
+from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.kv import KVShard
+
+# What a model's `attn_implementation` must be. transformers knows no mask for this name, so it makes none: they would
+# be T x T.
+PAGED = "sarathi_pp_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall:
+    """What attention needs in one call of a stage. windows: see StageModel."""
+
+    backend: AttentionBackend
+    kv: KVShard
+    inputs: StageInputs
+    windows: tuple[int | None, ...]
+
+    def attend(
+        self, layer: int, query: Tensor, *, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """(T, H, D) rotated queries of a layer, whose keys and values are in their pages, to outputs like them."""
+        return self.backend(
+            query,
+            self.kv,
+            layer,
+            self.inputs,
+            scaling=scaling,
+            sliding_window=self.windows[layer],
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedCall,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q (1, H, T, D), k and v (1, Hkv, T, D), rotated; out (1, T, H, D).
+
+    Of the rest of the keyword arguments, dropout is off and sliding_window is what `windows` says already.
+    """
+    assert attention_mask is None, "a mask was made; it would be T x T"
+    layer = module.layer_idx
+    paged.kv.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged.inputs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = paged.attend(layer, query[0].transpose(0, 1), scaling=scale, softcap=softcap, sinks=s_aux)
+    return out[None], None
+
+
+AttentionInterface.register(PAGED, _attention)

@@ -27,6 +27,8 @@ def share_out(pieces: Sequence[Callable[[], None]]) -> None:
 def shares(count: int, step: int = 1) -> list[range]:
     """`count` cut into consecutive ranges, one a thread and of like length, that begin at multiples of `step`."""
     threads = min(torch.get_num_threads(), max(count // step, 1))
+    if threads == 1:
+        return [range(count)]
     ends = [count // step * thread // threads * step for thread in range(threads)] + [count]
     return [range(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
 

@@ -214,6 +214,19 @@ load_bf16 = _loader(
     lambda b, half: b.bitcast(b.shl(b.zext(half, _I32), ir.Constant(_I32, 16)), _F32),
 )
 store_bf16 = _storer(_BF16, types.float32, lambda b, value: b.fptrunc(value, _BF16))
+load_fp16 = _loader(ir.HalfType(), types.float32, lambda b, half: b.fpext(half, _F32))
+store_fp16 = _storer(ir.HalfType(), types.float32, lambda b, value: b.fptrunc(value, ir.HalfType()))
+
+
+@intrinsic
+def prefetch(typing, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at an address, to be read soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, _at(builder, arguments[0], _I8, _index(0)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 @intrinsic(prefer_literal=True)

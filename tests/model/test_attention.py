@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,8 +21,8 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.model import attention, lanes
 from sarathi_pp.model.attention import AttentionBackend, choose_backend, decode_kernel, sdpa
 from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, rows_at_once
-from sarathi_pp.model.attention.numba import NumbaAttention, _Rows
-from sarathi_pp.model.inputs import Span, SpanRows, build_inputs
+from sarathi_pp.model.attention.numba import NumbaAttention, by_keys
+from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.lanes import has_lanes
 
@@ -376,27 +377,12 @@ def test_threads_share_the_decodes_and_change_no_bit(num_threads: int) -> None:
         torch.set_num_threads(1)
 
 
-def test_the_first_microbatch_does_not_fix_the_number_of_threads() -> None:
-    backend = NumbaAttention()
-    few, many = (Case([(40, 1)] * count, 16, 4, 2, 8) for count in (2, 8))
-    torch.set_num_threads(4)
-    try:
-        for case in (few, many):
-            case.run(backend, **rule(case))
-    finally:
-        torch.set_num_threads(1)
-    assert backend._threads is not None and backend._threads._max_workers == 4
-
-
 def test_decodes_are_shared_out_by_keys_and_none_is_lost() -> None:
-    spans = [SpanRows(start, 1, row, torch.zeros(start // 4 + 1, dtype=torch.int64)) for row, start in enumerate(
-        [999, 0, 0, 499, 499, 0]
-    )]  # fmt: skip
-    rows = _Rows.of(spans)
-    assert rows.pieces(1) == [range(6)]
-    assert rows.pieces(2) == [range(2), range(2, 6)]
+    ends = np.array([1000, 1, 1, 500, 500, 1])
+    assert by_keys(ends, 1) == (range(6),)
+    assert by_keys(ends, 2) == (range(2), range(2, 6))
     for num_threads in range(1, 9):
-        pieces = rows.pieces(num_threads)
+        pieces = by_keys(ends, num_threads)
         assert [row for piece in pieces for row in piece] == list(range(6)) and len(pieces) <= num_threads
 
 
@@ -464,7 +450,7 @@ def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> No
 
     njit = lanes.numba.njit
     with mock.patch.object(lanes.numba, "njit", no_folder):
-        assert callable(decode_kernel.compile_kernel.__wrapped__(8, 2, 4))
+        assert callable(decode_kernel.compile_kernel.__wrapped__(decode_kernel.FLOAT32, 8, 2, 4))
 
 
 def test_an_unknown_backend_is_refused_with_the_choices() -> None:

@@ -18,194 +18,187 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from sarathi_pp.model.lanes import compiled, exponential, inlined
+from sarathi_pp.model.lanes import (
+    compiled,
+    exponential,
+    inlined,
+    load_bf16,
+    load_float,
+    load_fp16,
+    load_index,
+    prefetch,
+    store_bf16,
+    store_float,
+    store_fp16,
+)
 
 Kernel = Callable[..., None]
 
 _FLOAT = np.float32
 _LINE_BYTES = 64
 _UNROLL = 16
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
-# Arrays are flat and read through these: Python's negative indices would cost a test at every element.
-
-
-def _place(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
-
-
-@intrinsic
-def _load(typing: Any, array: Any, index: Any) -> Any:
-    """array[index] as float32; uint16 holds bfloat16 and int16 float16, neither of which numba has."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = builder.load(_place(context, builder, signature.args[0], *arguments))
-        if array.dtype == types.uint16:
-            word = ir.IntType(32)
-            return builder.bitcast(builder.shl(builder.zext(value, word), ir.Constant(word, 16)), ir.FloatType())
-        if array.dtype == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-        return value
-
-    return types.float32(array, index), generate
-
-
-@intrinsic
-def _store(typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] = value, float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[2], _place(context, builder, signature.args[0], *arguments[:2]))
-        return context.get_dummy_value()
-
-    return types.void(array, index, types.float32), generate
-
-
-@intrinsic
-def _prefetch(typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of array[index], to be read soon."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0"
-        )
-        address = builder.bitcast(_place(context, builder, signature.args[0], *arguments), byte)
-        read, keep, data = (ir.Constant(word, value) for value in (0, 3, 1))
-        builder.call(function, [address, read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
+def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
+    """Scratch that a kernel needs for rows of up to that many keys: queries, sums, largest scores, scores."""
+    return num_heads * (2 * head_dim + 1 + most_keys + page_size)
 
 
 @inlined
-def _fetch(pool, first, size):  # type: ignore[no-untyped-def]
-    for index in range(first, first + size, _LINE_BYTES // pool.itemsize):
-        _prefetch(pool, index)
+def _load(kind, array, index):  # type: ignore[no-untyped-def]
+    if kind == BFLOAT16:
+        return load_bf16(array, index)
+    if kind == FLOAT16:
+        return load_fp16(array, index)
+    return load_float(array, index)
 
 
 @inlined
-def _score_block(keys, block, low, high, query, q, scores, to, top, head_dim):  # type: ignore[no-untyped-def]
+def _store(kind, array, index, value):  # type: ignore[no-untyped-def]
+    if kind == BFLOAT16:
+        store_bf16(array, index, value)
+    elif kind == FLOAT16:
+        store_fp16(array, index, value)
+    else:
+        store_float(array, index, value)
+
+
+@inlined
+def _fetch(first, num_bytes):  # type: ignore[no-untyped-def]
+    for at in range(first, first + num_bytes, _LINE_BYTES):
+        prefetch(at)
+
+
+@inlined
+def _score_block(kind, keys, low, high, query, scores, top, head_dim):  # type: ignore[no-untyped-def]
     """One query head against keys [low, high) of a page; returns the largest product so far."""
     for token in range(low, high):
         dot = _FLOAT(0)
         for channel in range(head_dim):
-            dot += _load(query, q + channel) * _load(keys, block + token * head_dim + channel)
-        _store(scores, to + token, dot)
+            dot += load_float(query, channel) * _load(kind, keys, token * head_dim + channel)
+        store_float(scores, token, dot)
         if dot > top:
             top = dot
     return top
 
 
 @inlined
-def _to_weights(scores, low, high, top, scaling, softcap, sink):  # type: ignore[no-untyped-def]
-    """Softmax of the products in scores[low:high); softcap 0 and sink -inf are none."""
+def _to_weights(scores, count, top, scaling, softcap, sink):  # type: ignore[no-untyped-def]
+    """Softmax of `count` products; softcap 0 and sink -inf are none."""
     top *= scaling
     if softcap > 0:
         top = _FLOAT(np.tanh(top / softcap)) * softcap
-        for at in range(low, high):
-            _store(scores, at, _FLOAT(np.tanh(_load(scores, at) * scaling / softcap)) * softcap)
+        for at in range(count):
+            store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * scaling / softcap)) * softcap)
     else:
-        for at in range(low, high):
-            _store(scores, at, _load(scores, at) * scaling)
+        for at in range(count):
+            store_float(scores, at, load_float(scores, at) * scaling)
     total = _FLOAT(0)
     if sink > -np.inf:
         top = max(top, sink)
         total = exponential(sink - top)
-    for at in range(low, high):
-        below = _load(scores, at) - top
-        weight = exponential(below)
-        _store(scores, at, weight)
+    for at in range(count):
+        weight = exponential(load_float(scores, at) - top)
+        store_float(scores, at, weight)
         total += weight
     inverse = _FLOAT(1) / total
-    for at in range(low, high):
-        _store(scores, at, _load(scores, at) * inverse)
+    for at in range(count):
+        store_float(scores, at, load_float(scores, at) * inverse)
 
 
 @inlined
-def _sum_block(values, block, low, high, scores, weights, out, o, head_dim):  # type: ignore[no-untyped-def]
+def _sum_block(kind, values, low, high, weights, out, head_dim):  # type: ignore[no-untyped-def]
     """Add a page's values [low, high), weighted. What lies outside may never have been written."""
     token = low
     while token + _UNROLL <= high:
         for channel in range(head_dim):
-            total = _load(out, o + channel)
+            total = load_float(out, channel)
             for step in range(_UNROLL):
-                value = _load(values, block + (token + step) * head_dim + channel)
-                total += _load(scores, weights + token + step) * value
-            _store(out, o + channel, total)
+                value = _load(kind, values, (token + step) * head_dim + channel)
+                total += load_float(weights, token + step) * value
+            store_float(out, channel, total)
         token += _UNROLL
     while token < high:
         for channel in range(head_dim):
-            value = _load(values, block + token * head_dim + channel)
-            _store(out, o + channel, _load(out, o + channel) + _load(scores, weights + token) * value)
+            value = _load(kind, values, token * head_dim + channel)
+            store_float(out, channel, load_float(out, channel) + load_float(weights, token) * value)
         token += 1
 
 
 @functools.cache
-def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loops, one in the other)
-    """The kernel for one shape of heads and pages; `group` query heads share a KV head.
+def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
+    """The kernel for one dtype (FLOAT32, BFLOAT16, FLOAT16) and shape; `group` query heads share a KV head.
 
-    kernel(query, keys, values, num_kv_heads, pages, tables, firsts, ends, scaling, softcap, sinks, scores, width,
-           out, begin, stop)
+    kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling,
+           softcap, sinks, scratch, width, out, begin, stop)
 
-    Works on rows [begin, stop) and holds no lock of the interpreter. Arrays are flat and contiguous, integers
-    int64: query and out float32 (R, H, D); keys and values of one layer (num_pages, num_kv_heads, page_size, D),
-    float32, or the bits of bfloat16 as uint16 and of float16 as int16; pages all rows' page ids, those of row r
-    from tables[r] on; row r sees the keys [firsts[r], ends[r]). scores: scratch (H, width) float32, width at
-    least the most keys of a row plus page_size. softcap 0: none; sinks (H,) float32, -inf: none.
+    Works on rows [begin, stop) and holds no lock of the interpreter. Addresses, and integers that are int64. Row r is
+    row places[r] of the microbatch: of query (T, H, D), whose rows and heads lie so many elements apart, and of out
+    (T, H, D), contiguous. keys, values: of one layer, (num_pages, num_kv_heads, page_size, D). pages: all rows' page
+    ids, those of row r from tables[r] on. Row r sees the keys [firsts[r], ends[r]). scratch: `scratch_floats`, with
+    width the most keys of a row plus page_size. softcap 0: none; sinks: (H,) float32, -inf for none.
     """
-    block_size = page_size * head_dim
+    item = 4 if kind == FLOAT32 else 2
+    head_bytes = head_dim * 4
+    block_bytes = page_size * head_dim * item
 
-    def attend(  # type: ignore[no-untyped-def]
-        query, keys, values, num_kv_heads, pages, tables, firsts, ends, scaling, softcap, sinks, scores, width,
-        out, begin, stop,
+    def attend(  # type: ignore[no-untyped-def]  # noqa: C901
+        query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling, softcap,
+        sinks, scratch, width, out, begin, stop,
     ):  # fmt: skip
         num_heads = num_kv_heads * group
-        row_pages = num_kv_heads * block_size
-        tops = np.empty(num_heads, np.float32)
+        page_bytes = num_kv_heads * block_bytes
+        queries, sums = scratch, scratch + num_heads * head_bytes
+        tops = sums + num_heads * head_bytes
+        scores = tops + num_heads * 4
         for row in range(begin, stop):
-            table, first, end = tables[row], firsts[row], ends[row]
+            place, table = load_index(places, row), pages + load_index(tables, row) * 8
+            first, end = load_index(firsts, row), load_index(ends, row)
             first_page, last_page = first // page_size, (end - 1) // page_size
             origin = first_page * page_size
-            tops[:] = -np.inf
-            for index in range(first_page, last_page + 1):
-                page = pages[table + index] * row_pages
-                ahead = pages[table + min(index + 1, last_page)] * row_pages
-                low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
-                for kv_head in range(num_kv_heads):
-                    _fetch(keys, ahead + kv_head * block_size, block_size)
-                    for member in range(group):
-                        head = kv_head * group + member
-                        tops[head] = _score_block(
-                            keys, page + kv_head * block_size, low, high, query, (row * num_heads + head) * head_dim,
-                            scores, head * width + index * page_size - origin, tops[head], head_dim,
-                        )  # fmt: skip
             for head in range(num_heads):
-                at = head * width - origin
-                _to_weights(scores, at + first, at + end, tops[head], scaling, softcap, sinks[head])
+                source = query + (place * row_step + head * head_step) * item
+                to = head * head_bytes
                 for channel in range(head_dim):
-                    _store(out, (row * num_heads + head) * head_dim + channel, _FLOAT(0))
+                    store_float(queries + to, channel, _load(kind, source, channel))
+                    store_float(sums + to, channel, _FLOAT(0))
+                store_float(tops, head, _FLOAT(-np.inf))
             for index in range(first_page, last_page + 1):
-                page = pages[table + index] * row_pages
-                ahead = pages[table + min(index + 1, last_page)] * row_pages
+                page = keys + load_index(table, index) * page_bytes
+                ahead = keys + load_index(table, min(index + 1, last_page)) * page_bytes
                 low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
                 for kv_head in range(num_kv_heads):
-                    _fetch(values, ahead + kv_head * block_size, block_size)
+                    _fetch(ahead + kv_head * block_bytes, block_bytes)
                     for member in range(group):
                         head = kv_head * group + member
-                        _sum_block(
-                            values, page + kv_head * block_size, low, high, scores,
-                            head * width + index * page_size - origin, out, (row * num_heads + head) * head_dim,
-                            head_dim,
+                        at = scores + (head * width + index * page_size - origin) * 4
+                        top = _score_block(
+                            kind, page + kv_head * block_bytes, low, high, queries + head * head_bytes, at,
+                            load_float(tops, head), head_dim,
                         )  # fmt: skip
+                        store_float(tops, head, top)
+            for head in range(num_heads):
+                at = scores + (head * width + first - origin) * 4
+                _to_weights(at, end - first, load_float(tops, head), scaling, softcap, load_float(sinks, head))
+            for index in range(first_page, last_page + 1):
+                page = values + load_index(table, index) * page_bytes
+                ahead = values + load_index(table, min(index + 1, last_page)) * page_bytes
+                low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
+                for kv_head in range(num_kv_heads):
+                    _fetch(ahead + kv_head * block_bytes, block_bytes)
+                    for member in range(group):
+                        head = kv_head * group + member
+                        at = scores + (head * width + index * page_size - origin) * 4
+                        _sum_block(
+                            kind, page + kv_head * block_bytes, low, high, at, sums + head * head_bytes, head_dim
+                        )
+            to = out + place * num_heads * head_dim * item
+            for channel in range(num_heads * head_dim):
+                _store(kind, to, channel, load_float(sums, channel))
 
     kernel: Kernel = compiled()(attend)
     return kernel

@@ -8,7 +8,7 @@ Elsewhere torch's products do (sdpa.py).
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, attend, rows_at_once, scratch_floats
-from sarathi_pp.model.attention.decode_kernel import compile_kernel
+from sarathi_pp.model.attention.decode_kernel import BFLOAT16, FLOAT16, FLOAT32, compile_kernel
+from sarathi_pp.model.attention.decode_kernel import scratch_floats as decode_scratch_floats
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 from sarathi_pp.model.inputs import SpanRows, StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.lanes import LANES, has_lanes
 
-# How the kernel takes each dtype: numba itself knows no 16-bit floats.
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 class NumbaAttention:
-    """Owns scratch and threads for one microbatch at a time; as many threads as torch computes with."""
+    """As many threads as torch computes with; they share a chunk's heads out, and decodes by the keys they read."""
 
     name = "numba"
     device_types = ("cpu",)
@@ -42,8 +42,6 @@ class NumbaAttention:
         self._sdpa = SdpaAttention()
         self._has_lanes = has_lanes()
         self._split: tuple[StageInputs, StageInputs, _Rows | None] | None = None
-        self._scratch: list[NDArray[np.float32]] = []
-        self._threads: ThreadPoolExecutor | None = None
 
     def __call__(
         self,
@@ -59,19 +57,20 @@ class NumbaAttention:
     ) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
         chunks, rows = self._halves(inputs)
-        limits = np.full(query.shape[1], -np.inf, np.float32) if sinks is None else sinks.detach().float().numpy()
-        if chunks.spans and query.dtype == torch.bfloat16 and self._compiles(kv):
-            out = torch.empty(query.shape, dtype=query.dtype)
-            for span in chunks.spans:
-                self._chunk(query, out, span, _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits))
-        else:
+        limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
+        rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits)
+        if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
+            query = query.contiguous()
+        if chunks.spans and not (query.dtype == torch.bfloat16 and self._compiles(kv)):
             out = self._sdpa(
                 query, kv, layer, chunks, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-            )
+            ).contiguous()
+        else:
+            out = torch.empty(query.shape, dtype=query.dtype)
+            for span in chunks.spans:
+                rule.chunk(query, out, span)
         if rows is not None:
-            firsts = np.maximum(rows.ends - (sliding_window or rows.longest), 0)
-            call = _Call(kv, layer, rows, firsts, scaling, softcap or 0.0, limits)
-            out[rows.places] = self._decode(query[rows.places].float(), call).to(out.dtype)
+            rule.decodes(query, out, rows)
         return out
 
     def _halves(self, inputs: StageInputs) -> tuple[StageInputs, _Rows | None]:
@@ -86,68 +85,52 @@ class NumbaAttention:
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
         return fits and self._has_lanes and kv.dtype == torch.bfloat16
 
-    def _chunk(self, query: Tensor, out: Tensor, span: SpanRows, rule: _Rule) -> None:
-        """One span's rows of the (T, H, D) queries; threads share KV heads out, and rows where there are too few."""
-        heads = shares(rule.kv.num_kv_heads)
-        parts = -(-torch.get_num_threads() // len(heads))
-        ends = [span.num_tokens * part // parts for part in range(parts + 1)]
-        share_out(
-            [
-                partial(rule.attend, query, out, span, range(begin, end), piece)
-                for begin, end in pairwise(ends)
-                for piece in heads
-                if begin < end
-            ]
-        )
 
-    def _decode(self, query: Tensor, call: _Call) -> Tensor:
-        """(R, H, D) float32 queries to outputs, rows shared out over threads by the keys they read."""
-        out = torch.empty(query.shape, dtype=torch.float32)
-        pieces = call.rows.pieces(torch.get_num_threads())
-        if len(pieces) == 1:
-            call.run(query, out, pieces[0], self._scores(0, query.shape[1], call))
-            return out
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="decode attention")
-        tasks = [
-            self._threads.submit(call.run, query, out, piece, self._scores(index, query.shape[1], call))
-            for index, piece in enumerate(pieces)
-        ]
-        for task in tasks:
-            task.result()
-        return out
-
-    def _scores(self, piece: int, num_heads: int, call: _Call) -> NDArray[np.float32]:
-        """Scratch of one thread, (num_heads, keys); fresh memory at every call would be page faults."""
-        if piece == len(self._scratch):
-            self._scratch.append(np.empty((0, 0), np.float32))
-        width = call.rows.longest + call.kv.page_size
-        if self._scratch[piece].shape[0] != num_heads or self._scratch[piece].shape[1] < width:
-            self._scratch[piece] = np.empty((num_heads, 2 * width), np.float32)
-        return self._scratch[piece]
+@functools.cache
+def _no_sinks(num_heads: int) -> Tensor:
+    return torch.full((num_heads,), -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One layer's attention of chunks. window 0: none; softcap 0: none; sinks: (H,), -inf for none."""
+    """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none.
+
+    Queries are (T, H, D) of a microbatch, out is like them and contiguous.
+    """
 
     kv: KVShard
     layer: int
     scaling: float
     window: int
     softcap: float
-    sinks: NDArray[np.float32]
+    sinks: Tensor
 
-    def attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
-        """(T, H, D) bfloat16 queries of a microbatch; out is contiguous. rows: of the span. heads: of KV."""
+    def chunk(self, query: Tensor, out: Tensor, span: SpanRows) -> None:
+        """One span's rows; threads share KV heads out, and rows where there are too few."""
+        heads = shares(self.kv.num_kv_heads)
+        parts = -(-torch.get_num_threads() // len(heads))
+        ends = [span.num_tokens * part // parts for part in range(parts + 1)]
+        share_out(
+            [
+                partial(self._attend, query, out, span, range(begin, end), piece)
+                for begin, end in pairwise(ends)
+                for piece in heads
+                if begin < end
+            ]
+        )
+
+    def decodes(self, query: Tensor, out: Tensor, rows: _Rows) -> None:
+        """Rows that are alone in their span."""
+        firsts = np.maximum(rows.ends - (self.window or rows.longest), 0)
+        share_out([partial(self._decode, query, out, rows, firsts, piece) for piece in rows.pieces])
+
+    def _attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
+        """rows: of the span. heads: of KV."""
         kv, group = self.kv, query.shape[1] // self.kv.num_kv_heads
         place = slice(span.first_row + rows.start, span.first_row + rows.stop)
-        query, out = query[place], out[place]
-        if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
-            query = query.contiguous()
         scratch = scratch_of_thread(scratch_floats(len(rows), group, kv.head_dim))
         attend(
-            query.data_ptr(),
+            query[place].data_ptr(),
             query.stride(0) // 2,
             query.stride(1) // 2,
             kv.keys(self.layer).data_ptr(),
@@ -165,9 +148,36 @@ class _Rule:
             np.float32(self.scaling),
             np.float32(self.softcap),
             self.window,
-            self.sinks.ctypes.data,
+            self.sinks.data_ptr(),
             scratch.data_ptr(),
+            out[place].data_ptr(),
+        )
+
+    def _decode(self, query: Tensor, out: Tensor, rows: _Rows, firsts: NDArray[np.int64], piece: range) -> None:
+        """piece: of `rows`."""
+        kv, num_heads = self.kv, query.shape[1]
+        scratch = scratch_of_thread(decode_scratch_floats(num_heads, kv.head_dim, rows.longest, kv.page_size))
+        kernel = compile_kernel(_KINDS[query.dtype], kv.head_dim, num_heads // kv.num_kv_heads, kv.page_size)
+        kernel(
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            kv.keys(self.layer).data_ptr(),
+            kv.values(self.layer).data_ptr(),
+            kv.num_kv_heads,
+            rows.places.ctypes.data,
+            rows.pages.ctypes.data,
+            rows.tables.ctypes.data,
+            firsts.ctypes.data,
+            rows.ends.ctypes.data,
+            np.float32(self.scaling),
+            np.float32(self.softcap),
+            self.sinks.data_ptr(),
+            scratch.data_ptr(),
+            rows.longest + kv.page_size,
             out.data_ptr(),
+            piece.start,
+            piece.stop,
         )
 
 
@@ -176,66 +186,33 @@ class _Rows:
     """The single rows of a microbatch as the kernel reads them; all int64.
 
     places: their rows in the microbatch. ends: keys that each has behind it, its own included. pages: their
-    page tables one after the other, that of row r from tables[r] on.
+    page tables one after the other, that of row r from tables[r] on. pieces: rows of each thread.
     """
 
-    places: Tensor
+    places: NDArray[np.int64]
     ends: NDArray[np.int64]
     pages: NDArray[np.int64]
     tables: NDArray[np.int64]
     longest: int
+    pieces: tuple[range, ...]
 
     @classmethod
     def of(cls, spans: list[SpanRows]) -> _Rows:
         ends = np.array([span.end for span in spans], np.int64)
         counts = np.array([span.pages.shape[0] for span in spans], np.int64)
         return cls(
-            places=torch.tensor([span.first_row for span in spans]),
+            places=np.array([span.first_row for span in spans], np.int64),
             ends=ends,
             pages=torch.cat([span.pages for span in spans]).numpy(),
             tables=np.cumsum(counts) - counts,
             longest=int(ends.max()),
+            pieces=by_keys(ends, torch.get_num_threads()),
         )
 
-    def pieces(self, num_threads: int) -> list[range]:
-        """Consecutive rows for each thread, with about as many keys each."""
-        behind = np.cumsum(self.ends)
-        shares = behind[-1] * np.arange(1, num_threads) / num_threads
-        cuts = [0, *np.searchsorted(behind, shares).tolist(), len(self.ends)]
-        return [range(first, end) for first, end in zip(cuts, cuts[1:], strict=False) if first < end]
 
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One layer's attention of single rows. sinks: (H,), -inf for none; softcap 0 for none."""
-
-    kv: KVShard
-    layer: int
-    rows: _Rows
-    firsts: NDArray[np.int64]
-    scaling: float
-    softcap: float
-    sinks: NDArray[np.float32]
-
-    def run(self, query: Tensor, out: Tensor, piece: range, scores: NDArray[np.float32]) -> None:
-        kv = self.kv
-        bits = _BITS[kv.keys(self.layer).dtype]
-        kernel = compile_kernel(kv.head_dim, query.shape[1] // kv.num_kv_heads, kv.page_size)
-        kernel(
-            query.numpy().ravel(),
-            kv.keys(self.layer).view(bits).numpy().ravel(),
-            kv.values(self.layer).view(bits).numpy().ravel(),
-            kv.num_kv_heads,
-            self.rows.pages,
-            self.rows.tables,
-            self.firsts,
-            self.rows.ends,
-            np.float32(self.scaling),
-            np.float32(self.softcap),
-            self.sinks,
-            scores.ravel(),
-            scores.shape[1],
-            out.numpy().ravel(),
-            piece.start,
-            piece.stop,
-        )
+def by_keys(ends: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
+    """Rows with so many keys behind each, cut into consecutive ranges with about as many keys each."""
+    behind = np.cumsum(ends)
+    shares_of = behind[-1] * np.arange(1, num_threads) / num_threads
+    cuts = [0, *np.searchsorted(behind, shares_of).tolist(), len(ends)]
+    return tuple(range(first, end) for first, end in pairwise(cuts) if first < end)

@@ -7,7 +7,8 @@ There are two products that do not: our own (panels.py), where numba and the pro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +22,11 @@ from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 # tuned for, and what is left over is filled up to a multiple of the step: no more than 16 numbers of rows in all.
 _BLOCK_ROWS = 256
 _ROW_STEP = 16
+
+# Numbers of rows at which kinds of tiles are compared, on so many layers so many times: several, so that weights come
+# from memory and not from a cache.
+_TIMED_ROWS = (8, 16, 28, 56, 112)
+_TIMED = 3
 
 Pack = Callable[[nn.Linear], nn.Module]
 
@@ -40,8 +46,11 @@ def fits_panels(linear: nn.Linear) -> bool:
     return bf16 and linear.in_features % 2 == 0 and linear.out_features % 16 == 0 and has_panels()
 
 
-def warm_linears(module: nn.Module, most_rows: int) -> None:
-    """Build the kernels that microbatches of up to that many rows will need; they would stop a stage one by one."""
+def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) -> None:
+    """Bear what would stop a stage later: build the kernels for microbatches of up to that many rows, choose tiles.
+
+    now: seconds, to tell which tiles are faster.
+    """
     shapes = {
         (child.in_features, child.out_features, child.bias is None): child
         for child in module.modules()
@@ -50,14 +59,39 @@ def warm_linears(module: nn.Module, most_rows: int) -> None:
     for rows in range(_ROW_STEP, min(most_rows + _ROW_STEP, _BLOCK_ROWS + 1), _ROW_STEP):
         for linear in shapes.values():
             linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
+    panels = [child for child in module.modules() if isinstance(child, PanelLinear)]
+    if panels:
+        most_high_rows = _most_high_rows(sorted(panels, key=PanelLinear.size, reverse=True)[:_TIMED], now)
+        for child in panels:
+            child.most_high_rows = most_high_rows
+
+
+def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) -> int:
+    """Up to how many rows high tiles are no slower than wide ones on this machine."""
+    best = 0
+    for rows in _TIMED_ROWS:
+        x = [torch.zeros(rows, linear.in_features, dtype=torch.bfloat16) for linear in linears]
+        seconds = {most: math.inf for most in (0, rows)}
+        for most in (0, rows) * _TIMED:
+            begin_s = now()
+            for linear, one in zip(linears, x, strict=True):
+                linear.most_high_rows = most
+                linear(one)
+            seconds[most] = min(seconds[most], now() - begin_s)
+        if seconds[0] < seconds[rows]:
+            break
+        best = rows
+    return best
 
 
 class PanelLinear(nn.Module):
     """x @ weight.T + bias for bfloat16 x (..., in_features): summed in float32, rounded once.
 
     Of several linear layers with the same input, the outputs are side by side. A row's result depends on nothing but
-    the row. Threads, as many as torch computes with, share the outputs out.
+    the row. Threads, as many as torch computes with, share the outputs out. most_high_rows: see panels.py.
     """
+
+    most_high_rows = 28
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -78,19 +112,22 @@ class PanelLinear(nn.Module):
             ]
         )
 
+    def size(self) -> int:
+        return self._panels.numel()
+
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"
         rows, words = x.reshape(-1, self.in_features).contiguous(), self.in_features // 2
         num_rows = rows.shape[0]
         out = torch.empty(self._kernel.padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
         if num_rows:
-            tiles = scratch_of_thread(out.shape[0] * words)
-            self._kernel.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words)
+            tiles, high = scratch_of_thread(out.shape[0] * words), num_rows <= self.most_high_rows
+            self._kernel.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
             pieces = shares(self.out_features // 16, 2)
-            share_out([partial(self._multiply, tiles, out, num_rows, piece) for piece in pieces])
+            share_out([partial(self._multiply, tiles, out, num_rows, high, piece) for piece in pieces])
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
+    def _multiply(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:
         self._kernel.multiply(
             tiles.data_ptr(),
             self._panels.data_ptr(),
@@ -101,6 +138,7 @@ class PanelLinear(nn.Module):
             panels.start,
             panels.stop,
             self.out_features,
+            high,
         )
 
 

@@ -3,13 +3,20 @@
     weight (N, K)  ->  N / 16 panels of K / 2 lines (lanes.py), read front to back at every call
 
 Rows are first laid out in tiles, the words of a pair side by side. Then every panel is multiplied with every tile: sums
-stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory once. A product
-with few rows is that reading and little else, so its one tile is as high as it must be, one panel wide, and asks for
-lines well ahead of where it is. With many rows a tile of twelve rows and two panels needs fewer loads for each product.
+stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory once. There are
+two kinds of tiles, and both sum up a row in the same order, so neither the kind nor what rows are beside it changes a
+bit of it (with oneDNN their number does):
+
+    high    up to 28 rows by one panel: a product with few rows is the reading of a weight and little else, so all of
+            them go by at once, and lines are asked for well ahead
+    wide    up to 12 rows by two panels: fewer loads for each product
+
+Up to how many rows high tiles are the faster ones depends on the processor: 112 on a Zen 5, 8 on a Zen 4, whose high
+tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So it is measured (packed.py).
 
 Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4 rows 276 us (359), 8 rows 294 (450),
-16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). Each row is summed up in the same order whatever rows
-are beside it, so no batch mate changes a bit of it; with oneDNN their number does.
+16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). On a Zen 4, 1024 -> 7424: 4 rows 0.71 ms (1.50),
+16 rows 1.40 (1.64), 32 rows 2.36 (2.62), 64 rows 4.5 (4.8), 256 rows 227 GFLOP/s (218).
 """
 
 from __future__ import annotations
@@ -72,38 +79,37 @@ def _in_fours(rows):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _height(num_rows):  # type: ignore[no-untyped-def]
-    """Rows of a tile. Few rows go in tiles of one panel, of like height and up to 28 rows."""
-    if num_rows > 112:
-        return 12
-    count = (num_rows + 27) // 28
+def _height(num_rows, high):  # type: ignore[no-untyped-def]
+    """Rows of a tile: as few tiles as can be, of like height."""
+    most = 28 if high else 12
+    count = (num_rows + most - 1) // most
     return _in_fours((num_rows + count - 1) // count)
 
 
 @compiled()
-def lay_out(x, tiles, num_rows, pairs):  # type: ignore[no-untyped-def]
-    """x (num_rows, 2 * pairs) bfloat16, contiguous, to tiles: as large as padded_rows(num_rows) rows of it."""
-    height = _height(num_rows)
+def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
+    """x (num_rows, 2 * pairs) bfloat16, contiguous, to high or wide tiles: as large as padded_rows(num_rows) of it."""
+    height = _height(num_rows, high)
     for row in range(0, num_rows, height):
         rows = min(height, _in_fours(num_rows - row))
         _lay_out_tile(x + row * pairs * 4, tiles + row * pairs * 4, num_rows - row, rows, pairs)
 
 
 @compiled()
-def multiply(tiles, panels, begin, out, num_rows, pairs, first, end, outputs):  # type: ignore[no-untyped-def]
+def multiply(tiles, panels, begin, out, num_rows, pairs, first, end, outputs, high):  # type: ignore[no-untyped-def]
     """out[:, 16 * first : 16 * end] = x @ weight.T + begin. Addresses, everything contiguous.
 
-    tiles: of x. panels: of the whole weight. begin: (outputs,) float32. out: (padded_rows(num_rows), outputs) bfloat16.
+    tiles: of x, laid out as high ones or wide. panels: of the whole weight. begin: (outputs,) float32.
+    out: (padded_rows(num_rows), outputs) bfloat16.
     """
-    height = _height(num_rows)
-    few = num_rows <= 112
-    step = 1 if few else 2
+    height = _height(num_rows, high)
+    step = 1 if high else 2
     for panel in range(first, end, step):
         weight, start, to = panels + panel * pairs * 64, begin + panel * 64, out + panel * 32
         for row in range(0, num_rows, height):
             rows = min(height, _in_fours(num_rows - row))
             there, here = tiles + row * pairs * 4, to + row * outputs * 2
-            if few or panel + 1 == end:
+            if high or panel + 1 == end:
                 _high_tile(rows, weight, there, pairs, start, here, outputs)
             else:
                 _wide_tile(rows, weight, there, pairs, start, here, outputs)

@@ -23,6 +23,7 @@ from sarathi_pp.model.slice import StageModel, load_stage
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes
 from sarathi_pp.runtime.stage import Compute, StageOutput
+from sarathi_pp.trace.clock import SystemClock
 
 
 class ModelStages:
@@ -62,7 +63,7 @@ class ModelStages:
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
         facts = self._facts
         assert self._loaded is not None, "load comes first"
-        warm_linears(self._loaded.module, run.max_microbatch_tokens)
+        warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
         kv = KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, self._device)
         return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device)
 

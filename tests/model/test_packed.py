@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from sarathi_pp.model import packed
-from sarathi_pp.model.packed import OneDnnLinear, PanelLinear, fits_panels, has_onednn, has_panels, packing
+from sarathi_pp.model.packed import (
+    OneDnnLinear,
+    PanelLinear,
+    fits_panels,
+    has_onednn,
+    has_panels,
+    packing,
+    warm_linears,
+)
 
 needs_panels = pytest.mark.skipif(
     not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"
@@ -48,14 +56,43 @@ def test_any_number_of_rows_is_summed_in_float32_and_rounded_once(
 
 
 @needs_panels
+@pytest.mark.parametrize("most_high_rows", [0, 28, 112, 1000])
 @torch.inference_mode()
-def test_batch_mates_change_no_bit() -> None:
+def test_neither_batch_mates_nor_tiles_change_a_bit(most_high_rows: int) -> None:
     linear = PanelLinear(bf16_linear(194, 80, bias=True))
     x = torch.randn(max(ROWS), 194).bfloat16()
     alone = torch.cat([linear(row[None]) for row in x])
+    linear.most_high_rows = most_high_rows
     for rows in ROWS:
         assert torch.equal(linear(x[:rows]), alone[:rows]), rows
         assert torch.equal(linear(x[len(x) - rows :]), alone[len(x) - rows :]), rows
+
+
+class Times:
+    """A clock on which a call of a layer takes what its tiles are said to take."""
+
+    def __init__(self, slower_above: int) -> None:
+        self.slower_above = slower_above
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def called(self, linear: PanelLinear, args: tuple[Tensor]) -> None:
+        rows = len(args[0])
+        high = rows <= linear.most_high_rows
+        self.now_s += rows * (1.1 if high and rows > self.slower_above else 1.0 if high else 1.05)
+
+
+@needs_panels
+@pytest.mark.parametrize(("slower_above", "most"), [(0, 0), (8, 8), (55, 28), (56, 56), (1000, 112)])
+def test_the_faster_tiles_are_taken(slower_above: int, most: int) -> None:
+    times = Times(slower_above)
+    model = nn.Sequential(*(PanelLinear(bf16_linear(8, 16 * width)) for width in (1, 3, 2, 5)))
+    for linear in model:
+        linear.register_forward_pre_hook(times.called)
+    warm_linears(model, 64, times.now)
+    assert [linear.most_high_rows for linear in model] == [most] * 4
 
 
 @needs_panels

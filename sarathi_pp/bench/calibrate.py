@@ -77,11 +77,14 @@ class Measurement:
     throughput: tuple[tuple[int, float], ...]
 
 
-def run_profile(config: RunConfig, place: Place | None, output: Path, display: Display) -> int:
-    """One rank of a calibration run; rank 0 writes the profile. Returns the exit code of this process."""
+def run_profile(config: RunConfig, place: Place | None, output: Path, display: Display, *, overwrite: bool) -> int:
+    """One rank of a calibration run; rank 0 writes the profile. Returns the exit code of this process.
+
+    overwrite: whether the run directory may replace that of an earlier run.
+    """
     calibrator = _Calibrator(output, config.seed)
     config = calibration_config(config)
-    return run_rows(config, place, calibrator.rows, _Discard(), display, calibrator.analyse)
+    return run_rows(config, place, calibrator.rows, _Discard(), display, calibrator.analyse, overwrite)
 
 
 def calibration_config(config: RunConfig) -> RunConfig:

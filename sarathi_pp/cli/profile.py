@@ -22,7 +22,7 @@ from sarathi_pp.report import formats
 
 @click.command()
 @click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The profile.json to write.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing profile.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing profile and run directory.")
 @model_options
 @click.option("--attention", default="auto", show_default=True, help="Attention backend.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the traces here.  [default: thrown away]")
@@ -54,7 +54,8 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
         from sarathi_pp.runtime.launcher import launch
 
         return launch(config.stages, sys.argv[1:], lambda text: console.print(text, highlight=False))
-    return run_profile(config, place, output, _ProfileDisplay(console, quiet=quiet, as_json=as_json))
+    display = _ProfileDisplay(console, quiet=quiet, as_json=as_json)
+    return run_profile(config, place, output, display, overwrite=overwrite)
 
 
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
@@ -67,7 +68,7 @@ def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
 
     check_profile_output(output, overwrite=overwrite)
     if config.run_dir is not None:
-        RunDirectory.check(config.run_dir, overwrite=False)
+        RunDirectory.check(config.run_dir, overwrite=overwrite)
     partition(check_model(find_model(config.model)).num_layers, config.stages, config.layer_split)
 
 

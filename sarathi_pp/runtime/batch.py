@@ -145,17 +145,20 @@ def run_rows(
     sink: Sink,
     display: Display,
     analyse: Analyse,
+    overwrite: bool,
 ) -> int:
     """One rank of a run whose rows are made, not read; returns the exit code of this process.
 
     make_rows: called on rank 0, once the run is known. sink: gets what they end with, on rank 0. The run directory is
-    thrown away unless the configuration names one.
+    thrown away unless the configuration names one; then `overwrite` says whether it may replace an earlier run's.
     """
     rank = place or Place()
     config, model_dir, profile, facts = _open_model(config)
     # Inside the launcher's own directory, which it removes, where there is one: a rank that fails does not tidy up.
     private = Path(rank.store).parent if rank.store else None
-    with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch:
+    with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:
+        if config.run_dir is not None and rank.rank == 0:
+            held.enter_context(RunDirectory.claim(config.run_dir, overwrite=overwrite))
         run_dir = RunDirectory(config.run_dir or Path(scratch) / "run")
         config = replace(config, run_dir=run_dir.path)
         checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir, ())

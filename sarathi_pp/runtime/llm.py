@@ -93,6 +93,8 @@ class LLM:
         self._closed = False
         # What has to be let go of, last in first out, whether all goes well or nothing does.
         self._held = ExitStack()
+        if config.run_dir is not None and (place is None or place.rank == 0):
+            self._held.enter_context(RunDirectory.claim(config.run_dir, overwrite=False))
         scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
         joined = self._held.enter_context(ExitStack())
         if place is None and config.stages > 1:

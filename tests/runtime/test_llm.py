@@ -48,6 +48,9 @@ def test_the_run_directory_tells_what_the_run_was_given(tmp_path):
         llm.generate(["1+2=", "3+4="])
     report = read_run(tmp_path / "run").report
     assert (report["max_num_seqs"], report["model"]) == (3, ADDER) and report["kv_cache_bytes"] > 0
+    with pytest.raises(ConfigError, match=f"the run directory {tmp_path / 'run'} exists"):
+        LLM(ADDER, run_dir=tmp_path / "run")
+    assert read_run(tmp_path / "run").report == report
 
 
 @pytest.mark.timeout(120)

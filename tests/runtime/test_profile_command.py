@@ -109,15 +109,18 @@ def test_plan_reads_it(measured: tuple[Path, dict[str, Any]]) -> None:
     assert sum(found["layer_split"]) == 5 and found["inflight"] in (2, 3)
 
 
-def test_torchrun_profiles_too(tmp_path: Path) -> None:
+def test_torchrun_profiles_too_and_over_an_earlier_one(tmp_path: Path) -> None:
     script = console_script(tmp_path)
-    folder = tmp_path / "empty"
-    folder.mkdir()
+    folder = tmp_path / "earlier"
+    (folder / "run" / "attempt-0007").mkdir(parents=True)
+    (folder / "profile.json").write_text("{}")
     options = ("profile", "--model", str(ADDER), "-o", "profile.json", "--json", "--quiet", *SMALL)
+    options += ("--run-dir", "run", "--overwrite")
     done = run((*torchrun(2, script), *options), folder, timeout_s=170)
     document = json.loads(done.stdout.splitlines()[-1])
     assert len(document["stages"]) == 2
-    assert [path.name for path in folder.iterdir()] == ["profile.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "run"]
+    assert not (folder / "run" / "attempt-0007").exists() and (folder / "run" / "run.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
@@ -296,6 +296,120 @@ def dot_tile(  # type: ignore[no-untyped-def]
 
     integers = [types.int64] * 9
     return types.void(rows, panels, ahead, bf16, *integers), generate
+
+
+def _pairs_at(builder: Any, address: Any, word: Any) -> Any:
+    line = builder.bitcast(_at(builder, address, _I32, word), _WORDS.as_pointer())
+    return builder.bitcast(builder.load(line, align=4), _PAIRS)
+
+
+def _dot(builder: Any, held: Any, left: Any, right: Any) -> Any:
+    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [held, left, right])
+
+
+def _across(builder: Any, registers: list[Any]) -> Any:
+    """The sums over the lanes of sixteen registers, that of register r in lane r: half of them after each step."""
+    width = LANES // 2
+    while width:
+        # Blocks of `width` lanes: those of the one half of the registers beside those of the other.
+        low = [
+            lane + (LANES if lane // width % 2 else 0) - (width if lane // width % 2 else 0) for lane in range(LANES)
+        ]
+        high = [lane + width + (LANES - width if lane // width % 2 else 0) for lane in range(LANES)]
+        half = len(registers) // 2
+        registers = [
+            builder.fadd(
+                builder.shuffle_vector(first, second, ir.Constant(_WORDS, low)),
+                builder.shuffle_vector(first, second, ir.Constant(_WORDS, high)),
+            )
+            for first, second in zip(registers[:half], registers[half:], strict=True)
+        ]
+        width //= 2
+    return registers[0]
+
+
+@intrinsic(prefer_literal=True)
+def dot_lines(typing, lines, query, keys, out):  # type: ignore[no-untyped-def]
+    """out[t] = query . keys[t] for sixteen tokens of 32 * lines bfloat16 each; lines is a literal."""
+    num_lines = lines.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, query_, keys_, out_ = arguments
+        words = [_index(line * LANES) for line in range(num_lines)]
+        queries = [_pairs_at(builder, query_, word) for word in words]
+        sums = []
+        for token in range(LANES):
+            held: Any = ir.Constant(_FLOATS, [0.0] * LANES)
+            for line, factor in enumerate(queries):
+                word = _index((token * num_lines + line) * LANES)
+                held = _dot(builder, held, factor, _pairs_at(builder, keys_, word))
+            sums.append(held)
+        pointer = builder.bitcast(_at(builder, out_, _F32, _index(0)), _FLOATS.as_pointer())
+        builder.store(_across(builder, sums), pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(lines, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def add_weighted(typing, heads, lines, odd, values, weights, weights_step, sums, num_pairs):  # type: ignore[no-untyped-def]
+    """sums[h] += weights[h][t] * values[t] over the tokens of so many pairs, for several heads at once.
+
+    heads, lines, odd: literals; lines: of 32 channels each; odd: 1 where the second token of a pair is not there.
+    values: (tokens, 32 * lines) bfloat16. weights: bfloat16, those of the next head weights_step behind.
+    sums: (heads, 32 * lines) float32. num_pairs: at least 1.
+    """
+    num_heads, num_lines, lone = heads.literal_value, lines.literal_value, odd.literal_value
+    channels = [(line, part) for line in range(num_lines) for part in range(2)]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values_, weights_, weights_step_, sums_, num_pairs_ = arguments[3:]
+        places = [
+            [_index((head * num_lines * 2 + at) * LANES) for at in range(len(channels))] for head in range(num_heads)
+        ]
+
+        def pointer(place: Any) -> Any:
+            return builder.bitcast(_at(builder, sums_, _F32, place), _FLOATS.as_pointer())
+
+        begins = [[builder.load(pointer(place), align=4) for place in row] for row in places]
+        entry = builder.block
+        body, after = builder.append_basic_block("pair"), builder.append_basic_block("added")
+        builder.branch(body)
+        builder.position_at_end(body)
+        pair = builder.phi(_I64)
+        held = [[builder.phi(_FLOATS) for _ in row] for row in places]
+        first = builder.mul(pair, _index(2 * num_lines * LANES))
+        halves = ir.VectorType(_I16, 2 * LANES)
+        both = [[ir.Constant(halves, [0] * 2 * LANES)] * 2 for _ in range(num_lines)]
+        for line, token in product(range(num_lines), range(1 if lone else 2)):
+            word = builder.add(first, _index((token * num_lines + line) * LANES))
+            both[line][token] = builder.bitcast(_pairs_at(builder, values_, word), halves)
+        mixed = []
+        for line, part in channels:
+            order = [lane // 2 + part * LANES + (lane % 2) * 2 * LANES for lane in range(2 * LANES)]
+            shuffled = builder.shuffle_vector(*both[line], ir.Constant(ir.VectorType(_I32, 2 * LANES), order))
+            mixed.append(builder.bitcast(shuffled, _PAIRS))
+        totals = []
+        for head in range(num_heads):
+            token = builder.add(builder.mul(weights_step_, _index(head)), builder.mul(pair, _index(2)))
+            word = builder.bitcast(_at(builder, weights_, _I16, token), _I32.as_pointer())
+            factor = builder.bitcast(_spread(builder, builder.load(word, align=2)), _PAIRS)
+            totals.append(
+                [_dot(builder, sum_, factor, of_both) for sum_, of_both in zip(held[head], mixed, strict=True)]
+            )
+        following = builder.add(pair, _index(1))
+        pair.add_incoming(_index(0), entry)
+        pair.add_incoming(following, body)
+        for phi, begin, total in zip(chain(*held), chain(*begins), chain(*totals), strict=True):
+            phi.add_incoming(begin, entry)
+            phi.add_incoming(total, body)
+        builder.cbranch(builder.icmp_signed("<", following, num_pairs_), body, after)
+        builder.position_at_end(after)
+        for place, total in zip(chain(*places), chain(*totals), strict=True):
+            builder.store(total, pointer(place), align=4)
+        return context.get_dummy_value()
+
+    return types.void(heads, lines, odd, *[types.int64] * 5), generate
 
 
 @intrinsic

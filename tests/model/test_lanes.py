@@ -14,7 +14,9 @@ pytest.importorskip("numba")
 
 from sarathi_pp.model import lanes
 from sarathi_pp.model.lanes import (
+    add_weighted,
     compiled,
+    dot_lines,
     dot_tile,
     exponential,
     has_lanes,
@@ -24,6 +26,7 @@ from sarathi_pp.model.lanes import (
     load_half,
     load_index,
     load_word,
+    rotate_lines,
     round_lines,
     store_bf16,
     store_float,
@@ -33,6 +36,56 @@ from sarathi_pp.model.lanes import (
 from sarathi_pp.model.packed import to_panels
 
 needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
+
+
+@needs_lanes
+@pytest.mark.parametrize("lines", [1, 2, 3])
+def test_sixteen_products_of_lines_each_in_its_lane(lines: int) -> None:
+    @compiled()
+    def products(query, keys, out):  # type: ignore[no-untyped-def]
+        dot_lines(lines, query, keys, out)
+
+    torch.manual_seed(lines)
+    query, keys = torch.randn(32 * lines).bfloat16(), torch.randn(16, 32 * lines).bfloat16()
+    out = torch.full((20,), 7.0)
+    products(query.data_ptr(), keys.data_ptr(), out.data_ptr())
+    torch.testing.assert_close(out[:16].double(), keys.double() @ query.double(), rtol=1e-5, atol=1e-5)
+    assert bool((out[16:] == 7).all())
+
+
+@needs_lanes
+@pytest.mark.parametrize(("heads", "lines"), [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("tokens", [1, 2, 10])
+def test_weighted_values_are_added(heads: int, lines: int, tokens: int) -> None:
+    """What stands where a second token is not there counts for nothing, be it NaN."""
+    odd = tokens % 2
+
+    @compiled()
+    def add(values, weights, step, sums, pairs):  # type: ignore[no-untyped-def]
+        add_weighted(heads, lines, odd, values, weights, step, sums, pairs)
+
+    torch.manual_seed(tokens)
+    values = torch.randn(tokens + odd, 32 * lines).bfloat16()
+    weights, sums = torch.randn(heads, tokens + 3).bfloat16(), torch.randn(heads, 32 * lines)
+    expected = sums.double() + weights[:, :tokens].double() @ values[:tokens].double()
+    values[tokens:] = torch.nan
+    add(values.data_ptr(), weights.data_ptr(), tokens + 3, sums.data_ptr(), (tokens + 1) // 2)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_lanes
+@pytest.mark.parametrize("channels", [32, 96])
+def test_rotated_lines_are_rounded_as_torchs(channels: int) -> None:
+    @compiled()
+    def rotate(source, to, cos, sin, lines):  # type: ignore[no-untyped-def]
+        rotate_lines(source, to, cos, sin, lines)
+
+    torch.manual_seed(channels)
+    x, cos, sin = (torch.randn(channels).bfloat16() for _ in range(3))
+    turned = torch.cat((-x[channels // 2 :], x[: channels // 2]))
+    expected = x * cos + turned * sin
+    rotate(x.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), channels // 32)
+    assert torch.equal(x, expected)
 
 
 @needs_lanes

@@ -134,13 +134,13 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
     """The kernel for one dtype (FLOAT32, BFLOAT16, FLOAT16) and shape; `group` query heads share a KV head.
 
     kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling,
-           softcap, sinks, scratch, width, out, begin, stop)
+           softcap, sinks, scratch, longest, out, begin, stop)
 
     Works on rows [begin, stop) and holds no lock of the interpreter. Addresses, and integers that are int64. Row r is
     row places[r] of the microbatch: of query (T, H, D), whose rows and heads lie so many elements apart, and of out
     (T, H, D), contiguous. keys, values: of one layer, (num_pages, num_kv_heads, page_size, D). pages: all rows' page
-    ids, those of row r from tables[r] on. Row r sees the keys [firsts[r], ends[r]). scratch: `scratch_floats`, with
-    width the most keys of a row plus page_size. softcap 0: none; sinks: (H,) float32, -inf for none.
+    ids, those of row r from tables[r] on. Row r sees the keys [firsts[r], ends[r]), `longest` at most. scratch:
+    `scratch_floats` of that many. softcap 0: none; sinks: (H,) float32, -inf for none.
     """
     item = 4 if kind == FLOAT32 else 2
     head_bytes = head_dim * 4
@@ -148,10 +148,10 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
 
     def attend(  # type: ignore[no-untyped-def]  # noqa: C901
         query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling, softcap,
-        sinks, scratch, width, out, begin, stop,
+        sinks, scratch, longest, out, begin, stop,
     ):  # fmt: skip
         num_heads = num_kv_heads * group
-        page_bytes = num_kv_heads * block_bytes
+        page_bytes, width = num_kv_heads * block_bytes, longest + page_size
         queries, sums = scratch, scratch + num_heads * head_bytes
         tops = sums + num_heads * head_bytes
         scores = tops + num_heads * 4

@@ -18,16 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sarathi_pp.model.attention import decode_kernel, decode_lanes
 from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, attend, rows_at_once, scratch_floats
-from sarathi_pp.model.attention.decode_kernel import BFLOAT16, FLOAT16, FLOAT32, compile_kernel
-from sarathi_pp.model.attention.decode_kernel import scratch_floats as decode_scratch_floats
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 from sarathi_pp.model.inputs import SpanRows, StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.lanes import LANES, has_lanes
 
-_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_KINDS = {
+    torch.float32: decode_kernel.FLOAT32,
+    torch.bfloat16: decode_kernel.BFLOAT16,
+    torch.float16: decode_kernel.FLOAT16,
+}
 
 
 class NumbaAttention:
@@ -58,10 +61,11 @@ class NumbaAttention:
         """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
         chunks, rows = self._halves(inputs)
         limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
-        rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits)
+        in_lanes = query.dtype == torch.bfloat16 and self._fits_lanes(kv)
+        rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits, in_lanes)
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
             query = query.contiguous()
-        if chunks.spans and not (query.dtype == torch.bfloat16 and self._compiles(kv)):
+        if chunks.spans and not in_lanes:
             out = self._sdpa(
                 query, kv, layer, chunks, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
             ).contiguous()
@@ -81,7 +85,7 @@ class NumbaAttention:
             self._split = inputs, chunks, _Rows.of(single) if single else None
         return self._split[1:]
 
-    def _compiles(self, kv: KVShard) -> bool:
+    def _fits_lanes(self, kv: KVShard) -> bool:
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
         return fits and self._has_lanes and kv.dtype == torch.bfloat16
 
@@ -93,7 +97,7 @@ def _no_sinks(num_heads: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none.
+    """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none. in_lanes: lanes.py.
 
     Queries are (T, H, D) of a microbatch, out is like them and contiguous.
     """
@@ -104,6 +108,7 @@ class _Rule:
     window: int
     softcap: float
     sinks: Tensor
+    in_lanes: bool
 
     def chunk(self, query: Tensor, out: Tensor, span: SpanRows) -> None:
         """One span's rows; threads share KV heads out, and rows where there are too few."""
@@ -156,8 +161,14 @@ class _Rule:
     def _decode(self, query: Tensor, out: Tensor, rows: _Rows, firsts: NDArray[np.int64], piece: range) -> None:
         """piece: of `rows`."""
         kv, num_heads = self.kv, query.shape[1]
-        scratch = scratch_of_thread(decode_scratch_floats(num_heads, kv.head_dim, rows.longest, kv.page_size))
-        kernel = compile_kernel(_KINDS[query.dtype], kv.head_dim, num_heads // kv.num_kv_heads, kv.page_size)
+        group = num_heads // kv.num_kv_heads
+        if self.in_lanes and kv.head_dim % 32 == 0:
+            kernel, floats = decode_lanes.compile_kernel(kv.head_dim, group, kv.page_size), decode_lanes.scratch_floats
+        else:
+            kind = _KINDS[query.dtype]
+            kernel = decode_kernel.compile_kernel(kind, kv.head_dim, group, kv.page_size)
+            floats = decode_kernel.scratch_floats
+        scratch = scratch_of_thread(floats(num_heads, kv.head_dim, rows.longest, kv.page_size))
         kernel(
             query.data_ptr(),
             query.stride(0),
@@ -174,7 +185,7 @@ class _Rule:
             np.float32(self.softcap),
             self.sinks.data_ptr(),
             scratch.data_ptr(),
-            rows.longest + kv.page_size,
+            rows.longest,
             out.data_ptr(),
             piece.start,
             piece.stop,

@@ -1,0 +1,139 @@
+"""Attention of single rows over paged bfloat16 keys and values, in registers (lanes.py).
+
+The steps of decode_kernel.py, with products of bfloat16 pairs: sixteen tokens' scores at once, and weighted values of
+two tokens and several heads at once. Weights are rounded to bfloat16 as in chunk_kernel.py; scores, the softmax and
+sums are float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from sarathi_pp.model.lanes import (
+    add_weighted,
+    compiled,
+    dot_lines,
+    exponential,
+    inlined,
+    largest,
+    load_float,
+    load_index,
+    prefetch,
+    round_lines,
+    store_float,
+    weigh_lines,
+)
+
+Kernel = Callable[..., None]
+
+_FLOAT = np.float32
+_HIDDEN = _FLOAT(-1e30)
+_LOG2_E = _FLOAT(1.4426950408889634)
+_LINE_BYTES = 64
+# Registers for sums, of 32.
+_MOST_SUMS = 16
+
+
+def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
+    """Scratch that a kernel needs for rows of up to that many keys: sums, totals, scores, weights."""
+    return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16))
+
+
+@inlined
+def _weigh(scores, weights, low, high, width, slope, softcap, sink):  # type: ignore[no-untyped-def]
+    """Scores [0, width) to weights 2^(slope * score - top), 0 outside [low, high); returns their sum with the sink's.
+
+    softcap: 0 for none, else of the scores times slope. sink: -inf for none, in that unit too.
+    """
+    if softcap > 0:
+        for at in range(low, high):
+            store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * slope / softcap)) * softcap)
+        slope = _FLOAT(1)
+    for at in range(low):
+        store_float(scores, at, _HIDDEN)
+    for at in range(high, width):
+        store_float(scores, at, _HIDDEN)
+    top = max(largest(scores, width // 16) * slope, sink)
+    total = weigh_lines(scores, weights, width // 16, slope, top)
+    if sink > -np.inf:
+        total += exponential((sink - top) / _LOG2_E)
+    return total
+
+
+@functools.cache
+def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
+    """The kernel for heads of a multiple of 32 channels and pages of a multiple of 16 tokens.
+
+    Called as decode_kernel.compile_kernel says; queries, keys, values and outputs are bfloat16.
+    """
+    lines = head_dim // 32
+    at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))
+    block_bytes = page_size * head_dim * 2
+
+    def attend(  # type: ignore[no-untyped-def]  # noqa: C901
+        query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling, softcap,
+        sinks, scratch, longest, out, begin, stop,
+    ):  # fmt: skip
+        num_heads = num_kv_heads * group
+        page_bytes = num_kv_heads * block_bytes
+        # A window may begin anywhere in its page; and a weight may be read together with the one behind it.
+        width = (longest + page_size - 1) // page_size * page_size + page_size + 16
+        sums, totals = scratch, scratch + num_heads * head_dim * 4
+        scores = totals + num_heads * 4
+        weights = scores + num_heads * width * 4
+        slope = scaling * _LOG2_E
+        for row in range(begin, stop):
+            place, table = load_index(places, row), pages + load_index(tables, row) * 8
+            first, end = load_index(firsts, row), load_index(ends, row)
+            first_page, last_page = first // page_size, (end - 1) // page_size
+            origin, filled = first_page * page_size, (last_page + 1 - first_page) * page_size + 16
+            for index in range(first_page, last_page + 1):
+                page = keys + load_index(table, index) * page_bytes
+                ahead = keys + load_index(table, min(index + 1, last_page)) * page_bytes
+                for kv_head in range(num_kv_heads):
+                    for at in range(0, block_bytes, _LINE_BYTES):
+                        prefetch(ahead + kv_head * block_bytes + at)
+                    for member in range(group):
+                        head = kv_head * group + member
+                        asked = query + (place * row_step + head * head_step) * 2
+                        to = scores + (head * width + index * page_size - origin) * 4
+                        for token in range(0, page_size, 16):
+                            dot_lines(lines, asked, page + kv_head * block_bytes + token * head_dim * 2, to + token * 4)
+            for head in range(num_heads):
+                sink = load_float(sinks, head) * _LOG2_E
+                total = _weigh(
+                    scores + head * width * 4, weights + head * width * 2, first - origin, end - origin, filled, slope,
+                    softcap * _LOG2_E, sink,
+                )  # fmt: skip
+                store_float(totals, head, total)
+            for at in range(num_heads * head_dim):
+                store_float(sums, at, _FLOAT(0))
+            for index in range(first_page, last_page + 1):
+                page = values + load_index(table, index) * page_bytes
+                ahead = values + load_index(table, min(index + 1, last_page)) * page_bytes
+                # What lies outside may never have been written: not even a weight of 0 makes NaN nothing.
+                low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
+                pairs = (high - low) // 2
+                for kv_head in range(num_kv_heads):
+                    for at in range(0, block_bytes, _LINE_BYTES):
+                        prefetch(ahead + kv_head * block_bytes + at)
+                    block = page + (kv_head * page_size + low) * head_dim * 2
+                    for head in range(kv_head * group, (kv_head + 1) * group, at_once):
+                        given = weights + (head * width + index * page_size - origin + low) * 2
+                        to = sums + head * head_dim * 4
+                        if pairs:
+                            add_weighted(at_once, lines, 0, block, given, width, to, pairs)
+                        if (high - low) % 2:
+                            last = pairs * 2
+                            add_weighted(at_once, lines, 1, block + last * head_dim * 2, given + last * 2, width, to, 1)
+            for head in range(num_heads):
+                inverse = _FLOAT(1) / load_float(totals, head)
+                for at in range(head * head_dim, (head + 1) * head_dim):
+                    store_float(sums, at, load_float(sums, at) * inverse)
+            round_lines(sums, out + place * num_heads * head_dim * 2, num_heads * head_dim // 16)
+
+    kernel: Kernel = compiled()(attend)
+    return kernel

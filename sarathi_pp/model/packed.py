@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,11 @@ from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
-# Numbers of rows at which kinds of tiles are compared, on so many layers so many times: several, so that weights come
-# from memory and not from a cache.
+# Numbers of rows at which kinds of tiles are compared, so many times, on the smallest layers that together have so many
+# bytes: weights come from memory then and not from a cache, and large models take no longer.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
-_TIMED = 3
+_TIMES = 3
+_TIMED_BYTES = 64 * 2**20
 
 Pack = Callable[[nn.Linear], nn.Module]
 
@@ -61,9 +63,15 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
             linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
     panels = [child for child in module.modules() if isinstance(child, PanelLinear)]
     if panels:
-        most_high_rows = _most_high_rows(sorted(panels, key=PanelLinear.size, reverse=True)[:_TIMED], now)
+        most_high_rows = _most_high_rows(_smallest(panels), now)
         for child in panels:
             child.most_high_rows = most_high_rows
+
+
+def _smallest(linears: list[PanelLinear]) -> list[PanelLinear]:
+    ordered = sorted(linears, key=PanelLinear.num_bytes)
+    before = accumulate(map(PanelLinear.num_bytes, ordered), initial=0)
+    return [linear for linear, so_far in zip(ordered, before, strict=False) if so_far < _TIMED_BYTES]
 
 
 def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) -> int:
@@ -72,7 +80,7 @@ def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) ->
     for rows in _TIMED_ROWS:
         x = [torch.zeros(rows, linear.in_features, dtype=torch.bfloat16) for linear in linears]
         seconds = {most: math.inf for most in (0, rows)}
-        for most in (0, rows) * _TIMED:
+        for most in (0, rows) * _TIMES:
             begin_s = now()
             for linear, one in zip(linears, x, strict=True):
                 linear.most_high_rows = most
@@ -112,8 +120,8 @@ class PanelLinear(nn.Module):
             ]
         )
 
-    def size(self) -> int:
-        return self._panels.numel()
+    def num_bytes(self) -> int:
+        return self._panels.numel() * self._panels.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"

@@ -96,6 +96,19 @@ def test_the_faster_tiles_are_taken(slower_above: int, most: int) -> None:
 
 
 @needs_panels
+def test_tiles_are_compared_on_a_few_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(PanelLinear(bf16_linear(64, 16 * width)) for width in (5, 1, 3, 2)))
+    called = []
+    for linear in model:
+        linear.register_forward_pre_hook(lambda linear, args: called.append(linear.out_features))
+    for num_bytes, chosen in ((1, {16}), (64 * 32 + 1, {16, 32}), (1 << 20, {16, 32, 48, 80})):
+        monkeypatch.setattr(packed, "_TIMED_BYTES", num_bytes)
+        called.clear()
+        warm_linears(model, 8, Times(1000).now)
+        assert set(called) == chosen
+
+
+@needs_panels
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 def test_threads_change_no_bit(num_threads: int) -> None:
     linear = PanelLinear(bf16_linear(64, 352))

@@ -28,7 +28,7 @@ Rewrite = Callable[[Any], nn.Module]
 def fuse(module: nn.Module) -> int:
     """Replaces what can be replaced; returns how many modules. Attention then needs a PagedCall.
 
-    One weight at a time is held twice, of an MLP gate and up together, of attention query, key and value. Weights that
+    One weight at a time is held twice; gate and up are one, and so are query, key and value. Weights that
     another module shares (tied embeddings) stay as they are, since packing would copy them; no module that is fused
     shares any.
     """

@@ -29,6 +29,7 @@ class GatedMLP(nn.Module):
         self._kernel = rows
         self.width = mlp.up_proj.out_features
         self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
+        mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next is packed
         self.down = PanelLinear(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,6 +69,11 @@ class RowNorm(nn.Module):
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
         """The norm of x + added; `added` becomes that sum."""
+        assert x.dtype == added.dtype == torch.bfloat16 and x.shape == added.shape, (
+            f"{x.dtype} {x.shape}, {added.shape}"
+        )
+        assert added.is_contiguous()
+        x = x.contiguous()
         width, out = x.shape[-1], torch.empty_like(added)
         share_out([partial(self._add_norm, x, added, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
         return out
@@ -102,6 +108,7 @@ class RotaryAttention(nn.Module):
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.qkv = PanelLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        attention.q_proj = attention.k_proj = attention.v_proj = None
         self.out = PanelLinear(attention.o_proj)
 
     def forward(
@@ -116,6 +123,11 @@ class RotaryAttention(nn.Module):
         assert attention_mask is None, "a mask was made; it would be T x T"
         rows = self.qkv(hidden_states)[0]
         cos, sin = (one.contiguous() for one in position_embeddings)
+        # The pass goes by addresses: nothing behind it would notice.
+        expected = (1, paged.inputs.num_tokens, self.head_dim)
+        assert cos.shape == sin.shape == expected and len(rows) == expected[1], f"{cos.shape}, {sin.shape}, {expected}"
+        assert cos.dtype == sin.dtype == paged.kv.dtype == torch.bfloat16, f"{cos.dtype}, {paged.kv.dtype}"
+        assert (paged.kv.num_kv_heads, paged.kv.head_dim) == (self.num_kv_heads, self.head_dim)
         pieces = shares(rows.shape[0], _ROWS_A_THREAD)
         share_out([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
         query = rows.view(rows.shape[0], -1, self.head_dim)[:, : self.num_heads]

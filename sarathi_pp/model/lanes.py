@@ -202,6 +202,17 @@ def _storer(element: Any, taken: Any, convert: Any = None) -> Any:
     return intrinsic(store)
 
 
+def _nearest_bf16(builder: Any, value: Any) -> Any:
+    """The bits, on any processor: where it cannot round by itself, LLVM would call a function that is not there."""
+    word = builder.bitcast(value, _I32)
+    sixteen, odd = ir.Constant(_I32, 16), ir.Constant(_I32, 1)
+    upper = builder.lshr(word, sixteen)
+    carry = builder.add(ir.Constant(_I32, 0x7FFF), builder.and_(upper, odd))
+    near = builder.lshr(builder.add(word, carry), sixteen)
+    nan = builder.or_(upper, ir.Constant(_I32, 0x40))
+    return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), nan, near), _I16)
+
+
 # (address, index) -> value, and (address, index, value); index counts elements.
 load_word, store_word = _loader(_I32, types.uint32), _storer(_I32, types.uint32)
 load_half = _loader(_I16, types.uint16)
@@ -213,7 +224,7 @@ load_bf16 = _loader(
     types.float32,
     lambda b, half: b.bitcast(b.shl(b.zext(half, _I32), ir.Constant(_I32, 16)), _F32),
 )
-store_bf16 = _storer(_BF16, types.float32, lambda b, value: b.fptrunc(value, _BF16))
+store_bf16 = _storer(_I16, types.float32, _nearest_bf16)
 load_fp16 = _loader(ir.HalfType(), types.float32, lambda b, half: b.fpext(half, _F32))
 store_fp16 = _storer(ir.HalfType(), types.float32, lambda b, value: b.fptrunc(value, ir.HalfType()))
 

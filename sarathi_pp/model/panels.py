@@ -11,7 +11,7 @@ bit of it (with oneDNN their number does):
             them go by at once, and lines are asked for well ahead
     wide    up to 12 rows by two panels: fewer loads for each product
 
-Up to how many rows high tiles are the faster ones depends on the processor: 112 on a Zen 5, 8 on a Zen 4, whose high
+Up to how many rows high tiles are the faster ones depends on the processor: 112 on a Zen 5, 4 on a Zen 4, whose high
 tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So it is measured (packed.py).
 
 Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4 rows 276 us (359), 8 rows 294 (450),

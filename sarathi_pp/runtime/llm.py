@@ -26,7 +26,7 @@ from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_paragraphs
 from sarathi_pp.core.request import FinishReason
-from sarathi_pp.errors import ConfigError, RowError
+from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.model.support import check_model
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.fetch import find_model
@@ -90,11 +90,11 @@ class LLM:
         make_policy(config.policy)
         partition(facts.num_layers, config.stages, config.layer_split)
         self._defaults = read_generation_config(model_dir).with_command(config.sampling_overrides)
+        if config.run_dir is not None and (place is None or place.rank == 0):
+            RunDirectory.check(config.run_dir, overwrite=False)
         self._closed = False
         # What has to be let go of, last in first out, whether all goes well or nothing does.
         self._held = ExitStack()
-        if config.run_dir is not None and (place is None or place.rank == 0):
-            self._held.enter_context(RunDirectory.claim(config.run_dir, overwrite=False))
         scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
         joined = self._held.enter_context(ExitStack())
         if place is None and config.stages > 1:
@@ -109,7 +109,9 @@ class LLM:
             joined.callback(topology.leave)
             run_dir = RunDirectory(config.run_dir or scratch / "run")
             self._job = Job(config, model_dir, facts, topology, run_dir, self._clock, Watchdog(None))
-        except BaseException:
+        except BaseException as error:
+            if config.run_dir is not None and self._place.rank == 0 and isinstance(error, SarathiError):
+                RunDirectory(config.run_dir).write_exit_code(error.exit_code)  # it was refused: another may start there
             self._held.close()
             raise
         self._held.callback(self._job.abandon)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -243,6 +248,30 @@ def test_decodes_in_bfloat16_begin_and_end_anywhere_in_a_page(
     for row, span in enumerate(case.inputs.spans):
         lone = build_inputs([Span(span.start, 1, span.pages.tolist())], [], page_size, CPU)
         assert torch.equal(backend(case.query[row : row + 1], case.kv, case.layer, lone, **how), found[row : row + 1])
+
+
+_ON_A_LESSER_PROCESSOR = """
+import torch
+from sarathi_pp.model.attention import numba
+numba.has_lanes = lambda: False
+from tests.model.test_attention import Case, rule
+torch.set_num_threads(1)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    case = Case([(40, 1), (0, 1), (20, 3)], 16, 4, 2, 32, dtype, backend="numba")
+    how = rule(case, window=30, sinks=True)
+    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2e-2, rtol=0)
+"""
+
+
+@pytest.mark.parametrize("cpu", ["haswell", "skylake-avx512"])
+def test_decodes_are_compiled_for_processors_without_bfloat16(cpu: str, tmp_path: Path) -> None:
+    """Only what such a processor lacks is left out: this one runs the code."""
+    if platform.machine() != "x86_64":
+        pytest.skip("names of x86 processors")
+    settings = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = (sys.executable, "-c", _ON_A_LESSER_PROCESSOR)
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])

@@ -143,18 +143,36 @@ def test_a_norm_that_rounds_elsewhere_is_left_alone() -> None:
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+def llama_layer(family: str, head_dim: int, **changed: Any) -> tuple[Any, Any]:
+    """A layer of a bfloat16 model with attention over pages, and what makes its cosines and sines."""
+    torch.manual_seed(head_dim)
+    config = FAMILIES[family]()
+    config.update(LLAMA | {"head_dim": head_dim, "attention_bias": True} | changed)
+    model = build_model(family, config=config).to(torch.bfloat16)
+    model.set_attn_implementation(PAGED)
+    return model.model.layers[0], model.model.rotary_emb
+
+
+def call_of(rotary: Any, x: Tensor, spans: tuple[Span, ...], kv: KVShard, backend: str = "auto") -> dict[str, Any]:
+    inputs = build_inputs(spans, (), PAGE_SIZE, CPU)
+    return {
+        "position_embeddings": rotary(x, inputs.position_ids[None]),
+        "attention_mask": None,
+        "paged": PagedCall(choose_backend(backend, CPU, PAGE_SIZE), kv, inputs, (None,)),
+    }
+
+
+MICROBATCHES = ((Span(0, 70, (3, 5, 1, 0, 4)), Span(0, 1, (2,))), (Span(70, 1, (3, 5, 1, 0, 4)), Span(1, 9, (2,))))
+
+
 @needs_panels
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("head_dim", [32, 96])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 @torch.inference_mode()
-def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int) -> None:
+def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend: str) -> None:
     """Those are Llama's code around our own products and norms, and attention through transformers' interface."""
-    torch.manual_seed(head_dim)
-    config = FAMILIES[family]()
-    config.update(LLAMA | {"head_dim": head_dim, "attention_bias": True})
-    model = build_model(family, config=config).to(torch.bfloat16)
-    model.set_attn_implementation(PAGED)
-    layer, position_embeddings = model.model.layers[0], model.model.rotary_emb
+    layer, rotary = llama_layer(family, head_dim)
     ours, parts = fused(layer), copy.deepcopy(layer)
     assert type(ours) is Block and type(ours.self_attn) is RotaryAttention
     parts.input_layernorm, parts.post_attention_layernorm = ours.input_layernorm, ours.post_attention_layernorm
@@ -162,19 +180,55 @@ def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int) -> None
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         setattr(parts.self_attn, name, PanelLinear(getattr(layer.self_attn, name)))
     shards = [shard(1, 2, head_dim) for _ in range(2)]
-    spans = [(Span(0, 40, (3, 5, 1)), Span(0, 1, (2,))), (Span(40, 1, (3, 5, 1)), Span(1, 9, (2,)))]
-    for microbatch in spans:
-        inputs = build_inputs(microbatch, (), PAGE_SIZE, CPU)
-        x = torch.randn(1, inputs.num_tokens, 64).bfloat16()
-        call = {"position_embeddings": position_embeddings(x, inputs.position_ids[None]), "attention_mask": None}
-        found = [
-            one(x.clone(), **call, paged=PagedCall(choose_backend("auto", CPU, PAGE_SIZE), kv, inputs, (None,)))
-            for one, kv in zip((ours, parts), shards, strict=True)
-        ]
+    for spans in MICROBATCHES:
+        x = torch.randn(1, sum(span.num_tokens for span in spans), 64).bfloat16()
+        calls = [call_of(rotary, x, spans, kv, backend) for kv in shards]
+        found = [one(x.clone(), **call) for one, call in zip((ours, parts), calls, strict=True)]
         assert torch.equal(*found) and bool(found[0].isfinite().all())
+        inputs = calls[0]["paged"].inputs
         for of in (KVShard.keys, KVShard.values):
             written = [of(kv, 0)[inputs.write_pages, :, inputs.write_offsets] for kv in shards]
             assert torch.equal(*written)
+
+
+@needs_panels
+@torch.inference_mode()
+def test_threads_change_no_bit_of_a_layer() -> None:
+    layer, rotary = llama_layer("llama", 32)
+    ours, found = fused(layer), []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            torch.manual_seed(1)
+            kv = shard(1, 2, 32)
+            for spans in MICROBATCHES:
+                x = torch.randn(1, sum(span.num_tokens for span in spans), 64).bfloat16()
+                found.append(ours(x, **call_of(rotary, x, spans, kv)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[index % 2]) for index, one in enumerate(found))
+
+
+@needs_panels
+@torch.inference_mode()
+def test_what_does_not_fit_a_layer_is_refused_and_not_read_beyond_its_end() -> None:
+    layer, rotary = llama_layer("llama", 64)
+    ours, x = fused(layer), torch.randn(1, 3, 64).bfloat16()
+    spans = (Span(0, 3, (1,)),)
+    call = call_of(rotary, x, spans, shard(1, 2, 64))
+    ours(x, **call)
+    cos, sin = call["position_embeddings"]
+    half = {**call, "position_embeddings": (cos[..., :32], sin[..., :32])}
+    for wrong in (
+        half,
+        {**call, "position_embeddings": (cos.float(), sin)},
+        call_of(rotary, x, spans, shard(1, 1, 64)),
+    ):
+        with pytest.raises(AssertionError):
+            ours(x, **wrong)
+    with pytest.raises(AssertionError):
+        ours(x[:, :2], **call)
 
 
 @needs_panels

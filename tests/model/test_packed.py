@@ -71,8 +71,9 @@ def test_neither_batch_mates_nor_tiles_change_a_bit(most_high_rows: int) -> None
 class Times:
     """A clock on which a call of a layer takes what its tiles are said to take."""
 
-    def __init__(self, slower_above: int) -> None:
+    def __init__(self, slower_above: int, disturbed_rows: int = 0) -> None:
         self.slower_above = slower_above
+        self.disturbed_rows = disturbed_rows
         self.now_s = 0.0
 
     def now(self) -> float:
@@ -82,6 +83,8 @@ class Times:
         rows = len(args[0])
         high = rows <= linear.most_high_rows
         self.now_s += rows * (1.1 if high and rows > self.slower_above else 1.0 if high else 1.05)
+        if high and rows == self.disturbed_rows:
+            self.now_s += 0.08 * rows
 
 
 @needs_panels
@@ -96,15 +99,26 @@ def test_the_faster_tiles_are_taken(slower_above: int, most: int) -> None:
 
 
 @needs_panels
+@pytest.mark.parametrize("disturbed_rows", [4, 16])
+def test_one_disturbed_comparison_does_not_choose_the_tiles(disturbed_rows: int) -> None:
+    times = Times(1000, disturbed_rows)
+    linear = PanelLinear(bf16_linear(8, 16))
+    linear.register_forward_pre_hook(times.called)
+    warm_linears(nn.Sequential(linear), 64, times.now)
+    assert linear.most_high_rows == 112
+
+
+@needs_panels
 def test_tiles_are_compared_on_a_few_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(PanelLinear(bf16_linear(64, 16 * width)) for width in (5, 1, 3, 2)))
-    called = []
+    called, times = [], Times(1000)
     for linear in model:
+        linear.register_forward_pre_hook(times.called)
         linear.register_forward_pre_hook(lambda linear, args: called.append(linear.out_features))
     for num_bytes, chosen in ((1, {16}), (64 * 32 + 1, {16, 32}), (1 << 20, {16, 32, 48, 80})):
         monkeypatch.setattr(packed, "_TIMED_BYTES", num_bytes)
         called.clear()
-        warm_linears(model, 8, Times(1000).now)
+        warm_linears(model, 8, times.now)
         assert set(called) == chosen
 
 

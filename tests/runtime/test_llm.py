@@ -53,6 +53,15 @@ def test_the_run_directory_tells_what_the_run_was_given(tmp_path):
     assert read_run(tmp_path / "run").report == report
 
 
+def test_a_refused_start_leaves_room_for_the_corrected_one(tmp_path):
+    for _ in range(2):
+        with pytest.raises(CapacityError):
+            LLM(ADDER, run_dir=tmp_path / "run", kv_cache_memory_bytes=1)
+    with LLM(ADDER, run_dir=tmp_path / "run") as llm:
+        assert llm.generate("40+2=")[0].outputs[0].text == "42"
+    assert read_run(tmp_path / "run").report["completed"] == 1
+
+
 @pytest.mark.timeout(120)
 def test_an_llm_that_ends_by_an_exception_leaves_room_for_the_next():
     for _ in range(2):

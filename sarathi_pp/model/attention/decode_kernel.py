@@ -8,8 +8,8 @@ For each row, three steps over the pages of its sequence:
 
 Pages are walked in order with all heads of a page together, because that is how they lie in memory, and the
 next page is asked for while this one is worked on: a decode is a read of its KV, and pages lie scattered, so
-without that the processor waits for each of them. Measured on one core with AVX512, bf16, 763 keys of 8 KV
-heads: 95 to 105 us a row and layer, which is 15 GB/s; gathering the pages for torch's products takes 330 to 400.
+without that the processor waits for each of them. Measured on one core of a Zen 5, bf16, 763 keys of 8 KV heads: 95
+to 105 us a row and layer, which is 15 GB/s; gathering the pages for torch's products takes 330 to 400.
 
 Products and sums are float32 for every dtype. Operations may be reordered, NaN and infinity stay what they are.
 """

@@ -1,9 +1,9 @@
 """Attention on CPU with compiled kernels.
 
 Rows that are alone in their span, decodes, are read along their whole context: a read of memory, for which gathering
-pages and calling torch a dozen times costs three to four times what decode_kernel.py takes. Chunks go through
-chunk_kernel.py where that runs: in bfloat16, on a processor that multiplies it, with pages of a size that it lays out.
-Elsewhere torch's products do (sdpa.py).
+pages and calling torch a dozen times costs three to four times what decode_kernel.py takes. In bfloat16, on a processor
+that multiplies it and with pages of a fitting size, decodes go through decode_lanes.py and chunks through
+chunk_kernel.py; elsewhere torch's products do the chunks (sdpa.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NumbaAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
+        """See AttentionBackend. Scores, softmax and sums are float32; in lanes weights are rounded to bfloat16."""
         chunks, rows = self._halves(inputs)
         limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
         in_lanes = query.dtype == torch.bfloat16 and self._fits_lanes(kv)

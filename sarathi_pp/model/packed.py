@@ -155,7 +155,7 @@ class PanelLinear(nn.Module):
 
 
 def to_panels(weight: Tensor) -> Tensor:
-    """(N, K) bfloat16, N a multiple of 16 and K of 2, as (N / 16, K / 2, 16) int32 (lanes.py): a view, strided."""
+    """(N, K) bfloat16, N a multiple of 16 and K of 2, as (N / 16, K / 2, 16) int32 (lanes): a view, strided."""
     outputs, inputs = weight.shape
     words = weight.contiguous().view(torch.int32).view(outputs // 16, 16, inputs // 2)
     return words.permute(0, 2, 1)
@@ -192,7 +192,7 @@ class OneDnnLinear(nn.Module):
 def has_panels() -> bool:
     """Whether numba can be had, an optional package and a slow import, and the processor is able."""
     try:
-        from sarathi_pp.model.lanes import has_lanes
+        from sarathi_pp.model.lanes.compile import has_lanes
     except ImportError:  # not there, or not for this numpy
         return False
     return has_lanes()

@@ -1,6 +1,6 @@
 """Linear layers in bfloat16 on CPU: weights laid out in panels, one compiled product for every number of rows.
 
-    weight (N, K)  ->  N / 16 panels of K / 2 lines (lanes.py), read front to back at every call
+    weight (N, K)  ->  N / 16 panels of K / 2 lines (lanes), read front to back at every call
 
 Rows are first laid out in tiles, the words of a pair side by side. Then every panel is multiplied with every tile: sums
 stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory once. There are
@@ -21,7 +21,9 @@ Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4
 
 from __future__ import annotations
 
-from sarathi_pp.model.lanes import compiled, dot_tile, inlined, load_word, store_word
+from sarathi_pp.model.lanes.compile import compiled, inlined
+from sarathi_pp.model.lanes.memory import load_word, store_word
+from sarathi_pp.model.lanes.products import dot_tile
 
 ROW_STEP = 4
 

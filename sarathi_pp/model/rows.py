@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from sarathi_pp.model.lanes import (
-    compiled,
-    exponential,
-    inlined,
-    load_bf16,
-    load_index,
-    load_word,
-    rotate_lines,
-    round_lines,
-    store_float,
-    store_word,
-)
+from sarathi_pp.model.lanes.compile import compiled, inlined
+from sarathi_pp.model.lanes.memory import load_bf16, load_index, load_word, round_lines, store_float, store_word
+from sarathi_pp.model.lanes.rotary import rotate_lines
+from sarathi_pp.model.lanes.softmax import exponential
 
 _FLOAT = np.float32
 

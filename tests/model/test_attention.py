@@ -23,14 +23,15 @@ from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model import attention, lanes
+from sarathi_pp.model import attention
 from sarathi_pp.model.attention import AttentionBackend, choose_backend, decode_kernel, sdpa
 from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, rows_at_once
 from sarathi_pp.model.attention.numba import NumbaAttention, by_keys
 from sarathi_pp.model.crew import scratch_of_thread
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.lanes import has_lanes
+from sarathi_pp.model.lanes import compile as lanes
+from sarathi_pp.model.lanes.compile import has_lanes
 
 CPU = torch.device("cpu")
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])

@@ -12,27 +12,22 @@ import torch
 
 pytest.importorskip("numba")
 
-from sarathi_pp.model import lanes
-from sarathi_pp.model.lanes import (
-    add_weighted,
-    compiled,
-    dot_lines,
-    dot_tile,
-    exponential,
-    has_lanes,
-    largest,
+from sarathi_pp.model.lanes import compile as lanes
+from sarathi_pp.model.lanes.compile import compiled, has_lanes
+from sarathi_pp.model.lanes.memory import (
     load_bf16,
     load_float,
     load_half,
     load_index,
     load_word,
-    rotate_lines,
     round_lines,
     store_bf16,
     store_float,
     store_word,
-    weigh_lines,
 )
+from sarathi_pp.model.lanes.products import add_weighted, dot_lines, dot_tile
+from sarathi_pp.model.lanes.rotary import rotate_lines
+from sarathi_pp.model.lanes.softmax import exponential, largest, weigh_lines
 from sarathi_pp.model.packed import to_panels
 
 needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
@@ -202,7 +197,7 @@ def test_a_processor_is_known_by_all_its_flags(tmp_path: Path) -> None:
 
 _KERNEL = """
 import sys
-from sarathi_pp.model import lanes
+from sarathi_pp.model.lanes import compile as lanes
 lanes._DIGEST = sys.argv[1]
 
 @lanes.compiled()

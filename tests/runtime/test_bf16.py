@@ -15,7 +15,7 @@ from torch import Tensor
 from sarathi_pp.model.attention import numba as numba_attention
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.lanes import has_lanes
+from sarathi_pp.model.lanes.compile import has_lanes
 from tests.model.families import FAMILIES, build_model
 from tests.runtime.pipeline import CPU, run_pipeline, stage_models
 from tests.runtime.references import NEW_TOKENS

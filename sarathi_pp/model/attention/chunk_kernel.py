@@ -1,4 +1,4 @@
-"""Attention of prompt chunks over paged bfloat16 keys and values: products in registers (lanes.py), one compiled pass.
+"""Attention of prompt chunks over paged bfloat16 keys and values: products in registers (lanes), one compiled pass.
 
 For each KV head, keys are taken in blocks of a size that stays in the second-level cache. A block is laid out once for
 all rows and all query heads that share it:
@@ -19,12 +19,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sarathi_pp.model.lanes import (
-    compiled,
-    dot_tile,
-    exponential,
-    inlined,
-    largest,
+from sarathi_pp.model.lanes.compile import compiled, inlined
+from sarathi_pp.model.lanes.memory import (
     load_float,
     load_half,
     load_index,
@@ -33,12 +29,12 @@ from sarathi_pp.model.lanes import (
     store_bf16,
     store_float,
     store_word,
-    weigh_lines,
 )
+from sarathi_pp.model.lanes.products import dot_tile
+from sarathi_pp.model.lanes.softmax import exponential, weigh
 
 _FLOAT = np.float32
 _NONE = _FLOAT(-np.inf)
-_HIDDEN = _FLOAT(-1e30)
 _LOG2_E = _FLOAT(1.4426950408889634)
 TILE_ROWS = 6
 BLOCK_KEYS = 1024
@@ -96,25 +92,6 @@ def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, o
         weight, to = panels + panel * panel_words * 4, out + panel * 64
         dot_tile(6, 1, 0, 0, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row)
         panel += 1
-
-
-@inlined
-def _weigh(scores, weights, low, high, width, slope, softcap, before):  # type: ignore[no-untyped-def]
-    """Scores [0, width) to weights 2^(slope * score - largest), zero outside [low, high); width a multiple of 32.
-
-    before: the largest so far, in that unit. softcap: 0 for none, else of the scores times slope. Returns the largest
-    now and the sum of the weights.
-    """
-    if softcap > 0:
-        for at in range(low, high):
-            store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * slope / softcap)) * softcap)
-        slope = _FLOAT(1)
-    for at in range(low):
-        store_float(scores, at, _HIDDEN)
-    for at in range(high, width):
-        store_float(scores, at, _HIDDEN)
-    top = max(before, largest(scores, width // 16) * slope)
-    return top, weigh_lines(scores, weights, width // 16, slope, top)
 
 
 @compiled()
@@ -202,7 +179,7 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
                                 store_bf16(there, key, _FLOAT(0))
                             continue
                         before = load_float(state, 0)
-                        top, total = _weigh(
+                        top, total = weigh(
                             here + skip * 4, there + skip * 2, low - skip, high - skip, width - skip, slope,
                             softcap * _LOG2_E, before,
                         )  # fmt: skip

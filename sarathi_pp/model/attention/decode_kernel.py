@@ -21,10 +21,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sarathi_pp.model.lanes import (
-    compiled,
-    exponential,
-    inlined,
+from sarathi_pp.model.lanes.compile import compiled, inlined
+from sarathi_pp.model.lanes.memory import (
     load_bf16,
     load_float,
     load_fp16,
@@ -34,6 +32,7 @@ from sarathi_pp.model.lanes import (
     store_float,
     store_fp16,
 )
+from sarathi_pp.model.lanes.softmax import exponential
 
 Kernel = Callable[..., None]
 

@@ -1,4 +1,4 @@
-"""Attention of single rows over paged bfloat16 keys and values, in registers (lanes.py).
+"""Attention of single rows over paged bfloat16 keys and values, in registers (lanes).
 
 The steps of decode_kernel.py, with products of bfloat16 pairs: sixteen tokens' scores at once, and weighted values of
 two tokens and several heads at once. Weights are rounded to bfloat16 as in chunk_kernel.py; scores, the softmax and
@@ -12,25 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sarathi_pp.model.lanes import (
-    add_weighted,
-    compiled,
-    dot_lines,
-    exponential,
-    inlined,
-    largest,
-    load_float,
-    load_index,
-    prefetch,
-    round_lines,
-    store_float,
-    weigh_lines,
-)
+from sarathi_pp.model.lanes.compile import compiled
+from sarathi_pp.model.lanes.memory import load_float, load_index, prefetch, round_lines, store_float
+from sarathi_pp.model.lanes.products import add_weighted, dot_lines
+from sarathi_pp.model.lanes.softmax import exponential, weigh
 
 Kernel = Callable[..., None]
 
 _FLOAT = np.float32
-_HIDDEN = _FLOAT(-1e30)
 _LOG2_E = _FLOAT(1.4426950408889634)
 _LINE_BYTES = 64
 # Registers for sums, of 32.
@@ -40,27 +29,6 @@ _MOST_SUMS = 16
 def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
     """Scratch that a kernel needs for rows of up to that many keys: sums, totals, scores, weights."""
     return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16))
-
-
-@inlined
-def _weigh(scores, weights, low, high, width, slope, softcap, sink):  # type: ignore[no-untyped-def]
-    """Scores [0, width) to weights 2^(slope * score - top), 0 outside [low, high); returns their sum with the sink's.
-
-    softcap: 0 for none, else of the scores times slope. sink: -inf for none, in that unit too.
-    """
-    if softcap > 0:
-        for at in range(low, high):
-            store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * slope / softcap)) * softcap)
-        slope = _FLOAT(1)
-    for at in range(low):
-        store_float(scores, at, _HIDDEN)
-    for at in range(high, width):
-        store_float(scores, at, _HIDDEN)
-    top = max(largest(scores, width // 16) * slope, sink)
-    total = weigh_lines(scores, weights, width // 16, slope, top)
-    if sink > -np.inf:
-        total += exponential((sink - top) / _LOG2_E)
-    return total
 
 
 @functools.cache
@@ -104,10 +72,12 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
                             dot_lines(lines, asked, page + kv_head * block_bytes + token * head_dim * 2, to + token * 4)
             for head in range(num_heads):
                 sink = load_float(sinks, head) * _LOG2_E
-                total = _weigh(
+                top, total = weigh(
                     scores + head * width * 4, weights + head * width * 2, first - origin, end - origin, filled, slope,
                     softcap * _LOG2_E, sink,
                 )  # fmt: skip
+                if sink > -np.inf:
+                    total += exponential((sink - top) / _LOG2_E)
                 store_float(totals, head, total)
             for at in range(num_heads * head_dim):
                 store_float(sums, at, _FLOAT(0))

@@ -24,7 +24,8 @@ from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 from sarathi_pp.model.inputs import SpanRows, StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.lanes import LANES, has_lanes
+from sarathi_pp.model.lanes.compile import has_lanes
+from sarathi_pp.model.lanes.registers import LANES
 
 _KINDS = {
     torch.float32: decode_kernel.FLOAT32,
@@ -97,9 +98,10 @@ def _no_sinks(num_heads: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none. in_lanes: lanes.py.
+    """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none.
 
-    Queries are (T, H, D) of a microbatch, out is like them and contiguous.
+    in_lanes: by the kernels that are written with lanes. Queries are (T, H, D) of a microbatch, out is like
+    them and contiguous.
     """
 
     kv: KVShard

@@ -1,0 +1,130 @@
+"""What the instructions of lanes are built of, in LLVM's terms: places in memory, registers, loops over lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+
+
+class _BFloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's type, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+BF16, F32 = _BFloat16(), ir.FloatType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOATS = ir.VectorType(F32, LANES)
+WORDS = ir.VectorType(I32, LANES)
+PAIRS = ir.VectorType(BF16, 2 * LANES)
+HALVES = ir.VectorType(BF16, LANES)
+SHORTS = ir.VectorType(I16, LANES)
+
+
+def index(value: int) -> Any:
+    """A constant, as addresses and counts are."""
+    return ir.Constant(I64, value)
+
+
+def element_at(builder: Any, address: Any, element: Any, place: Any) -> Any:
+    """Pointer to element `place` of the array at an address."""
+    return builder.gep(builder.inttoptr(address, element.as_pointer()), [place])
+
+
+def halves_at(builder: Any, address: Any, place: Any) -> Any:
+    """Pointer to sixteen bfloat16 from element `place` on."""
+    return builder.bitcast(element_at(builder, address, I16, place), HALVES.as_pointer())
+
+
+def pairs_at(builder: Any, address: Any, word: Any) -> Any:
+    line = builder.bitcast(element_at(builder, address, I32, word), WORDS.as_pointer())
+    return builder.bitcast(builder.load(line, align=4), PAIRS)
+
+
+def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
+    kind = ir.FunctionType(returned, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def prefetch_at(builder: Any, pointer: Any) -> None:
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.bitcast(pointer, I8.as_pointer()), read, keep, data])
+
+
+def spread(builder: Any, value: Any) -> Any:
+    """One value in all lanes."""
+    lanes = ir.VectorType(value.type, LANES)
+    lone = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(lone, ir.Constant(lanes, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
+
+
+def to_bf16(builder: Any, values: Any) -> Any:
+    """Sixteen float32 to bfloat16, to nearest."""
+    return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", HALVES, [values])
+
+
+def to_float(builder: Any, halves: Any) -> Any:
+    """Sixteen bfloat16 to float32."""
+    words = builder.zext(builder.bitcast(halves, SHORTS), WORDS)
+    return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
+
+
+def fma(builder: Any, factor: Any, other: Any, added: Any) -> Any:
+    return call(builder, "llvm.fma.v16f32", FLOATS, [factor, other, added])
+
+
+def dot(builder: Any, held: Any, left: Any, right: Any) -> Any:
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [held, left, right])
+
+
+def load_line(builder: Any, address: Any, line: Any) -> Any:
+    pointer = element_at(builder, address, F32, builder.mul(line, index(LANES)))
+    return builder.load(builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
+
+
+def store_rounded(builder: Any, address: Any, line: Any, values: Any) -> None:
+    builder.store(to_bf16(builder, values), halves_at(builder, address, builder.mul(line, index(LANES))), align=2)
+
+
+class Loop:
+    """A value that a loop over lines hands on: `carried` at the begin of a turn, `result` behind the loop."""
+
+    def __init__(self, carried: Any) -> None:
+        self.carried = carried
+        self.result: Any = None
+
+    def carry(self, value: Any) -> None:
+        self.result = value
+
+
+@contextmanager
+def each_line(builder: Any, num_lines: Any, begin: Any = None) -> Iterator[tuple[Any, Loop]]:
+    """What is built inside is done for line 0, 1, ... num_lines - 1; at least once."""
+    entry = builder.block
+    body, after = builder.append_basic_block("line"), builder.append_basic_block("done")
+    builder.branch(body)
+    builder.position_at_end(body)
+    line = builder.phi(I64)
+    loop = Loop(builder.phi(begin.type) if begin is not None else None)
+    yield line, loop
+    following = builder.add(line, index(1))
+    line.add_incoming(index(0), entry)
+    line.add_incoming(following, body)
+    if begin is not None:
+        loop.carried.add_incoming(begin, entry)
+        loop.carried.add_incoming(loop.result, body)
+    builder.cbranch(builder.icmp_signed("<", following, num_lines), body, after)
+    builder.position_at_end(after)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import click
 from awake import awake
-from record import Record
+from record import Record, spread
 from turns import take_turns, without
 
 from sarathi_pp.bench.calibrate import measure
@@ -226,10 +226,6 @@ def one_heat(work: Work, cases: Sequence[Case]) -> Report:
             for kind in PREDICTIONS:
                 print(f"    {kind}  " + " ".join(f"{value:.3f}" for value in figures[kind].values()), flush=True)
     return found
-
-
-def spread(values: list[float]) -> Report:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def share(case: Report) -> float:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from unittest import mock
 import click
 import torch
 from awake import awake
-from record import Record
+from record import Record, spread
 
 from sarathi_pp.bench.machine import stolen
 from sarathi_pp.model import fuse, packed, slice
@@ -37,9 +38,10 @@ from sarathi_pp.model.support import check_model
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
-# Tokens that a sequence may have, in pages of its own.
-MOST_TOKENS = 1024
+NUM_PAGES = 1024
 ALL = "all"
+# Tokens behind, and tokens of each sequence in the microbatch.
+Extents = list[tuple[int, int]]
 # What is taken away, by what has to be replaced for it while a stage is loaded.
 WITHOUT: dict[str, tuple[tuple[object, str, Any], ...]] = {
     ALL: (),
@@ -76,25 +78,22 @@ def replacing(replaced: tuple[tuple[object, str, Any], ...]) -> Iterator[None]:
         yield
 
 
-def load(directory: Path, variant: str) -> Stage:
+def load(directory: Path, variant: str, most_tokens: int) -> Stage:
+    """most_tokens: of a microbatch."""
     facts = check_model(directory)
     layers = (0, facts.num_layers // 2)
     backend = choose_backend("sdpa" if variant == TORCH_ATTENTION else "auto", CPU, PAGE_SIZE)
     with replacing(WITHOUT[variant]):
         model = load_stage(directory, layers, facts.num_layers, torch.bfloat16, CPU, backend)
-        warm_linears(
-            model.module, max(sum(count for _, count in one) for one in microbatches().values()), time.perf_counter
-        )
-    num_pages = 17 * (MOST_TOKENS // PAGE_SIZE)
-    kv = KVShard(layers, num_pages, PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.bfloat16, CPU)
+        warm_linears(model.module, most_tokens, time.perf_counter)
+    kv = KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.bfloat16, CPU)
     for layer in range(*layers):
         kv.keys(layer).normal_()
         kv.values(layer).normal_()
     return Stage(WITHOUT[variant], model, kv)
 
 
-def microbatches() -> dict[str, list[tuple[int, int]]]:
-    """Tokens behind, and tokens of each sequence in the microbatch."""
+def microbatches() -> dict[str, Extents]:
     return {
         "1 decode at 100": [(100, 1)],
         "16 decodes at 100": [(100, 1)] * 16,
@@ -105,14 +104,10 @@ def microbatches() -> dict[str, list[tuple[int, int]]]:
     }
 
 
-def inputs_of(extents: list[tuple[int, int]]) -> StageInputs:
+def inputs_of(extents: Extents) -> StageInputs:
     """Pages lie scattered, as after a while of serving."""
-    order = torch.randperm(17 * (MOST_TOKENS // PAGE_SIZE), generator=torch.Generator().manual_seed(0)).tolist()
-    of_each = MOST_TOKENS // PAGE_SIZE
-    spans = [
-        Span(start, count, order[index * of_each : (index + 1) * of_each])
-        for index, (start, count) in enumerate(extents)
-    ]
+    pages = iter(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(0)).tolist())
+    spans = [Span(start, count, list(islice(pages, -(-(start + count) // PAGE_SIZE)))) for start, count in extents]
     return build_inputs(spans, (), PAGE_SIZE, CPU)
 
 
@@ -132,7 +127,7 @@ def measure(stages: dict[str, Stage], rounds: int) -> dict[str, Any]:
             ratios = [without / whole for without, whole in zip(of_variant, taken[ALL], strict=True)]
             found[name][variant] = {
                 "ms": 1000 * statistics.median(of_variant),
-                "times as long": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+                "times as long": spread(ratios),
             }
             print(
                 f"{name:40}  without {variant:36}" if variant != ALL else f"{name:40}  with all of them {'':27}",
@@ -150,8 +145,9 @@ def main(model: Path, rounds: int, output: Path | None) -> None:
     record = Record.begin()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    most_tokens = max(sum(count for _, count in extents) for extents in microbatches().values())
     with awake(), stolen() as lost:
-        found = measure({variant: load(model, variant) for variant in WITHOUT}, rounds)
+        found = measure({variant: load(model, variant, most_tokens) for variant in WITHOUT}, rounds)
     document = record.write(output, {"rounds": rounds, "stolen": lost.share, "without": found})
     print(json.dumps({name: value for name, value in document.items() if name != "without"}))
 

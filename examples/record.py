@@ -6,9 +6,10 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +37,10 @@ class Record:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(document, indent=indent) + "\n")
         return document
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def describe_commit() -> str:

@@ -171,7 +171,8 @@ def _seconds(stage: StageTimeline, count: int) -> Vector:
 
 def _fit_with_tile(tile: int, spans: Spans) -> tuple[float, list[StageCost]]:
     """Mean error, and the stages with all that a decode costs in a4."""
-    design = np.array([_row(load, tile) for load in spans.loads])
+    model = CostModel(tile, ())
+    design = np.array([model.row(load) for load in spans.loads])
     stages, errors = [], []
     for layers, seconds in zip(spans.layers, spans.seconds, strict=True):
         coefficients = _robust_relative(design, seconds)
@@ -199,10 +200,6 @@ def without_outliers(off: Vector) -> Vector:
     """Errors around 0, those beyond three standard deviations cut to as much."""
     bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
     return off.clip(-bound, bound)
-
-
-def _row(load: Load, tile: int) -> list[float]:
-    return [1.0, -(-load.num_tokens // tile), load.prefill_attention, load.decode_context, load.decodes]
 
 
 def _robust_relative(design: Vector, seconds: Vector) -> Vector:

@@ -30,7 +30,7 @@ from sarathi_pp.model.attention.numba import NumbaAttention, by_keys
 from sarathi_pp.model.crew import scratch_of_thread
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.lanes import compile as lanes
+from sarathi_pp.model.lanes import compile as compiling
 from sarathi_pp.model.lanes.compile import has_lanes
 
 CPU = torch.device("cpu")
@@ -502,8 +502,8 @@ def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> No
             raise RuntimeError("cannot cache function 'attend': no locator available")
         return njit(*args, **kwargs)
 
-    njit = lanes.numba.njit
-    with mock.patch.object(lanes.numba, "njit", no_folder):
+    njit = compiling.numba.njit
+    with mock.patch.object(compiling.numba, "njit", no_folder):
         assert callable(decode_kernel.compile_kernel.__wrapped__(decode_kernel.FLOAT32, 8, 2, 4))
 
 

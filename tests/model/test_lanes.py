@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from sarathi_pp.model.lanes import compile as lanes
+from sarathi_pp.model.lanes import compile as compiling
 from sarathi_pp.model.lanes.compile import compiled, has_lanes
 from sarathi_pp.model.lanes.memory import (
     load_bf16,
@@ -89,7 +90,7 @@ def test_rotated_lines_are_rounded_as_torchs(channels: int) -> None:
 def test_a_tile_is_a_product(rows: int, panels: int, rounded: int) -> None:
     @compiled()
     def product(weight, words, x, pairs, begin, out, width):  # type: ignore[no-untyped-def]
-        dot_tile(rows, panels, 64, rounded, weight, words, x, pairs, 1, pairs, begin, out, width)
+        dot_tile(rows, panels, 1, rounded, weight, words, x, pairs, 1, pairs, begin, out, width, weight, 64)
 
     torch.manual_seed(rows)
     inputs, width = 10, 16 * panels
@@ -197,10 +198,10 @@ def test_a_processor_is_known_by_all_its_flags(tmp_path: Path) -> None:
 
 _KERNEL = """
 import sys
-from sarathi_pp.model.lanes import compile as lanes
-lanes._DIGEST = sys.argv[1]
+from sarathi_pp.model.lanes import compile as compiling
+compiling._DIGEST = sys.argv[1]
 
-@lanes.compiled()
+@compiling.compiled()
 def add(a, b):
     return a + b
 
@@ -222,7 +223,17 @@ def test_kept_code_is_used_again_until_the_instructions_change(tmp_path: Path) -
     assert [run("old"), run("old"), run("new"), run("new"), run("old")] == ["0 1", "1 0", "0 1", "1 0", "1 0"]
 
 
+def test_a_change_of_any_module_counts(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(compiling.__file__).parent, tmp_path / "lanes"))
+    modules = sorted(folder.glob("*.py"))
+    assert {"products.py", "softmax.py"} < {module.name for module in modules}
+    for module in modules:
+        before = compiling.digest_of(folder)
+        module.write_text(module.read_text() + "\n")
+        assert compiling.digest_of(folder) != before
+
+
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same() -> None:
     namespace: dict[str, object] = {}
     exec("def add(a, b):\n    return a + b", namespace)  # a function without a file
-    assert lanes.compiled()(namespace["add"])(2, 3) == 5
+    assert compiling.compiled()(namespace["add"])(2, 3) == 5

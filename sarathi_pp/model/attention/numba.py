@@ -100,8 +100,8 @@ def _no_sinks(num_heads: int) -> Tensor:
 class _Rule:
     """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none.
 
-    in_lanes: by the kernels that are written with lanes. Queries are (T, H, D) of a microbatch, out is like
-    them and contiguous.
+    in_lanes: by the kernels that are written with lanes. Queries are (T, H, D) of a microbatch, out is like them and
+    contiguous.
     """
 
     kv: KVShard

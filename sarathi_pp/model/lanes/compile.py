@@ -13,7 +13,14 @@ import numba
 # Sums may be reordered, so that loops fill the lanes. Not "fast": that would let a NaN vanish, and a broken sequence
 # has to be seen.
 _SETTINGS = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
-_DIGEST = sha256(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+
+
+def digest_of(folder: Path) -> str:
+    """Of the modules in it."""
+    return sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()
+
+
+_DIGEST = digest_of(Path(__file__).parent)
 
 
 def has_lanes(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -12,13 +12,13 @@ from numba.extending import intrinsic
 from sarathi_pp.model.lanes.registers import (
     F32,
     FLOATS,
+    I8,
     I16,
     I32,
     I64,
     LANES,
     PAIRS,
     WORDS,
-    call,
     dot,
     element_at,
     halves_at,
@@ -32,19 +32,22 @@ from sarathi_pp.model.lanes.registers import (
 
 @intrinsic(prefer_literal=True)
 def dot_tile(  # type: ignore[no-untyped-def]
-    typing, rows, panels, ahead, bf16, weight, panel_words, x, row_words, pair_words, num_pairs, begin, out, out_row
-):
+    typing, rows, panels, asks, bf16, weight, panel_words, x, row_words, pair_words, num_pairs, begin, out, out_row,
+    ahead, ahead_step,
+):  # fmt: skip
     """out[r][lane of panel p] = begin[lane of p] + sum over k of x[r][k] . panel p[k][lane]
 
-    rows, panels: of the tile, literals; rows * panels + panels registers are used, of 32. ahead: words by which the
-    panels are prefetched, a literal, 0 for none. bf16: a literal, 1 for bfloat16 outputs, 0 for float32.
+    rows, panels: of the tile, literals; rows * panels + panels registers are used, of 32. asks: a literal, 1 to ask for
+    the cache line at ahead + p * panel_words + k * ahead_step bytes with pair k. bf16: a literal, 1 for bfloat16
+    outputs, 0 for float32.
     weight: panel p lies p * panel_words behind it. x: pair k of row r lies r * row_words + k * pair_words behind it.
     begin: float32, one for each output. out: row r lies r * out_row outputs behind it. num_pairs: at least 1.
     """
-    num_rows, num_panels, distance, rounded = (one.literal_value for one in (rows, panels, ahead, bf16))
+    num_rows, num_panels, prefetches, rounded = (one.literal_value for one in (rows, panels, asks, bf16))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight_, panel_words_, x_, row_words_, pair_words_, num_pairs_, begin_, out_, out_row_ = arguments[4:]
+        weight_, panel_words_, x_, row_words_, pair_words_, num_pairs_, begin_, out_, out_row_ = arguments[4:13]
+        ahead_, ahead_step_ = arguments[13:]
         starts = [
             builder.load(
                 builder.bitcast(element_at(builder, begin_, F32, index(LANES * panel)), FLOATS.as_pointer()), align=4
@@ -62,8 +65,10 @@ def dot_tile(  # type: ignore[no-untyped-def]
         for panel in range(num_panels):
             word = builder.add(builder.mul(pair, index(LANES)), builder.mul(panel_words_, index(panel)))
             pointer = element_at(builder, weight_, I32, word)
-            if distance:
-                prefetch_at(builder, builder.gep(pointer, [index(distance)]))
+            if prefetches:
+                behind = builder.mul(panel_words_, index(4 * panel))
+                asked = builder.add(behind, builder.mul(pair, ahead_step_))
+                prefetch_at(builder, element_at(builder, ahead_, I8, asked))
             line = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=4)
             lines.append(builder.bitcast(line, PAIRS))
         totals: list[list[Any]] = []
@@ -72,12 +77,7 @@ def dot_tile(  # type: ignore[no-untyped-def]
         for row in range(num_rows):
             word = builder.load(element_at(builder, x_, I32, builder.add(place, builder.mul(row_words_, index(row)))))
             factor = builder.bitcast(spread(builder, word), PAIRS)
-            totals.append(
-                [
-                    call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [held, factor, line])
-                    for held, line in zip(sums[row], lines, strict=True)
-                ]
-            )
+            totals.append([dot(builder, held, factor, line) for held, line in zip(sums[row], lines, strict=True)])
         for held, total, start in zip(chain(*sums), chain(*totals), cycle(starts), strict=False):
             held.add_incoming(start, entry)
             held.add_incoming(total, loop)
@@ -95,8 +95,8 @@ def dot_tile(  # type: ignore[no-untyped-def]
                     builder.store(summed, pointer, align=4)
         return context.get_dummy_value()
 
-    integers = [types.int64] * 9
-    return types.void(rows, panels, ahead, bf16, *integers), generate
+    integers = [types.int64] * 11
+    return types.void(rows, panels, asks, bf16, *integers), generate
 
 
 def _across(builder: Any, registers: list[Any]) -> Any:

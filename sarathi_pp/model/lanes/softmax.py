@@ -35,7 +35,7 @@ _TWO_TO = (1.0, 0.6931210452034274, 0.24022349038021354, 0.05592197584225338, 0.
 
 @intrinsic
 def largest(typing, address, num_lines):  # type: ignore[no-untyped-def]
-    """Of 16 * num_lines float32, at least one line; NaN counts only where there is nothing else."""
+    """Of 16 * num_lines float32, at least one line; NaN does not count."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address_, num_lines_ = arguments
@@ -76,8 +76,9 @@ def weigh_lines(typing, scores, to, num_lines, slope, top):  # type: ignore[no-u
 def weigh(scores, weights, low, high, width, slope, softcap, before):  # type: ignore[no-untyped-def]
     """Scores [0, width) to bfloat16 weights 2^(slope * score - top), 0 outside [low, high); width a multiple of 16.
 
-    before: the largest so far, in units of slope * score. softcap: 0 for none, else of the scores times slope. Returns
-    top, the largest now, and the sum of the weights. The scores are used up.
+    before: the largest so far, or a sink, in units of slope * score, -inf for none; it is not in the sum. softcap: 0
+    for none, else of the scores times slope. Returns top, the largest now, and the sum of the weights. The scores are
+    used up.
     """
     if softcap > 0:
         for at in range(low, high):

@@ -25,10 +25,12 @@ _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
 # Numbers of rows at which kinds of tiles are compared, so many times, on the smallest layers that together have so many
-# bytes: weights come from memory then and not from a cache, and large models take no longer.
+# bytes: weights come from memory then and not from a cache, and large models take no longer. With more than the last
+# number of rows computing takes longer than reading, and fewer bytes will do.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3
 _TIMED_BYTES = 64 * 2**20
+_READING_ROWS = 16
 
 Pack = Callable[[nn.Linear], nn.Module]
 
@@ -63,15 +65,17 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
             linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
     panels = [child for child in module.modules() if isinstance(child, PanelLinear)]
     if panels:
-        most_high_rows = _most_high_rows(_smallest(panels), now)
+        most_high_rows = _most_high_rows(panels, now)
         for child in panels:
             child.most_high_rows = most_high_rows
 
 
-def _smallest(linears: list[PanelLinear]) -> list[PanelLinear]:
+def _timed(linears: Sequence[PanelLinear], rows: int) -> list[PanelLinear]:
+    """Those that are timed with so many rows."""
+    most = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
     ordered = sorted(linears, key=PanelLinear.num_bytes)
     before = accumulate(map(PanelLinear.num_bytes, ordered), initial=0)
-    return [linear for linear, so_far in zip(ordered, before, strict=False) if so_far < _TIMED_BYTES]
+    return [linear for linear, so_far in zip(ordered, before, strict=False) if so_far < most]
 
 
 def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) -> int:
@@ -82,11 +86,12 @@ def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) ->
     """
     losses: list[tuple[float, float]] = []  # of high tiles and of wide ones, as shares of what the faster kind takes
     for rows in _TIMED_ROWS:
-        x = [torch.zeros(rows, linear.in_features, dtype=torch.bfloat16) for linear in linears]
+        timed = _timed(linears, rows)
+        x = [torch.zeros(rows, linear.in_features, dtype=torch.bfloat16) for linear in timed]
         seconds = {most: math.inf for most in (rows, 0)}
         for most in (rows, 0) * _TIMES:
             begin_s = now()
-            for linear, one in zip(linears, x, strict=True):
+            for linear, one in zip(timed, x, strict=True):
                 linear.most_high_rows = most
                 linear(one)
             seconds[most] = min(seconds[most], now() - begin_s)

@@ -1,20 +1,21 @@
-"""Worker processes on this machine, started and watched through torch's elastic multiprocessing.
+"""Worker processes on this machine, started and watched.
 
 A worker is a process of our own command line with RANK in its environment. They meet over a FileStore in a
 0700 directory and gloo on loopback, so nothing listens outside this machine; torchrun's own rendezvous does,
-on every interface, and unpickles what it is sent.
+on every interface, and unpickles what it is sent. Loads no torch: the workers would wait for it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
 from sarathi_pp.runtime.place import STORE_VARIABLE, Place
@@ -22,7 +23,10 @@ from sarathi_pp.trace.clock import SystemClock
 
 _POLL_S = 0.1
 _ECHO_S = 2.0
-_STOP_S = 2
+_STOP_S = 2.0
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+Process = subprocess.Popen[bytes]
 
 
 class Workers:
@@ -32,25 +36,18 @@ class Workers:
         self._store = store
         self._world_size = world_size
         self._first_rank = first_rank
-        self._context: Any = None
+        self._processes: dict[int, Process] = {}
 
     def place(self, rank: int) -> Place:
         return Place(rank, self._world_size, rank, self._world_size, store=str(self._store))
 
     def start(self, arguments: Sequence[str]) -> None:
         """Run `sarathi-pp ARGUMENTS` as every rank."""
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        command = ("-P", "-m", "sarathi_pp", *arguments)
-        ranks = range(self._first_rank, self._world_size)
-        self._context = start_processes(
-            name="sarathi-pp",
-            entrypoint=sys.executable,
-            args={index: command for index, _ in enumerate(ranks)},
-            envs={index: self._environment(rank) for index, rank in enumerate(ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=str(self._store.parent)),
-        )
+        command = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
+        for rank in range(self._first_rank, self._world_size):
+            environment = {**os.environ, **self._environment(rank)}
+            # A session each: the terminal's Ctrl-C is for this process, which stops them.
+            self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def wait(self, say: Callable[[str], None]) -> int:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
@@ -79,13 +76,16 @@ class Workers:
 
     def _codes(self) -> dict[int, int | None]:
         """Exit code by rank, the negative signal of one that was killed, None of one that still runs."""
-        handlers = self._context.subprocess_handlers
-        return {self._first_rank + index: handler.proc.poll() for index, handler in handlers.items()}
+        return {rank: process.poll() for rank, process in self._processes.items()}
 
     def stop(self) -> None:
-        """None of them is left when this returns."""
-        if self._context is not None:
-            self._context.close(signal.SIGTERM, timeout=_STOP_S)
+        """None of them is left when this returns, but one that not even SIGKILL ends, stuck inside the kernel."""
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            running = [process for process in self._processes.values() if process.poll() is None]
+            for process in running:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, how)
+            _wait(running, _STOP_S)
 
     def _environment(self, rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         threads = max(1, len(os.sched_getaffinity(0)) // self._world_size)
@@ -101,15 +101,53 @@ class Workers:
 
 def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:
     """Run `sarathi-pp ARGUMENTS` as num_stages workers, to the end; returns the exit code of the run."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _raising(_STOPPING):
         workers = Workers(Path(directory) / "store", num_stages)
         try:
             workers.start(arguments)
             return workers.wait(say)
-        except (SignalException, KeyboardInterrupt) as stopped:
-            interrupted = getattr(stopped, "sigval", signal.SIGINT) == signal.SIGINT
-            return EXIT_INTERRUPTED if interrupted else PeerLostError.exit_code
+        except _Stopped as stopped:
+            return EXIT_INTERRUPTED if stopped.signal == signal.SIGINT else PeerLostError.exit_code
         finally:
             workers.stop()
+
+
+class _Stopped(Exception):
+    """Somebody wants this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = number
+
+
+@contextmanager
+def _raising(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """The first of them raises _Stopped; what follows comes too late, since stopping takes seconds at the most.
+
+    In the main thread. Elsewhere none can be caught, and they do what they did.
+    """
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise _Stopped(number)
+
+    before = {}
+    with suppress(ValueError):
+        before = {one: signal.signal(one, stop) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _wait(processes: Iterable[Process], timeout_s: float) -> None:
+    """For all of them, so long at the most."""
+    clock = SystemClock()
+    deadline_s = clock.now() + timeout_s
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline_s - clock.now()))

@@ -34,6 +34,21 @@ finally:
     loaded = {"torch", "transformers", "safetensors"} & set(sys.modules)
     assert not loaded, f"the help loads {loaded}"
 """
+_LAUNCH = """
+import sys
+from sarathi_pp.cli.main import main
+from sarathi_pp.runtime import launcher
+
+class Workers(launcher.Workers):
+    def start(self, arguments):
+        print("loaded:", *({"torch", "transformers", "safetensors"} & set(sys.modules)))
+    def wait(self, say):
+        return 0
+
+launcher.Workers = Workers
+main(["generate", "--model", "examples/tiny-adder", "--input", "examples/prompts.jsonl", "--output", sys.argv[1],
+      "--stages", "2"])
+"""
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,3 +86,9 @@ def test_help_is_given_without_loading_torch(arguments: tuple[str, ...], words: 
     run = run_python(_HELP, *arguments)
     assert run.returncode == 0, run.stderr
     assert all(word in run.stdout for word in words), run.stdout
+
+
+def test_workers_are_started_without_loading_torch(tmp_path: Path) -> None:
+    """They need seconds for it themselves, and would begin as much later."""
+    run = run_python(_LAUNCH, str(tmp_path / "answers.jsonl"))
+    assert (run.returncode, run.stdout) == (0, "loaded:\n"), run.stderr

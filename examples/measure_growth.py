@@ -123,7 +123,7 @@ def summary(found: Found) -> dict[str, dict[str, Any]]:
 def draw(grown: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
     """Tokens a second and the bubble of each axis, side by side."""
     titles = [f"{axis}{what}" for axis in grown for what in (": tokens/s", ": bubble, %")]
-    figure = make_subplots(rows=len(grown), cols=2, subplot_titles=titles, vertical_spacing=0.08)
+    figure = make_subplots(rows=len(grown), cols=2, subplot_titles=titles, vertical_spacing=0.3 / len(grown))
     for row, of_axis in enumerate(grown.values(), start=1):
         at = [int(name) for name in of_axis]
         for column, (name, factor) in enumerate((("total_tokens_per_s", 1.0), ("bubble_ratio", 100.0)), start=1):
@@ -134,7 +134,9 @@ def draw(grown: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
             figure.add_trace(go.Scatter(x=at, y=middle, error_y=bars, mode="lines+markers"), row, column)
             figure.update_xaxes(type="log", tickvals=at, ticktext=[f"{value:,}" for value in at], row=row, col=column)
             figure.update_yaxes(rangemode="tozero", row=row, col=column)
-    figure.update_layout(width=1100, height=260 * len(grown), showlegend=False, template="plotly_white")
+    figure.update_layout(
+        width=1100, height=260 * len(grown), showlegend=False, template="plotly_white", margin={"t": 40, "b": 40}
+    )
     figure.update_traces(line_color="#1f5fa8")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page_file = Path(folder) / "growth.html"

@@ -25,8 +25,8 @@ _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
 # Numbers of rows at which kinds of tiles are compared, so many times, on the smallest layers that together have so many
-# bytes: weights come from memory then and not from a cache, and large models take no longer. With more than the last
-# number of rows computing takes longer than reading, and fewer bytes will do.
+# bytes: weights come from memory then and not from a cache, and large models take no longer. With more than
+# _READING_ROWS computing takes longer than reading, and fewer bytes will do.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3
 _TIMED_BYTES = 64 * 2**20

@@ -58,7 +58,7 @@ def _largest(values: Tensor) -> tuple[Tensor, Tensor]:
         top, index = values.max(-1)
         return top, index
     # torch's takes ten times as long as numpy's, which fills the lanes.
-    index = torch.from_numpy(values.numpy().argmax(-1))
+    index = torch.from_numpy(values.detach().numpy().argmax(-1))
     return values.gather(-1, index[:, None])[:, 0], index
 
 

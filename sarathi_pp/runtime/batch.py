@@ -278,9 +278,9 @@ def _uncollected() -> Iterator[None]:
     gc.disable()
     try:
         yield
-    finally:
         gc.collect()
         gc.freeze()
+    finally:
         gc.enable()
 
 

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
 from sarathi_pp.runtime.place import STORE_VARIABLE, Place
@@ -49,8 +48,10 @@ class Workers:
             # A session each: the terminal's Ctrl-C is for this process, which stops them.
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def wait(self, say: Callable[[str], None]) -> int:
+    def wait(self, say: Callable[[str], None], given_up: Callable[[], bool] = lambda: False) -> int:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
+
+        given_up: asked ten times a second; where it says so, all are stopped at once.
 
         After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
         peer (75) is an echo, any other code is the cause. `say` is told of a worker that was killed, since it
@@ -59,11 +60,11 @@ class Workers:
         clock = SystemClock()
         while True:
             codes = self._codes()
-            if any(code for code in codes.values()) or None not in codes.values():
+            if given_up() or any(code for code in codes.values()) or None not in codes.values():
                 break
             clock.sleep(_POLL_S)
         deadline_s = clock.now() + _ECHO_S
-        while None in codes.values() and clock.now() < deadline_s:
+        while None in codes.values() and clock.now() < deadline_s and not given_up():
             clock.sleep(_POLL_S)
             codes = self._codes()
         self.stop()
@@ -101,47 +102,35 @@ class Workers:
 
 def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:
     """Run `sarathi-pp ARGUMENTS` as num_stages workers, to the end; returns the exit code of the run."""
-    with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _raising(_STOPPING):
+    with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _noting(_STOPPING) as noted:
         workers = Workers(Path(directory) / "store", num_stages)
         try:
             workers.start(arguments)
-            return workers.wait(say)
-        except _Stopped as stopped:
-            return EXIT_INTERRUPTED if stopped.signal == signal.SIGINT else PeerLostError.exit_code
+            code = workers.wait(say, given_up=lambda: bool(noted))
         finally:
             workers.stop()
-
-
-class _Stopped(Exception):
-    """Somebody wants this process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.signal = number
+    if noted:
+        return EXIT_INTERRUPTED if noted[0] == signal.SIGINT else PeerLostError.exit_code
+    return code
 
 
 @contextmanager
-def _raising(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """The first of them raises _Stopped; what follows comes too late, since stopping takes seconds at the most.
+def _noting(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
+    """Those that come, in order; nothing is interrupted by them, neither the start of a worker nor its end.
 
-    In the main thread. Elsewhere none can be caught, and they do what they did.
+    In the main thread. Elsewhere none can be caught, and they do what they did; so do those that are ignored.
     """
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        if not stopped:
-            stopped = True
-            raise _Stopped(number)
-
+    noted: list[int] = []
     before = {}
-    with suppress(ValueError):
-        before = {one: signal.signal(one, stop) for one in signals}
+    for one in signals:
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            with suppress(ValueError):
+                before[one] = signal.signal(one, lambda number, frame: noted.append(number))
     try:
-        yield
+        yield noted
     finally:
         for one, handler in before.items():
-            signal.signal(one, handler)
+            signal.signal(one, handler or signal.SIG_DFL)
 
 
 def _wait(processes: Iterable[Process], timeout_s: float) -> None:

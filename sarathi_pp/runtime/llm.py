@@ -27,7 +27,7 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_paragraphs
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
-from sarathi_pp.model.support import check_model
+from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
@@ -97,14 +97,13 @@ class LLM:
         self._held = ExitStack()
         scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
         joined = self._held.enter_context(ExitStack())
-        if place is None and config.stages > 1:
-            workers = Workers(scratch / "store", config.stages, first_rank=1)
-            self._held.callback(workers.stop)  # before leaving: a thread that waits for a worker then ends
-            workers.start(("worker", json.dumps(asdict(config), default=str)))
-            place = workers.place(0)
-        self._place = place or Place()
+        workers = Workers(scratch / "store", config.stages, first_rank=1)
+        self._held.callback(workers.stop)  # before leaving: a thread that waits for a worker then ends
+        self._place = place or (workers.place(0) if config.stages > 1 else Place())
         self._clock = SystemClock()
         try:
+            if place is None and config.stages > 1:
+                workers.start(("worker", json.dumps(asdict(config), default=str)))
             topology = Topology(self._place)
             joined.callback(topology.leave)
             run_dir = RunDirectory(config.run_dir or scratch / "run")
@@ -116,9 +115,16 @@ class LLM:
             raise
         self._held.callback(self._job.abandon)
         self._next_index = 0
+        if self._place.rank == 0:
+            try:
+                self._prepare(run_dir, config, model_dir, facts)
+            except BaseException:
+                self._held.close()
+                raise
         atexit.register(self.close)
-        if self._place.rank != 0:
-            return
+
+    def _prepare(self, run_dir: RunDirectory, config: RunConfig, model_dir: Path, facts: ModelFacts) -> None:
+        """Rank 0's part."""
         run_dir.write_run(self._job.describe())
         eos_token_ids = self._defaults.eos_token_ids
         self._tokenizer = Tokenizer.load(model_dir, vocab_size=facts.vocab_size, eos_token_ids=eos_token_ids)

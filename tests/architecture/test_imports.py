@@ -42,7 +42,7 @@ from sarathi_pp.runtime import launcher
 class Workers(launcher.Workers):
     def start(self, arguments):
         print("loaded:", *({"torch", "transformers", "safetensors"} & set(sys.modules)))
-    def wait(self, say):
+    def wait(self, say, given_up):
         return 0
 
 launcher.Workers = Workers

@@ -38,7 +38,7 @@ def dot_tile(  # type: ignore[no-untyped-def]
     """out[r][lane of panel p] = begin[lane of p] + sum over k of x[r][k] . panel p[k][lane]
 
     rows, panels: of the tile, literals; rows * panels + panels registers are used, of 32. asks: a literal, 1 to ask for
-    the cache line at ahead + p * panel_words + k * ahead_step bytes with pair k. bf16: a literal, 1 for bfloat16
+    the cache line ahead_step * k bytes behind `ahead`, and p panels, with pair k. bf16: a literal, 1 for bfloat16
     outputs, 0 for float32.
     weight: panel p lies p * panel_words behind it. x: pair k of row r lies r * row_words + k * pair_words behind it.
     begin: float32, one for each output. out: row r lies r * out_row outputs behind it. num_pairs: at least 1.

@@ -48,10 +48,10 @@ class Workers:
             # A session each: the terminal's Ctrl-C is for this process, which stops them.
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def wait(self, say: Callable[[str], None], given_up: Callable[[], bool] = lambda: False) -> int:
+    def wait(self, say: Callable[[str], None], given_up: Callable[[], bool]) -> int | None:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
 
-        given_up: asked ten times a second; where it says so, all are stopped at once.
+        given_up: asked ten times a second while there are any; None where it said so, and they still run.
 
         After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
         peer (75) is an echo, any other code is the cause. `say` is told of a worker that was killed, since it
@@ -60,11 +60,15 @@ class Workers:
         clock = SystemClock()
         while True:
             codes = self._codes()
-            if given_up() or any(code for code in codes.values()) or None not in codes.values():
+            if any(code for code in codes.values()) or None not in codes.values():
                 break
+            if given_up():
+                return None
             clock.sleep(_POLL_S)
         deadline_s = clock.now() + _ECHO_S
-        while None in codes.values() and clock.now() < deadline_s and not given_up():
+        while None in codes.values() and clock.now() < deadline_s:
+            if given_up():
+                return None
             clock.sleep(_POLL_S)
             codes = self._codes()
         self.stop()
@@ -109,7 +113,7 @@ def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None]
             code = workers.wait(say, given_up=lambda: bool(noted))
         finally:
             workers.stop()
-    if noted:
+    if code is None:  # a signal that came later finds a run that has ended as it has
         return EXIT_INTERRUPTED if noted[0] == signal.SIGINT else PeerLostError.exit_code
     return code
 

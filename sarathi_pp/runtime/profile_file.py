@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError, InputError, MissingError, OutputError
+from sarathi_pp.runtime.whole_file import write_whole
 
 
 def read_profile(path: Path) -> Profile:
@@ -33,10 +34,4 @@ def check_profile_output(path: Path, *, overwrite: bool) -> None:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Whole or not at all. Raises OutputError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(json.dumps(profile.to_json(), indent=2) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    write_whole(path, json.dumps(profile.to_json(), indent=2) + "\n")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
+from sarathi_pp.runtime.whole_file import write_whole
 from sarathi_pp.trace.recorder import trace_name
 
 _ENTRY = re.compile(r"run\.json|report\.json|exit_code|\..*\.part|attempt-\d{4,}")
@@ -108,13 +109,11 @@ class RunDirectory:
 
     def _write(self, name: str, text: str) -> None:
         """Whole or not at all. Raises OutputError."""
-        partial = self.path / f".{name}.{os.getpid()}.part"
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_text(text)
-            partial.replace(self.path / name)
         except OSError as error:
-            raise OutputError(f"cannot write {self.path / name}: {error.strerror}") from error
+            raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
+        write_whole(self.path / name, text)
 
 
 def _is_of_a_run(entry: Path) -> bool:

@@ -69,3 +69,22 @@ def test_on_a_full_disk_the_report_is_an_output_error_and_the_code_no_matter(tmp
     with pytest.raises(OutputError, match="report.json: No space left on device"):
         run.write_report({})
     run.write_exit_code(74)
+
+
+def test_a_code_that_another_thread_writes_meanwhile_is_whole(tmp_path, monkeypatch):
+    """The watchdog's thread ends the process while the main thread still writes what it knows."""
+    run, replace = RunDirectory(tmp_path), Path.replace
+
+    def opened_and_no_more(partial, text):
+        partial.write_bytes(b"")
+        raise OSError(errno.EIO, "ended here")
+
+    def while_another_begins(partial, path):
+        with monkeypatch.context() as context:
+            context.setattr(Path, "write_text", opened_and_no_more)
+            run.write_exit_code(70)
+        return replace(partial, path)
+
+    monkeypatch.setattr(Path, "replace", while_another_begins)
+    run.write_exit_code(75)
+    assert (tmp_path / "exit_code").read_text() == "75\n"

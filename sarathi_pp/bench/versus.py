@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,13 +13,14 @@ from sarathi_pp.bench.floor import Floor
 from sarathi_pp.bench.machine import MachineRates, measure_rates, wait_until_quiet
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.bench.standings import contest_document
+from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.core.estimate import DeviceSpeed
 from sarathi_pp.core.policy import make_policy, uses_chunk_size
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.tuning import estimated_cost
-from sarathi_pp.sim.workload import Workload, parse_workload
+from sarathi_pp.sim.workload import Workload
 
 Document = dict[str, Any]
 
@@ -49,9 +49,11 @@ def compete(setting: Setting, say: Callable[[Run, Document], None]) -> Document:
 
     Raises ConfigError or MissingError for what cannot run, before anything runs, and what `hold` raises.
     """
-    workload = parse_workload(setting.workload)
-    if math.isfinite(workload.rate):
-        raise ConfigError(f"--workload {setting.workload}: here all requests are there at 0; leave out poisson:")
+    workload = read_workload(setting.workload)
+    if workload.has_arrivals:
+        raise ConfigError(
+            f"--workload {setting.workload}: here all requests are there at 0; leave out poisson: and arrival_s"
+        )
     directory = find_model(setting.model)
     facts = check_model(directory)
     dtype = facts.dtype if setting.dtype == "auto" else setting.dtype

@@ -10,14 +10,14 @@ from typing import Any
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.options import policies_option
+from sarathi_pp.cli.options import policies_option, workload_option
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
 from sarathi_pp.config import DTYPES
 
 
 @click.command()
 @click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub.")
-@click.option("--workload", required=True, metavar="SPEC", help="Like uniform:n=32,min=256,max=1024,pd=8.")
+@workload_option(example="uniform:n=32,min=256,max=1024,pd=8")
 @policies_option
 @click.option(
     "--stages",

@@ -48,6 +48,17 @@ policies_option = click.option(
 )
 
 
+def workload_option(*, example: str, default: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(
+        "--workload",
+        required=default is None,
+        default=default,
+        show_default=default is not None,
+        metavar="SPEC|FILE",
+        help=f"Like {example}; or a file with a line a request, as generate writes its output.",
+    )
+
+
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds them to a command, in the order above."""
     for option in reversed(_MODEL_OPTIONS):

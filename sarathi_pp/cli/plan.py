@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sarathi_pp.cli.options import model_options, run_config
+from sarathi_pp.cli.options import model_options, run_config, workload_option
 from sarathi_pp.config import RunConfig
 from sarathi_pp.report import formats
 
@@ -21,23 +21,17 @@ from sarathi_pp.report import formats
 @click.command()
 @model_options
 @click.option("--profile", type=click.Path(path_type=Path), help="profile.json.  [default: an estimate from the shape]")
-@click.option(
-    "--workload",
-    metavar="SPEC",
-    default="uniform:n=256,min=256,max=512,pd=8",
-    show_default=True,
-    help="Like zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10.",
-)
+@workload_option(example="zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10", default="uniform:n=256,min=256,max=512,pd=8")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
 def plan(workload: str, as_json: bool, **options: Any) -> None:
     """Say how to cut a model into stages and prompts into chunks, what fits, and what to expect. Runs nothing."""
     from sarathi_pp.bench.plan import make_plan
-    from sarathi_pp.sim.workload import parse_workload
+    from sarathi_pp.bench.workload_file import read_workload
 
     config = run_config(options, None)
     if config.profile is not None and config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization:
         raise click.UsageError("--profile says how many KV pages fit: give --kv-cache-memory to have others")
-    found = make_plan(config, parse_workload(workload))
+    found = make_plan(config, read_workload(workload))
     if as_json:
         click.echo(json.dumps(found))
     else:

@@ -10,14 +10,14 @@ from typing import Any
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.options import policies_option
+from sarathi_pp.bench.workload_file import read_workload
+from sarathi_pp.cli.options import policies_option, workload_option
 from sarathi_pp.cli.values import Count, Real
 from sarathi_pp.core.policy import auto_chunk_size, keeps_tbt_slo, with_tbt_slo
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import PRESETS, preset
-from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.summary import Report
 
 
@@ -40,7 +40,7 @@ class SlowStage(click.ParamType[tuple[int, float]]):
 @click.command()
 @click.option("--profile", type=click.Path(path_type=Path), help="profile.json of the pipeline.")
 @click.option("--preset", "preset_name", type=click.Choice(list(PRESETS)), help="A published pipeline instead.")
-@click.option("--workload", required=True, metavar="SPEC", help="Like zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10.")
+@workload_option(example="zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10")
 @policies_option
 @click.option(
     "--chunk-size",
@@ -69,7 +69,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
     if len(slow) < len(options["slow"]):
         raise click.UsageError("--slow-stage is given twice for one stage; leave one of them out")
     profile = preset(options["preset_name"]) if options["preset_name"] else read_profile(options["profile"])
-    workload = parse_workload(options["workload"])
+    workload = read_workload(options["workload"])
     experiments = [
         Experiment(
             profile=profile,

@@ -54,7 +54,7 @@ def _within(seen: Capacity, tbt_slo_s: float) -> bool:
 
 
 def _serve(experiment: Experiment, rate: float) -> Capacity:
-    workload = replace(experiment.workload, rate=rate)
+    workload = experiment.workload.at_rate(rate)
     finished = simulate(replace(experiment, workload=workload)).finished
     queued = Spread.of(latency.queue_s for latency in map(RequestLatency.of, finished) if latency.queue_s is not None)
     return Capacity(rate, latency_spreads(finished)["itl_s"].p99, queued.p50)

@@ -1,4 +1,4 @@
-"""Reference workloads by name, each request drawn when it is asked for.
+"""Workloads: by name, or as somebody recorded them; each request is made when it is asked for.
 
 zipf:n=10000,min=1024,max=4096,theta=0.4,pd=10,seed=0
     SARATHI's (arXiv 2308.16369, section 5.3): total length min + k - 1 with a probability proportional to
@@ -38,7 +38,7 @@ Lengths = tuple[int, int]  # prompt and output tokens
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """rate: arrivals a second, infinite where all are there at 0."""
+    """rate: arrivals a second, infinite where all are there at 0 or `_arrivals` tells when each comes, in seconds."""
 
     spec: str
     num_requests: int
@@ -46,10 +46,32 @@ class Workload:
     rate: float
     _draw: Callable[[random.Random], Iterator[Lengths]]
     _seed: int
+    _arrivals: Callable[[], Iterator[float]] | None = None
+
+    @classmethod
+    def recorded(
+        cls,
+        spec: str,
+        num_requests: int,
+        max_tokens: int,
+        lengths: Callable[[], Iterator[Lengths]],
+        arrivals: Callable[[], Iterator[float]] | None,
+    ) -> Workload:
+        """Of requests that somebody has written down, in order of arrival. None: all are there at 0."""
+        return cls(spec, num_requests, max_tokens, math.inf, lambda rng: lengths(), 0, arrivals)
 
     def lengths(self) -> Iterator[Lengths]:
         """Prompt and output tokens of each request, the same every time."""
         return itertools.islice(self._draw(random.Random(self._seed)), self.num_requests)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether it says when requests come; else all are there at 0."""
+        return math.isfinite(self.rate) or self._arrivals is not None
+
+    def at_rate(self, rate: float) -> Workload:
+        """The same requests with Poisson arrivals, whatever arrivals they have."""
+        return replace(self, rate=rate, _arrivals=None)
 
     @property
     def prompt_to_output(self) -> float:
@@ -59,32 +81,47 @@ class Workload:
 
     def requests(self, *, token_ids: bool = True, vocabulary: int = _VOCABULARY) -> Iterator[Request]:
         """In order of arrival. token_ids: drawn ones below `vocabulary`, else all 0, for who never looks at them."""
-        ids, gaps = random.Random(self._seed + 1), random.Random(self._seed + 2)
-        arrival_s = 0.0
+        ids, arrivals = random.Random(self._seed + 1), self._arrival_times()
         for index, (prompt, output) in enumerate(self.lengths()):
-            if math.isfinite(self.rate):
-                arrival_s += gaps.expovariate(self.rate)
+            arrival_s = next(arrivals)
             drawn = tuple(ids.choices(range(vocabulary), k=prompt)) if token_ids else (0,) * prompt
             sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=index)
             yield Request(index, drawn, sampling, arrival_s)
 
+    def _arrival_times(self) -> Iterator[float]:
+        if self._arrivals is not None:
+            return self._arrivals()
+        if math.isinf(self.rate):
+            return itertools.repeat(0.0)
+        gaps = random.Random(self._seed + 2)
+        return itertools.accumulate(gaps.expovariate(self.rate) for _ in itertools.count())
 
-def parse_workload(spec: str) -> Workload:
-    """Raises ConfigError naming the part that is wrong and what it takes."""
+
+def parse_workload(spec: str, recorded: Callable[[str], Workload | None] = lambda spec: None) -> Workload:
+    """recorded: what is no name, or None where it is no recorded workload either.
+
+    Raises ConfigError naming the part that is wrong and what it takes.
+    """
     kind, _, rest = spec.partition(":")
     if kind == "poisson":
         first, _, inner = rest.partition(",")
         rate = _read(spec, first.split(","), {"rate": float})["rate"]
         if not rate >= _LEAST_RATE:
             raise ConfigError(f"{spec}: rate is {rate:g}; it must be at least {_LEAST_RATE:g} arrivals a second")
-        workload = parse_workload(inner)
+        workload = parse_workload(inner, recorded)
         if math.isfinite(workload.rate):
             raise ConfigError(f"{spec}: rate is given twice, {rate:g} and {workload.rate:g}; leave one of them out")
-        return replace(workload, spec=spec, rate=rate)
+        return replace(workload.at_rate(rate), spec=spec)
     if kind == "then":
-        return _joined(spec, [parse_workload(part) for part in rest.split("+")])
-    if kind not in _KINDS:
-        raise ConfigError(f"the workload {spec!r} is not known; it is one of {', '.join([*_KINDS, 'poisson', 'then'])}")
+        return _joined(spec, [parse_workload(part, recorded) for part in rest.split("+")])
+    found = _named(spec, kind, rest) if kind in _KINDS else recorded(spec)
+    if found is None:
+        kinds = ", ".join([*_KINDS, "poisson", "then"])
+        raise ConfigError(f"the workload {spec!r} is not known: it is neither a file nor one of {kinds}")
+    return found
+
+
+def _named(spec: str, kind: str, rest: str) -> Workload:
     defaults, build = _KINDS[kind]
     values: dict[str, float] = {
         **defaults,
@@ -153,8 +190,9 @@ def _fixed(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Itera
 
 def _joined(spec: str, parts: list[Workload]) -> Workload:
     for part in parts:
-        if math.isfinite(part.rate):
-            whole = f"poisson:rate={part.rate:g},then:..."
+        if part.has_arrivals:
+            rate = f"{part.rate:g}" if math.isfinite(part.rate) else "..."
+            whole = f"poisson:rate={rate},then:..."
             raise ConfigError(f"{spec}: {part.spec} has arrivals of its own; put them in front of it all: {whole}")
 
     def draw(rng: random.Random) -> Iterator[Lengths]:

@@ -1,0 +1,96 @@
+"""Workloads out of files: what somebody's requests were, one JSON line each.
+
+    {"num_prompt_tokens": 812, "num_output_tokens": 64, "arrival_s": 0.25}
+
+The keys of `generate`'s own output, so its answers are a workload; other keys are nobody's business. Lines with an
+error or without output asked nothing of the pipeline and are left out. arrival_s: seconds, never less than the line
+before has; on all of the lines or on none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sarathi_pp.errors import ConfigError, InputError, MissingError
+from sarathi_pp.runtime.rows import RawLine, read_lines
+from sarathi_pp.sim.workload import Workload, parse_workload
+
+# Beyond every pipeline, as in sim/workload.py.
+_MOST_TOKENS = 10_000_000
+
+
+class _Recorded(NamedTuple):
+    prompt: int
+    output: int
+    arrival_s: float | None
+
+
+def read_workload(text: str) -> Workload:
+    """By name or from a file, which may also stand where a name takes another workload.
+
+    A file is read once to be checked and again at each use, never held. Raises ConfigError, MissingError (it cannot be
+    read) or InputError, which names the line.
+    """
+    return parse_workload(text, _recorded)
+
+
+def _recorded(name: str) -> Workload | None:
+    path = Path(name)
+    if not name or not path.is_file():
+        return None
+    count, longest, timed, latest = 0, 0, False, 0.0
+    for line, one in _numbered(path):
+        if count and timed != (one.arrival_s is not None):
+            raise InputError(f"{path} line {line}: arrival_s must be on all of the lines or on none")
+        if one.arrival_s is not None and one.arrival_s < latest:
+            raise InputError(
+                f"{path} line {line}: arrival_s is {one.arrival_s:g}, before the {latest:g} of a line above"
+            )
+        count, longest, timed = count + 1, max(longest, one.prompt + one.output), one.arrival_s is not None
+        latest = one.arrival_s or 0.0
+    if not count:
+        raise ConfigError(f"the workload {path} holds no request that was answered")
+
+    def lengths() -> Iterator[tuple[int, int]]:
+        return ((one.prompt, one.output) for _, one in _numbered(path))
+
+    def arrivals() -> Iterator[float]:
+        return (one.arrival_s or 0.0 for _, one in _numbered(path))
+
+    return Workload.recorded(name, count, longest, lengths, arrivals if timed else None)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, _Recorded]]:
+    try:
+        with path.open("rb") as file:
+            for raw in read_lines(file):
+                one = _of_line(path, raw)
+                if one is not None:
+                    yield raw.number, one
+    except OSError as error:
+        raise MissingError(f"cannot read the workload {path}: {error.strerror}") from error
+
+
+def _of_line(path: Path, raw: RawLine) -> _Recorded | None:
+    """None for a line of a request that was not run."""
+    where = f"{path} line {raw.number}"
+    try:
+        record = json.loads(raw.data)
+    except (ValueError, RecursionError):
+        raise InputError(f"{where} is not JSON; each line is an object like those that generate writes") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{where} is no object; each line is one like those that generate writes")
+    if record.get("error") is not None or record.get("num_output_tokens") == 0:
+        return None
+    for key in ("num_prompt_tokens", "num_output_tokens"):
+        value = record.get(key)
+        if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
+            raise InputError(f"{where}: {key} is {value!r}; it must be a whole number from 1 to {_MOST_TOKENS}")
+    arrival_s = record.get("arrival_s")
+    if arrival_s is not None and (type(arrival_s) not in (int, float) or not 0 <= arrival_s < math.inf):
+        raise InputError(f"{where}: arrival_s is {arrival_s!r}; it must be a number of seconds from 0")
+    return _Recorded(record["num_prompt_tokens"], record["num_output_tokens"], arrival_s)

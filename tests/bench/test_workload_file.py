@@ -1,0 +1,109 @@
+"""Workloads out of files, and as parts of named ones."""
+
+import json
+import math
+
+import pytest
+
+from sarathi_pp.bench.workload_file import read_workload
+from sarathi_pp.cli.main import main
+from sarathi_pp.errors import ConfigError, InputError
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def asked(prompt, output, **more):
+    return {"num_prompt_tokens": prompt, "num_output_tokens": output, **more}
+
+
+def test_answers_are_a_workload(tmp_path):
+    """But for lines that asked nothing of the pipeline."""
+    answers = write(
+        tmp_path / "answers.jsonl",
+        {"id": "1", "text": "7", "token_ids": [4, 3], "finish_reason": "stop", **asked(5, 2, metrics={"ttft_s": 0.1})},
+        {"id": "2", "error": {"code": "invalid_json", "message": "not JSON"}},
+        {"id": "3", "text": "", "token_ids": [], "finish_reason": "length", **asked(16, 0)},
+        asked(300, 40),
+    )
+    workload = read_workload(answers)
+    assert list(workload.lengths()) == [(5, 2), (300, 40)] == list(workload.lengths())
+    assert (workload.spec, workload.num_requests, workload.max_tokens) == (answers, 2, 340)
+    assert not workload.has_arrivals
+    requests = list(workload.requests())
+    assert [len(one.prompt_token_ids) for one in requests] == [5, 300]
+    assert [(one.sampling.max_new_tokens, one.arrival_s) for one in requests] == [(2, 0.0), (40, 0.0)]
+
+
+def test_arrivals_are_taken_from_the_file(tmp_path):
+    trace = write(tmp_path / "trace.jsonl", *(asked(8, 2, arrival_s=at) for at in (0, 0.5, 0.5, 7)))
+    workload = read_workload(trace)
+    assert workload.has_arrivals and math.isinf(workload.rate)
+    assert [one.arrival_s for one in workload.requests()] == [0, 0.5, 0.5, 7]
+    assert [one.arrival_s for one in workload.at_rate(math.inf).requests()] == [0] * 4
+
+
+def test_a_file_stands_where_a_name_does(tmp_path):
+    trace = write(tmp_path / "trace.jsonl", *(asked(8, 2, arrival_s=at) for at in (0, 100, 200)))
+    again = read_workload(f"poisson:rate=4,{trace}")
+    assert again.rate == 4 and list(again.lengths()) == [(8, 2)] * 3
+    assert 0 < list(again.requests())[-1].arrival_s < 100
+    plain = write(tmp_path / "plain.jsonl", asked(9, 3))
+    joined = read_workload(f"then:{plain}+fixed:n=2,prompt=4,output=1")
+    assert list(joined.lengths()) == [(9, 3), (4, 1), (4, 1)]
+    with pytest.raises(ConfigError, match=r"trace.jsonl has arrivals of its own; put them in front"):
+        read_workload(f"then:{plain}+{trace}")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ("[1, 2]", "line 2 is no object"),
+        ('{"prompt": "7+8="}', "line 2: num_prompt_tokens is None; it must be a whole number from 1"),
+        (json.dumps(asked(0, 1)), "num_prompt_tokens is 0"),
+        (json.dumps(asked(True, 1)), "num_prompt_tokens is True"),
+        (json.dumps(asked(5, 1.5)), "num_output_tokens is 1.5"),
+        (json.dumps(asked(5, 10**8)), "num_output_tokens is 100000000; it must be a whole number from 1 to 10000000"),
+        (json.dumps(asked(5, 1, arrival_s="soon")), "line 2: arrival_s is 'soon'"),
+        (json.dumps(asked(5, 1, arrival_s=-1)), "arrival_s is -1"),
+        ('{"num_prompt_tokens": 5, "num_output_tokens": 1, "arrival_s": NaN}', "arrival_s is nan"),
+        (json.dumps(asked(5, 1)), "line 2: arrival_s must be on all of the lines or on none"),
+        (json.dumps(asked(5, 1, arrival_s=1)), "line 2: arrival_s is 1, before the 2 of a line above"),
+        ("\xff", "line 2 is not JSON"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(line, message, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(json.dumps(asked(5, 1, arrival_s=2)).encode() + b"\n" + line.encode("latin-1") + b"\n")
+    with pytest.raises(InputError, match=message):
+        read_workload(str(trace))
+
+
+def test_a_file_without_requests_is_refused(tmp_path):
+    empty = write(tmp_path / "empty.jsonl", {"id": "1", "error": {}})
+    with pytest.raises(ConfigError, match="holds no request that was answered"):
+        read_workload(empty)
+    for name in (str(tmp_path / "none.jsonl"), str(tmp_path), ""):
+        with pytest.raises(ConfigError, match="is not known: it is neither a file nor one of zipf"):
+            read_workload(name)
+
+
+def test_simulate_takes_a_file(tmp_path, capsys):
+    trace = write(tmp_path / "trace.jsonl", *(asked(600, 30, arrival_s=index / 10) for index in range(20)))
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--preset", "gpt3-a100-tp8pp8", "--workload", trace, "--policy", "sarathi", "--json"])
+    assert not ended.value.code
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["requests"], run["prompt_tokens"], run["output_tokens"]) == (20, 12000, 600)
+
+
+def test_bench_refuses_arrivals(tmp_path, capsys):
+    trace = write(tmp_path / "trace.jsonl", asked(5, 1, arrival_s=0))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--model", "examples/tiny-adder", "--workload", trace])
+    assert ended.value.code == 2
+    assert "leave out poisson: and arrival_s" in capsys.readouterr().err

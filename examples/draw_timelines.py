@@ -3,20 +3,18 @@
     python examples/draw_timelines.py --work-dir /tmp/m300 --output examples/figures/orca-sarathi.png
 
 Runs `orca` and `sarathi` on the workload of measure_300m.py at P:D 8, two stages, one compute thread each, makes the
-page that `sarathi-pp compare --html` makes, and photographs its timeline in headless Chromium (playwright is in the
-extra `dev`; Chromium has to be on PATH). The JSON beside the picture holds the figures of both runs.
+page that `sarathi-pp compare --html` makes, and photographs its timeline (photograph.py). The JSON beside the picture
+holds the figures of both runs.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import click
 from awake import awake
 from measure_300m import FIGURES, Work, make_checkpoint, start, workload
-from playwright.sync_api import sync_playwright
+from photograph import photograph
 from record import Record
 
 from sarathi_pp.bench.contest import write_prompts
@@ -41,18 +39,6 @@ def run_for_page(work: Work, policy: str) -> PageRun:
     return PageRun(policy, found.timeline, found.bubbles, found.report)
 
 
-def photograph(page_text: str, picture: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        file = Path(folder) / "page.html"
-        file.write_text(page_text, encoding="utf-8")
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=1.5)
-        page.goto(file.as_uri())
-        page.wait_for_selector("html[data-drawn]")
-        page.locator("#timeline").screenshot(path=picture)
-        browser.close()
-
-
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="The picture; its figures go beside it.")
@@ -64,7 +50,8 @@ def main(work_dir: Path, output: Path) -> None:
     write_prompts(work_dir / f"prompts-{RATIO}.jsonl", parse_workload(workload(RATIO)).requests())
     with awake():
         runs = [run_for_page(Work(work_dir, "bfloat16"), policy) for policy in POLICIES]
-    photograph(render_page(runs), output)
+    page = render_page(runs)
+    photograph(page, "#timeline", output, drawn="html[data-drawn]", width=WIDTH, height=HEIGHT)
     record.write(
         output.with_suffix(".json"),
         {policy: {name: one.report[name] for name in FIGURES} for policy, one in zip(POLICIES, runs, strict=True)},

@@ -13,15 +13,13 @@ and extremes over the rounds, of times and of ratios and differences within a ro
 
 from __future__ import annotations
 
-import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-import torch
 from awake import awake
-from measure_kernels import ALL, Extents, Stage, inputs_of, load
+from one_stage import Extents, Stage, load, on_one_core, seconds_of
 from record import Record, spread
 
 from sarathi_pp.bench.machine import stolen
@@ -31,17 +29,15 @@ DECODES = (1, 2, 4, 8, 16, 32)
 CONTEXT = 400
 PROMPT = 2048
 CHUNK_SIZES = (64, 128, 256, 512, 1024, PROMPT)
-TURNS = 3
-
-Case = TypeVar("Case", bound=Hashable)
 
 
 def riding(stage: Stage, rounds: int) -> dict[str, Any]:
     decodes = {count: [(CONTEXT, 1)] * count for count in DECODES}
-    cases: dict[tuple[str, int], Extents] = {}
+    cases: dict[tuple[str, int], tuple[Stage, Extents]] = {}
     for count, rows in decodes.items():
-        cases |= {("alone", count): rows, ("chunk", count): CHUNK, ("both", count): CHUNK + rows}
-    taken = seconds_of(stage, cases, rounds)
+        for name, extents in (("alone", rows), ("chunk", CHUNK), ("both", CHUNK + rows)):
+            cases[name, count] = (stage, extents)
+    taken = seconds_of(cases, rounds)
     found = {}
     for count in DECODES:
         pairs = zip(taken["both", count], taken["chunk", count], strict=True)
@@ -54,7 +50,7 @@ def riding(stage: Stage, rounds: int) -> dict[str, Any]:
 
 def chunking(stage: Stage, rounds: int) -> dict[str, Any]:
     starts = {size: range(0, PROMPT, size) for size in CHUNK_SIZES}
-    taken = seconds_of(stage, {(at, size): [(at, size)] for size in CHUNK_SIZES for at in starts[size]}, rounds)
+    taken = seconds_of({(at, size): (stage, [(at, size)]) for size in CHUNK_SIZES for at in starts[size]}, rounds)
     prompts = {
         size: [sum(of_round) for of_round in zip(*(taken[at, size] for at in starts[size]), strict=True)]
         for size in CHUNK_SIZES
@@ -66,19 +62,6 @@ def chunking(stage: Stage, rounds: int) -> dict[str, Any]:
         }
         for size, of_size in prompts.items()
     }
-
-
-def seconds_of(stage: Stage, cases: Mapping[Case, Extents], rounds: int) -> dict[Case, list[float]]:
-    """Of each case in each round, the least of three turns; the first round compiles and is not counted."""
-    prepared = {case: inputs_of(extents) for case, extents in cases.items()}
-    taken: dict[Case, list[float]] = {case: [] for case in cases}
-    for turn in range(rounds + 1):
-        for case, inputs in prepared.items():
-            x = torch.arange(inputs.num_tokens) + 3
-            seconds = min(stage.seconds(x, inputs) for _ in range(TURNS))
-            if turn:
-                taken[case].append(seconds)
-    return taken
 
 
 def show(title: str, found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
@@ -94,10 +77,9 @@ def show(title: str, found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> 
 @click.option("--output", type=click.Path(path_type=Path))
 def main(model: Path, rounds: int, output: Path | None) -> None:
     record = Record.begin()
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    on_one_core()
     with awake(), stolen() as lost:
-        stage = load(model, ALL, PROMPT)
+        stage = load(model, PROMPT)
         found = {"riding": riding(stage, rounds), "chunking": chunking(stage, rounds)}
     for title, figures in found.items():
         show(title, figures)

@@ -21,7 +21,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ import click
 import plotly.graph_objects as go
 from awake import awake
 from measure_300m import make_checkpoint
-from playwright.sync_api import sync_playwright
+from photograph import photograph
 from plotly.subplots import make_subplots
 from record import EXAMPLES, Record, spread
 
@@ -138,15 +137,14 @@ def draw(grown: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
         width=1100, height=260 * len(grown), showlegend=False, template="plotly_white", margin={"t": 40, "b": 40}
     )
     figure.update_traces(line_color="#1f5fa8")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        page_file = Path(folder) / "growth.html"
-        figure.write_html(page_file)
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1120, "height": 260 * len(grown) + 20}, device_scale_factor=1.5)
-        page.goto(page_file.as_uri())
-        page.wait_for_selector(".main-svg")
-        page.locator(".plotly-graph-div").screenshot(path=picture)
-        browser.close()
+    photograph(
+        figure.to_html(),
+        ".plotly-graph-div",
+        picture,
+        drawn=".main-svg",
+        width=1120,
+        height=260 * len(grown) + 20,
+    )
 
 
 @click.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -24,9 +25,9 @@ from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
-# Numbers of rows at which kinds of tiles are compared, so many times, on the smallest layers that together have so many
-# bytes: weights come from memory then and not from a cache, and large models take no longer. With more than
-# _READING_ROWS computing takes longer than reading, and fewer bytes will do.
+# Numbers of rows at which kinds of tiles are compared, so many times, on layers that together have so many bytes, one
+# of each shape first and small ones before large ones: weights come from memory then and not from a cache, and large
+# models take no longer. With more than _READING_ROWS computing takes longer than reading, and fewer bytes will do.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3
 _TIMED_BYTES = 64 * 2**20
@@ -73,7 +74,13 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
 def _timed(linears: Sequence[PanelLinear], rows: int) -> list[PanelLinear]:
     """Those that are timed with so many rows."""
     most = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
-    ordered = sorted(linears, key=PanelLinear.num_bytes)
+    of_shape: Counter[tuple[int, int]] = Counter()
+    turns = []
+    for linear in linears:
+        shape = linear.in_features, linear.out_features
+        turns.append((of_shape[shape], linear.num_bytes()))
+        of_shape[shape] += 1
+    ordered = [linears[at] for at in sorted(range(len(linears)), key=turns.__getitem__)]
     before = accumulate(map(PanelLinear.num_bytes, ordered), initial=0)
     return [linear for linear, so_far in zip(ordered, before, strict=False) if so_far < most]
 

@@ -46,8 +46,7 @@ class Workers(launcher.Workers):
         return 0
 
 launcher.Workers = Workers
-main(["generate", "--model", "examples/tiny-adder", "--input", "examples/prompts.jsonl", "--output", sys.argv[1],
-      "--stages", "2"])
+main([*sys.argv[2:], "--model", "examples/tiny-adder", "--stages", "2", "--output", sys.argv[1]])
 """
 
 
@@ -88,7 +87,8 @@ def test_help_is_given_without_loading_torch(arguments: tuple[str, ...], words: 
     assert all(word in run.stdout for word in words), run.stdout
 
 
-def test_workers_are_started_without_loading_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("generate", "--input", "examples/prompts.jsonl"), ("profile",)])
+def test_workers_are_started_without_loading_torch(command: tuple[str, ...], tmp_path: Path) -> None:
     """They need seconds for it themselves, and would begin as much later."""
-    run = run_python(_LAUNCH, str(tmp_path / "answers.jsonl"))
+    run = run_python(_LAUNCH, str(tmp_path / "output"), *command)
     assert (run.returncode, run.stdout) == (0, "loaded:\n"), run.stderr

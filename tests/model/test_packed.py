@@ -123,6 +123,20 @@ def test_tiles_are_compared_on_a_few_small_layers(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_panels
+def test_tiles_are_compared_on_every_shape_before_any_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(PanelLinear(bf16_linear(64, 16 * width)) for width in (1, 1, 1, 3, 3)))
+    called, times = [], Times(1000)
+    for place, linear in enumerate(model):
+        linear.register_forward_pre_hook(times.called)
+        linear.register_forward_pre_hook(lambda linear, args, place=place: called.append(place))
+    for layers, chosen in ((1, {0}), (2, {0, 3}), (5, {0, 3, 1}), (6, {0, 3, 1, 4}), (10, {0, 1, 2, 3, 4})):
+        monkeypatch.setattr(packed, "_TIMED_BYTES", (layers - 1) * 64 * 32 + 1)
+        called.clear()
+        warm_linears(model, 8, times.now)
+        assert set(called) == chosen
+
+
+@needs_panels
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 def test_threads_change_no_bit(num_threads: int) -> None:
     linear = PanelLinear(bf16_linear(64, 352))

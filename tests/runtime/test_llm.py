@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sarathi_pp import LLM, SamplingParams
 from sarathi_pp.cli.runs import read_run
 from sarathi_pp.errors import CapacityError, ConfigError, MissingError
+from sarathi_pp.runtime.text import Tokenizer
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")
 LONG = "1+1=2\n" * 300 + "1+2="
@@ -68,6 +70,24 @@ def test_an_llm_that_ends_by_an_exception_leaves_room_for_the_next():
         with pytest.raises(ZeroDivisionError), LLM(ADDER, stages=2) as llm:
             assert llm.generate("40+2=")[0].outputs[0].text == "42"
             raise ZeroDivisionError
+
+
+@pytest.mark.timeout(120)
+def test_an_llm_that_fails_when_its_stages_are_up_leaves_none_behind(monkeypatch):
+    before = psutil.Process().children(recursive=True)
+    seen = []
+
+    def broken(*args, **options):
+        seen.extend(process for process in psutil.Process().children() if process not in before)
+        raise MissingError("no tokenizer")
+
+    monkeypatch.setattr(Tokenizer, "load", broken)
+    with pytest.raises(MissingError, match="no tokenizer"):
+        LLM(ADDER, stages=2)
+    assert len(seen) == 1 and not seen[0].is_running()
+    monkeypatch.undo()
+    with LLM(ADDER, stages=2) as llm:
+        assert llm.generate("40+2=")[0].outputs[0].text == "42"
 
 
 def test_refusals():

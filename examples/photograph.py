@@ -1,0 +1,25 @@
+"""Pictures of pages, taken in headless Chromium.
+
+playwright is in the extra `dev`; Chromium has to be on PATH.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+
+def photograph(page_text: str, element: str, picture: Path, *, drawn: str, width: int, height: int) -> None:
+    """A PNG of one element of an HTML page. element, drawn: selectors; the second is there once the page is done."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        file = Path(folder) / "page.html"
+        file.write_text(page_text, encoding="utf-8")
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=1.5)
+        page.goto(file.as_uri())
+        page.wait_for_selector(drawn)
+        page.locator(element).screenshot(path=picture)
+        browser.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from sarathi_pp.model.fused import Block, GatedMLP, RotaryAttention, RowNorm
 from sarathi_pp.model.packed import fits_panels, has_panels, packing
@@ -51,15 +53,24 @@ def _part(child: Any) -> Rewrite | None:
     """Of a layer."""
     if _runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
         return GatedMLP if _all_fit(child.gate_proj, child.up_proj, child.down_proj) else None
-    if _runs(child, llama.LlamaRMSNorm):
-        weight = child.weight
-        fits = weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0
-        return RowNorm if fits and has_panels() else None
-    # The others hand a window to the attention function too, which knows it from the stage.
+    if _is_row_norm(child):
+        return RowNorm
+    # Not Llama's hand a window to the attention function too, which knows it from the stage.
     if any(_runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
-        fits = _all_fit(child.q_proj, child.k_proj, child.v_proj, child.o_proj) and child.head_dim % 32 == 0
-        return RotaryAttention if fits and _rotates_as_llama(child) else None
+        return RotaryAttention if _rotates(child) else None
+    if _runs(child, Qwen3Attention):
+        norms = child.q_norm, child.k_norm
+        fits = all(_is_row_norm(norm) and norm.weight.numel() == child.head_dim for norm in norms)
+        same = norms[0].variance_epsilon == norms[1].variance_epsilon
+        return partial(RotaryAttention, with_norms=True) if fits and same and _rotates(child) else None
     return None
+
+
+def _is_row_norm(child: Any) -> bool:
+    if not _runs(child, llama.LlamaRMSNorm):
+        return False
+    weight = child.weight
+    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_panels()
 
 
 def _layer(child: Any) -> Rewrite | None:
@@ -83,7 +94,10 @@ def _all_fit(*linears: nn.Module) -> bool:
     return all(type(one) is nn.Linear and fits_panels(one) for one in linears)
 
 
-def _rotates_as_llama(attention: nn.Module) -> bool:
+def _rotates(attention: Any) -> bool:
+    """Whether one pass over its heads can do it, with Llama's rotation."""
+    if not _all_fit(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj) or attention.head_dim % 32:
+        return False
     names = inspect.unwrap(type(attention).forward).__globals__
     return all(_same_code(names[name], getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half"))
 

@@ -95,9 +95,12 @@ class RowNorm(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Attention with rotary embedding: one product for query, key and value, and one pass that rotates and writes."""
+    """Attention with rotary embedding: one product for query, key and value, and one pass that rotates and writes.
 
-    def __init__(self, attention: Any) -> None:
+    with_norms: the heads of queries and keys go through attention.q_norm and k_norm before, RMSNorms of head_dim.
+    """
+
+    def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
         super().__init__()
         from sarathi_pp.model import rows  # numba is an optional package, and a slow import
 
@@ -110,6 +113,9 @@ class RotaryAttention(nn.Module):
         self.qkv = PanelLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
         self.out = PanelLinear(attention.o_proj)
+        self.query_norm = attention.q_norm.weight if with_norms else None
+        self.key_norm = attention.k_norm.weight if with_norms else None
+        self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
 
     def forward(
         self,
@@ -150,6 +156,10 @@ class RotaryAttention(nn.Module):
             kv.page_size,
             piece.start,
             piece.stop,
+            self.query_norm.data_ptr() if self.query_norm is not None else 0,
+            self.key_norm.data_ptr() if self.key_norm is not None else 0,
+            self.epsilon,
+            scratch_of_thread(self.head_dim).data_ptr(),
         )
 
 

@@ -35,7 +35,7 @@ def silu_multiply(both, out, first, end, width, scratch):  # type: ignore[no-unt
 
 @inlined
 def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-untyped-def]
-    """to = weight * (source / sqrt(mean(source * source) + epsilon)), one row."""
+    """to = weight * (source / sqrt(mean(source * source) + epsilon)), one row; `to` may be `source`."""
     total = _FLOAT(0)
     for at in range(width):
         value = load_bf16(source, at)
@@ -69,23 +69,29 @@ def add_rms_norm(x, added, weight, out, first, end, width, epsilon, scratch):  #
 
 @compiled()
 def rotate_and_write(  # type: ignore[no-untyped-def]
-    rows, heads, kv_heads, head_dim, cos, sin, keys, values, pages, offsets, page_size, first, end
-):
+    rows, heads, kv_heads, head_dim, cos, sin, keys, values, pages, offsets, page_size, first, end, query_norm,
+    key_norm, epsilon, scratch,
+):  # fmt: skip
     """Queries are rotated where they are; keys, rotated, and values go to their places in the pages.
 
     rows: query, key and value heads of each row side by side. cos, sin: (T, head_dim). keys, values: one layer's, laid
-    out as in kv.py. pages, offsets: (T,) int64. head_dim: a multiple of 32.
+    out as in kv.py. pages, offsets: (T,) int64. head_dim: a multiple of 32. query_norm, key_norm: (head_dim,), the
+    weights of a norm of each head before it is rotated; 0 for none.
     """
     size = head_dim * 2
     for row in range(first, end):
         at = rows + row * (heads + 2 * kv_heads) * size
         row_cos, row_sin = cos + row * size, sin + row * size
         for _ in range(heads):
+            if query_norm:
+                _normalise(at, query_norm, at, head_dim, epsilon, scratch)
             rotate_lines(at, at, row_cos, row_sin, head_dim // 32)
             at += size
         begin = load_index(pages, row) * kv_heads * page_size + load_index(offsets, row)
         for head in range(kv_heads):
             place = (begin + head * page_size) * size
+            if key_norm:
+                _normalise(at, key_norm, at, head_dim, epsilon, scratch)
             rotate_lines(at, keys + place, row_cos, row_sin, head_dim // 32)
             value, to = at + kv_heads * size, values + place
             for word in range(head_dim // 2):

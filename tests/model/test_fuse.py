@@ -168,7 +168,7 @@ MICROBATCHES = ((Span(0, 70, (3, 5, 1, 0, 4)), Span(0, 1, (2,))), (Span(70, 1, (
 @needs_panels
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("head_dim", [32, 96])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
 def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend: str) -> None:
     """Those are Llama's code around our own products and norms, and attention through transformers' interface."""
@@ -179,6 +179,9 @@ def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend
     parts.mlp = ours.mlp
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         setattr(parts.self_attn, name, PanelLinear(getattr(layer.self_attn, name)))
+    if family == "qwen3":
+        for name in ("q_norm", "k_norm"):
+            setattr(parts.self_attn, name, RowNorm(getattr(layer.self_attn, name)))
     shards = [shard(1, 2, head_dim) for _ in range(2)]
     for spans in MICROBATCHES:
         x = torch.randn(1, sum(span.num_tokens for span in spans), 64).bfloat16()
@@ -234,7 +237,7 @@ def test_what_does_not_fit_a_layer_is_refused_and_not_read_beyond_its_end() -> N
 @needs_panels
 def test_attention_that_rotates_otherwise_is_left_alone() -> None:
     """Glm4's forward is Llama's, and what it calls is not."""
-    for family in ("glm4", "smollm3", "qwen3"):
+    for family in ("glm4", "smollm3"):
         model = wide_heads(family).to(torch.bfloat16)
         fuse(model)
         assert not any(isinstance(module, RotaryAttention) for module in model.modules())
@@ -291,7 +294,8 @@ def test_every_family_computes_what_it_did(family: str, ours: bool, monkeypatch:
         ("mistral", True, True, True, True),
         ("qwen2", True, True, True, True),
         ("granite", True, True, True, False),
-        ("qwen3", True, True, False, True),
+        ("qwen3", True, True, True, True),
+        ("qwen3_moe", False, True, True, True),
         ("olmo2", True, False, False, False),
         ("gemma2", False, False, False, False),
     ],

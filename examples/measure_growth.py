@@ -35,6 +35,7 @@ from plotly.subplots import make_subplots
 from record import EXAMPLES, Record, spread
 
 from sarathi_pp.bench.contest import write_prompts
+from sarathi_pp.bench.footprint import Footprint
 from sarathi_pp.bench.machine import stolen
 from sarathi_pp.sim.workload import parse_workload
 
@@ -43,7 +44,8 @@ IN_FLIGHT = tuple(2**power for power in range(10))
 LENGTHS = (128, 512, 2048, 8192, 32768)
 LINES = (10, 100, 1000, 10_000, 100_000)
 PROMPT_TOKENS = 16384
-FIGURES = ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "wall_s", "peak_rss_bytes")
+REPORTED = ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "wall_s")
+FIGURES = (*REPORTED, "peak_bytes")
 Found = dict[str, dict[int, list[Mapping[str, float]]]]
 
 
@@ -88,10 +90,16 @@ def prepare(work_dir: Path) -> None:
         sarathi_pp("profile", "--model", str(model), "--stages", "2", "--output", str(profile), "--quiet")
 
 
-def sarathi_pp(*words: str) -> str:
+def sarathi_pp(*words: str) -> tuple[str, int]:
+    """What it prints, and the most bytes that its processes hold at once, the making of the report included."""
     command = [sys.executable, "-P", "-m", "sarathi_pp", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    environment, footprint = {**os.environ, "OMP_NUM_THREADS": "1"}, Footprint()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        with footprint.watching(process.pid):
+            printed = process.communicate()[0]
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+    return printed, footprint.peak_bytes
 
 
 def run(point: Point, work_dir: Path) -> Mapping[str, float]:
@@ -103,10 +111,10 @@ def run(point: Point, work_dir: Path) -> Mapping[str, float]:
     else:
         write_prompts(rows, parse_workload(point.workload).requests())
     given = ("--input", str(rows), "--output", str(answers), "--overwrite", "--quiet", "--json")
-    report: dict[str, Any] = json.loads(sarathi_pp("generate", *point.options, *given).splitlines()[-1])
+    printed, peak_bytes = sarathi_pp("generate", *point.options, *given)
+    report: dict[str, Any] = json.loads(printed.splitlines()[-1])
     assert report["failed"] == 0, report
-    peaks = [stage["peak_rss_bytes"] for stage in report["per_stage"]]
-    return {name: max(peaks) if name == "peak_rss_bytes" else report[name] for name in FIGURES}
+    return {**{name: report[name] for name in REPORTED}, "peak_bytes": peak_bytes}
 
 
 def summary(found: Found) -> dict[str, dict[str, Any]]:

@@ -2,15 +2,15 @@
 
     {"num_prompt_tokens": 812, "num_output_tokens": 64, "arrival_s": 0.25}
 
-The keys of `generate`'s own output, so its answers are a workload; other keys are nobody's business. Lines with an
-error or without output asked nothing of the pipeline and are left out. arrival_s: seconds, never less than the line
-before has; on all of the lines or on none.
+The keys of `generate`'s own output, so its answers are a workload, and so are OpenAI lines, which count tokens as
+`usage`; other keys are nobody's business. Lines with an error or without output asked nothing of the pipeline and are
+left out. arrival_s: seconds, never less than the line before has; on all of the lines or on none.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,8 @@ from sarathi_pp.sim.workload import Workload, parse_workload
 
 # Beyond every pipeline, as in sim/workload.py.
 _MOST_TOKENS = 10_000_000
+# A hundred years.
+_MOST_SECONDS = 3.2e9
 
 
 class _Recorded(NamedTuple):
@@ -40,7 +42,10 @@ def read_workload(text: str) -> Workload:
 
 def _recorded(name: str) -> Workload | None:
     path = Path(name)
-    if not name or not path.is_file():
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+    except (OSError, ValueError):  # no such file, or no name that a file can have
         return None
     count, longest, timed, latest = 0, 0, False, 0.0
     for line, one in _numbered(path):
@@ -84,13 +89,29 @@ def _of_line(path: Path, raw: RawLine) -> _Recorded | None:
         raise InputError(f"{where} is not JSON; each line is an object like those that generate writes") from None
     if not isinstance(record, dict):
         raise InputError(f"{where} is no object; each line is one like those that generate writes")
-    if record.get("error") is not None or record.get("num_output_tokens") == 0:
+    if record.get("error") is not None:
         return None
-    for key in ("num_prompt_tokens", "num_output_tokens"):
-        value = record.get(key)
-        if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
-            raise InputError(f"{where}: {key} is {value!r}; it must be a whole number from 1 to {_MOST_TOKENS}")
-    arrival_s = record.get("arrival_s")
-    if arrival_s is not None and (type(arrival_s) not in (int, float) or not 0 <= arrival_s < math.inf):
-        raise InputError(f"{where}: arrival_s is {arrival_s!r}; it must be a number of seconds from 0")
-    return _Recorded(record["num_prompt_tokens"], record["num_output_tokens"], arrival_s)
+    output = _count(where, record, "num_output_tokens", "completion_tokens", least=0)
+    if output == 0:
+        return None
+    prompt = _count(where, record, "num_prompt_tokens", "prompt_tokens", least=1)
+    return _Recorded(prompt, output, _seconds(where, record.get("arrival_s")))
+
+
+def _count(where: str, record: dict[str, object], key: str, usage_key: str, *, least: int) -> int:
+    value = record.get(key)
+    response = record.get("response")
+    if isinstance(response, dict) and isinstance(body := response.get("body"), dict):
+        usage = body.get("usage")
+        key, value = usage_key, usage.get(usage_key) if isinstance(usage, dict) else None
+    if type(value) is not int or not least <= value <= _MOST_TOKENS:
+        raise InputError(f"{where}: {key} is {value!r:.60}; it must be a whole number from {least} to {_MOST_TOKENS}")
+    return value
+
+
+def _seconds(where: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value <= _MOST_SECONDS:  # type: ignore[operator]
+        raise InputError(f"{where}: arrival_s is {value!r:.60}; it must be seconds from 0 to {_MOST_SECONDS:g}")
+    return float(value)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ its name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from sarathi_pp.model.fused import Block, GatedMLP, RotaryAttention, RowNorm
 from sarathi_pp.model.packed import fits_panels, has_panels, packing
 
 Rewrite = Callable[[Any], nn.Module]
+# A parent, the name of its child, and what that child becomes.
+Place = tuple[nn.Module, str, Rewrite]
 
 
 def fuse(module: nn.Module) -> int:
@@ -34,19 +36,28 @@ def fuse(module: nn.Module) -> int:
     another module shares (tied embeddings) stay as they are, since packing would copy them; no module that is fused
     shares any.
     """
-    # Places, not modules: nothing here may keep a weight alive that has been packed.
     count = 0
     for rewrite in (_part, _layer, _packed(module)):
-        places = [
-            (parent, name, made)
-            for parent in module.modules()
-            for name, child in parent.named_children()
-            if (made := rewrite(child)) is not None
-        ]
+        places = list(_places(module, rewrite))
         for parent, name, make in places:
             setattr(parent, name, make(getattr(parent, name)))
         count += len(places)
     return count
+
+
+def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -> Iterator[Place]:
+    """What can be rewritten, and nothing inside of it. No module that is: they would keep their weights alive."""
+    parents = [module]
+    seen = set(parents)
+    while parents:
+        parent = parents.pop()
+        for name, child in parent.named_children():
+            make = rewrite(child)
+            if make is not None:
+                yield parent, name, make
+            elif child not in seen:
+                parents.append(child)
+                seen.add(child)
 
 
 def _part(child: Any) -> Rewrite | None:
@@ -55,14 +66,14 @@ def _part(child: Any) -> Rewrite | None:
         return GatedMLP if _all_fit(child.gate_proj, child.up_proj, child.down_proj) else None
     if _is_row_norm(child):
         return RowNorm
-    # Not Llama's hand a window to the attention function too, which knows it from the stage.
+    # All but Llama's hand a window to the attention function too, which knows it from the stage.
     if any(_runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
-        return RotaryAttention if _rotates(child) else None
+        return RotaryAttention if _fits_one_pass(child) else None
     if _runs(child, Qwen3Attention):
         norms = child.q_norm, child.k_norm
         fits = all(_is_row_norm(norm) and norm.weight.numel() == child.head_dim for norm in norms)
         same = norms[0].variance_epsilon == norms[1].variance_epsilon
-        return partial(RotaryAttention, with_norms=True) if fits and same and _rotates(child) else None
+        return partial(RotaryAttention, with_norms=True) if fits and same and _fits_one_pass(child) else None
     return None
 
 
@@ -94,8 +105,8 @@ def _all_fit(*linears: nn.Module) -> bool:
     return all(type(one) is nn.Linear and fits_panels(one) for one in linears)
 
 
-def _rotates(attention: Any) -> bool:
-    """Whether one pass over its heads can do it, with Llama's rotation."""
+def _fits_one_pass(attention: Any) -> bool:
+    """Whether its products are ours, and its rotation is Llama's, of heads that fill registers."""
     if not _all_fit(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj) or attention.head_dim % 32:
         return False
     names = inspect.unwrap(type(attention).forward).__globals__

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,9 @@ _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
 # Numbers of rows at which kinds of tiles are compared, so many times, on layers that together have so many bytes, one
-# of each shape first and small ones before large ones: weights come from memory then and not from a cache, and large
-# models take no longer. With more than _READING_ROWS computing takes longer than reading, and fewer bytes will do.
+# of each shape that finds room before any shape again, small ones first: weights come from memory then and not from a
+# cache, and large models, and those with a large head, take no longer. With more than _READING_ROWS computing takes
+# longer than reading, and fewer bytes will do.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3
 _TIMED_BYTES = 64 * 2**20
@@ -73,16 +73,19 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
 
 def _timed(linears: Sequence[PanelLinear], rows: int) -> list[PanelLinear]:
     """Those that are timed with so many rows."""
-    most = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
+    left = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
     of_shape: Counter[tuple[int, int]] = Counter()
     turns = []
     for linear in linears:
         shape = linear.in_features, linear.out_features
         turns.append((of_shape[shape], linear.num_bytes()))
         of_shape[shape] += 1
-    ordered = [linears[at] for at in sorted(range(len(linears)), key=turns.__getitem__)]
-    before = accumulate(map(PanelLinear.num_bytes, ordered), initial=0)
-    return [linear for linear, so_far in zip(ordered, before, strict=False) if so_far < most]
+    chosen: list[PanelLinear] = []
+    for at in sorted(range(len(linears)), key=turns.__getitem__):
+        if not chosen or linears[at].num_bytes() <= left:
+            chosen.append(linears[at])
+            left -= linears[at].num_bytes()
+    return chosen
 
 
 def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) -> int:

@@ -28,8 +28,7 @@ class ModelFacts:
 
     num_heads, num_kv_heads, head_dim: of the attention. max_position_embeddings: most tokens of prompt and
     output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
-    eos_token_ids: may be empty. fingerprint: hex, equal for equal config.json and equal tensor names, types, shapes
-    and files.
+    fingerprint: hex, equal for equal config.json and equal tensor names, types, shapes and files.
     """
 
     model_type: str
@@ -43,7 +42,6 @@ class ModelFacts:
     max_position_embeddings: int
     dtype: str
     tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...]
     fingerprint: str
 
     def max_model_len(self, asked: int | None) -> int:
@@ -83,7 +81,6 @@ def check_model(directory: Path) -> ModelFacts:
         max_position_embeddings=config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
         dtype=_stored_dtype(checkpoint),
         tie_word_embeddings=bool(config.values.get("tie_word_embeddings", family.tied)),
-        eos_token_ids=_eos_token_ids(config),
         fingerprint=_fingerprint(directory, checkpoint),
     )
 
@@ -195,18 +192,6 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
     if not held:
         raise InputError(f"the checkpoint holds no weights of type {', '.join(_DTYPE_NAMES)}")
     return _DTYPE_NAMES[max(held, key=lambda name: held[name])]
-
-
-def _eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
-    """Ids that end an output, as `generate` takes them: generation_config.json alone where it exists."""
-    chosen = config.values.get("eos_token_id")
-    if safe_path(config.directory, "generation_config.json").exists():
-        chosen = read_json(config.directory, "generation_config.json").get("eos_token_id")
-    ids = chosen if isinstance(chosen, list) else [] if chosen is None else [chosen]
-    for token in ids:
-        if type(token) is not int:
-            raise InputError(f"{config.directory}: eos_token_id holds {token!r}; expected integers")
-    return tuple(ids)
 
 
 def _fingerprint(directory: Path, checkpoint: Checkpoint) -> str:

@@ -81,8 +81,8 @@ def preflight(job: BatchJob) -> Preflight:
         from sarathi_pp.runtime.metrics import check_port
 
         check_port(job.metrics_port)
-    run_path = config.run_dir or RunDirectory.default_path(job.output_path)
-    RunDirectory.check(run_path, overwrite=job.overwrite)
+    run_dir = _run_directory(job)
+    RunDirectory.check(run_dir.path, overwrite=job.overwrite)
     config, model_dir, profile, facts = _open_model(config)
     partition(facts.num_layers, config.stages, config.layer_split)
     facts.max_model_len(config.max_model_len)
@@ -91,7 +91,11 @@ def preflight(job: BatchJob) -> Preflight:
     warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
     if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
         warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
-    return Preflight(config, model_dir, profile, facts, defaults, RunDirectory(run_path), tuple(warnings))
+    return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
+
+
+def _run_directory(job: BatchJob) -> RunDirectory:
+    return RunDirectory(job.config.run_dir or RunDirectory.default_path(job.output_path))
 
 
 def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Analyse = figures) -> int:
@@ -100,7 +104,13 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     analyse: makes the report of the run's traces.
     """
     rank = place or Place()
-    checked = preflight(job) if rank.rank == 0 else _follow(job)
+    try:
+        checked = preflight(job) if rank.rank == 0 else _follow(job)
+    except SarathiError as error:
+        # torchrun ends with 1 whatever a rank ends with.
+        if rank.rank == 0 and rank.world_size > 1:
+            _run_directory(job).write_refusal(error.exit_code)
+        raise
     with ExitStack() as held:
         if rank.rank == 0:
             held.enter_context(RunDirectory.claim(checked.run_dir.path, overwrite=job.overwrite))
@@ -209,8 +219,7 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
 
 def _follow(job: BatchJob) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
-    run_path = job.config.run_dir or RunDirectory.default_path(job.output_path)
-    return Preflight(*_open_model(job.config), GenerationDefaults(), RunDirectory(run_path), ())
+    return Preflight(*_open_model(job.config), GenerationDefaults(), _run_directory(job), ())
 
 
 def _open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:

@@ -43,7 +43,6 @@ def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
         max_position_embeddings=profile.pages * (page_size or profile.page_size),
         dtype=profile.dtype,
         tie_word_embeddings=False,
-        eos_token_ids=(),
         fingerprint=hashlib.sha256(json.dumps(profile.to_json(), sort_keys=True).encode()).hexdigest(),
     )
 

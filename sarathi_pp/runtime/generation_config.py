@@ -123,9 +123,11 @@ def read_generation_config(model_dir: Path) -> GenerationDefaults:
 
 
 def _eos_token_ids(model_dir: Path, path: Path, record: Mapping[str, object]) -> frozenset[int]:
-    """From generation_config.json, else from config.json or the text part of a multimodal one."""
+    """As `generate` takes them: from generation_config.json alone where there is one, else from config.json or the text
+    part of a multimodal one.
+    """
     value = record.get("eos_token_id")
-    if value is None:
+    if not path.exists():
         path = model_dir / "config.json"
         config = _read_object(path)
         text_config = config.get("text_config")

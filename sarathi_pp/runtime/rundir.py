@@ -104,16 +104,22 @@ class RunDirectory:
         Where it cannot be written, on a full disk say, the process still ends with it.
         """
         with suppress(OutputError):
-            if code != PeerLostError.exit_code or not (self.path / "exit_code").exists():
-                self._write("exit_code", f"{code}\n")
+            self._write("exit_code", f"{code}\n", replace=code != PeerLostError.exit_code)
 
-    def _write(self, name: str, text: str) -> None:
+    def write_refusal(self, code: int) -> None:
+        """The code of a start that was refused before it had this directory: where no run is, and no folder is made
+        for it but this one.
+        """
+        if self.path.parent.is_dir() and (not self.path.exists() or (self.path.is_dir() and _holds_no_run(self.path))):
+            self.write_exit_code(code)
+
+    def _write(self, name: str, text: str, *, replace: bool = True) -> None:
         """Whole or not at all. Raises OutputError."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
-        write_whole(self.path / name, text)
+        write_whole(self.path / name, text, replace=replace)
 
 
 def _is_of_a_run(entry: Path) -> bool:
@@ -135,7 +141,7 @@ def _locked(path: Path) -> int:
 
 
 def _holds_no_run(path: Path) -> bool:
-    """Empty, or what a refused start leaves: its code, and a directory for traces that never began.
+    """Empty, or what a refused start leaves: its code, maybe half of one, and a directory for traces that never began.
 
     Without the code somebody else may be setting up there.
     """
@@ -144,5 +150,6 @@ def _holds_no_run(path: Path) -> bool:
         return True
     ended = entries.pop("exit_code", None) is not None
     return ended and all(
-        name.startswith("attempt-") and entry.is_dir() and not any(entry.iterdir()) for name, entry in entries.items()
+        name.endswith(".part") or (name.startswith("attempt-") and entry.is_dir() and not any(entry.iterdir()))
+        for name, entry in entries.items()
     )

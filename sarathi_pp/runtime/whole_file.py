@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from sarathi_pp.errors import OutputError
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Raises OutputError. Others may be writing it at the same moment, threads and hosts: one of them is the last."""
+def write_whole(path: Path, text: str, *, replace: bool = True) -> None:
+    """Others may be writing it at the same moment, threads and hosts: the last one stays, without `replace` the first.
+
+    Raises OutputError. Where file systems have no hard links, two that write without `replace` may both believe to be
+    the first.
+    """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         partial.write_text(text)
-        partial.replace(path)
+        if replace or not _linked(partial, path):
+            partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _linked(partial: Path, path: Path) -> bool:
+    """Whether there is a file now: the one that was there, or else this one."""
+    try:
+        os.link(partial, path)
+    except OSError:
+        return path.exists()
+    return True

@@ -98,7 +98,7 @@ class Workload:
 
 
 def parse_workload(spec: str, recorded: Callable[[str], Workload | None] = lambda spec: None) -> Workload:
-    """recorded: what is no name, or None where it is no recorded workload either.
+    """recorded: finds the workload of a spec that is no name; None where there is none.
 
     Raises ConfigError naming the part that is wrong and what it takes.
     """
@@ -108,7 +108,7 @@ def parse_workload(spec: str, recorded: Callable[[str], Workload | None] = lambd
         rate = _read(spec, first.split(","), {"rate": float})["rate"]
         if not rate >= _LEAST_RATE:
             raise ConfigError(f"{spec}: rate is {rate:g}; it must be at least {_LEAST_RATE:g} arrivals a second")
-        workload = parse_workload(inner, recorded)
+        workload = parse_workload(inner, lambda spec: _at_once(recorded(spec)))
         if math.isfinite(workload.rate):
             raise ConfigError(f"{spec}: rate is given twice, {rate:g} and {workload.rate:g}; leave one of them out")
         return replace(workload.at_rate(rate), spec=spec)
@@ -119,6 +119,10 @@ def parse_workload(spec: str, recorded: Callable[[str], Workload | None] = lambd
         kinds = ", ".join([*_KINDS, "poisson", "then"])
         raise ConfigError(f"the workload {spec!r} is not known: it is neither a file nor one of {kinds}")
     return found
+
+
+def _at_once(workload: Workload | None) -> Workload | None:
+    return None if workload is None else workload.at_rate(math.inf)
 
 
 def _named(spec: str, kind: str, rest: str) -> Workload:

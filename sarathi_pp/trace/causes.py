@@ -186,7 +186,7 @@ def _issue(
     """Why each microbatch was issued no sooner: the coordinator's own time, a result, the policy, an arrival."""
     first, inflight = timeline.stages[0], timeline.stages[0].start.inflight
     begin = timeline.issued[0].at_s
-    results = [result.at_s for result in timeline.returned[:count]]
+    results, issues = timeline.returned.column("at_s")[:count], timeline.issued.column("at_s")
     arrivals = {request.index: request.at_s for request in timeline.arrived}
     waits = [event for event in timeline.starved if event.reason != "full"]
     since = [event.at_s for event in waits]
@@ -195,7 +195,7 @@ def _issue(
     held: list[int | None] = []
     arrived: Seconds = []
     for index in range(count):
-        issued = timeline.issued[index].at_s
+        issued = issues[index]
         could = begin if index == 0 else first.ends[index - 1] + blocked[index - 1]
         if index >= inflight:
             could = max(could, results[index - inflight])

@@ -167,7 +167,7 @@ def _kv(timeline: Timeline) -> Report:
     """KV use as sampled at each issue, each sample holding until the next one or the window's end."""
     settings = timeline.stages[0].start
     begin, window_end = timeline.window
-    ends = [*(min(event.at_s, window_end) for event in timeline.issued[1:]), window_end]
+    ends = [*(min(at_s, window_end) for at_s in timeline.issued.column("at_s")[1:]), window_end]
     used_s = wasted_s = held_s = 0.0
     for event, end in zip(timeline.issued, ends, strict=False):
         if event.pages_used and end > event.at_s:
@@ -178,7 +178,7 @@ def _kv(timeline: Timeline) -> Report:
     return {
         "pages": settings.num_pages,
         "page_size": settings.page_size,
-        "peak_used": max((event.pages_used for event in timeline.issued), default=0),
+        "peak_used": max(timeline.issued.column("pages_used"), default=0),
         "mean_used": used_s / (window_end - begin) if window_end > begin else None,
         "fragmentation": wasted_s / held_s if held_s > 0 else None,
     }

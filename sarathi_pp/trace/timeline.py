@@ -23,6 +23,7 @@ from sarathi_pp.trace.events import (
     TraceStart,
 )
 from sarathi_pp.trace.intervals import Interval, merge
+from sarathi_pp.trace.log import Log
 
 _COPY_AGAIN = "if they were copied, copy them again"
 
@@ -97,9 +98,9 @@ class Timeline:
     """One run: its stages in order, and what rank 0 alone recorded, in the order of recording."""
 
     stages: list[StageTimeline] = field(default_factory=list)
-    issued: list[Issued] = field(default_factory=list)
-    returned: list[Returned] = field(default_factory=list)
-    arrived: list[RequestArrived] = field(default_factory=list)
+    issued: Log[Issued] = field(default_factory=lambda: Log(Issued))
+    returned: Log[Returned] = field(default_factory=lambda: Log(Returned))
+    arrived: Log[RequestArrived] = field(default_factory=lambda: Log(RequestArrived))
     finished: list[RequestFinished] = field(default_factory=list)
     starved: list[Starved] = field(default_factory=list)
     rows_refused: int = 0
@@ -129,7 +130,7 @@ class Timeline:
         A result may be in rank 0's trace before the compute is in that of a stage whose clock is ahead.
         """
         reach = min((max(stage.microbatches, default=-1) for stage in self.stages), default=-1)
-        return sum(result.microbatch <= reach for result in self.returned)
+        return sum(microbatch <= reach for microbatch in self.returned.column("microbatch"))
 
     @property
     def window(self) -> Interval:
@@ -152,8 +153,8 @@ class Timeline:
                     )
         count = self.num_returned
         told = {f"stage {stage.start.stage} computed": stage.microbatches for stage in self.stages}
-        told["were issued"] = array("q", (event.microbatch for event in self.issued))
-        told["came back"] = array("q", (event.microbatch for event in self.returned))
+        told["were issued"] = array("q", self.issued.column("microbatch"))
+        told["came back"] = array("q", self.returned.column("microbatch"))
         for what, found in told.items():
             for expected, microbatch in zip_longest(range(count), found[:count]):
                 if microbatch != expected:
@@ -167,10 +168,10 @@ class Timeline:
         """Where results show that a stage went on after its last line, it would be called idle, and tokens be counted,
         for what is not there.
         """
-        newest = max((result.microbatch for result in self.returned), default=-1)
+        newest = max(self.returned.column("microbatch"), default=-1)
         short = [stage for stage in self.stages if stage.end is None and max(stage.microbatches, default=-1) < newest]
         told_s = min((stage.ends[-1] if stage.ends else -inf for stage in short), default=inf)
-        self.returned = [result for result in self.returned if result.at_s <= told_s]
+        self.returned = Log(Returned, (result for result in self.returned if result.at_s <= told_s))
         self.finished = [request for request in self.finished if request.finished_s <= told_s]
 
     def add(self, stage: StageTimeline, event: Event) -> None:
@@ -210,8 +211,9 @@ class Timeline:
             case RequestArrived():
                 self.arrived.append(event)
             case RequestFinished():
-                # A tuple of integers takes five times as much, and there is one for each token.
-                self.finished.append(replace(event, gaps_us=array("q", event.gaps_us)))
+                # A tuple of integers takes ten times as much, and there is one for each token.
+                fits = 0 <= min(event.gaps_us, default=0) and max(event.gaps_us, default=0) < 2**32
+                self.finished.append(replace(event, gaps_us=array("I" if fits else "q", event.gaps_us)))
             case Starved():
                 self.starved.append(event)
             case RowRefused():

@@ -24,9 +24,10 @@ def pins() -> dict[str, str]:
 
 
 def wanted() -> list[Requirement]:
-    """What a set-up installs: build backend, dependencies and the dev extra."""
+    """What a set-up installs: build backend, dependencies and two of the extras."""
     project = SETTINGS["project"]
-    listed = [*SETTINGS["build-system"]["requires"], *project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = [line for name in ("cpu", "dev") for line in project["optional-dependencies"][name]]
+    listed = [*SETTINGS["build-system"]["requires"], *project["dependencies"], *extras]
     return [Requirement(line) for line in listed]
 
 

@@ -12,6 +12,8 @@ from scipy.optimize import nnls
 
 from sarathi_pp.bench.profile import Spans, assess, fit_cost, fit_spans, robust_line
 from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.trace.events import Issued
+from sarathi_pp.trace.log import Log
 from tests.trace.test_causes import Run
 
 
@@ -134,10 +136,11 @@ def test_a_single_stage_asks_prompts_that_end_without_a_decode() -> None:
 def test_rows_that_sample_are_read_off_the_schedule() -> None:
     timeline = Run(some_loads(3, 16), model(1), 3).timeline()  # requests of 10 tokens
     texts = ["m0[s0:0+10 s1:0+4]", "m1[s1.1:4+6 s2:0+9]", "m2[d s0:10]"]
-    timeline.issued = [
+    issued = (
         replace(event, text=text, decodes=decodes)
         for event, text, decodes in zip(timeline.issued, texts, (0, 0, 1), strict=True)
-    ]
+    )
+    timeline.issued = Log(Issued, issued)
     assert Spans.of(timeline).sampled.tolist() == [1, 1, 1]
 
 

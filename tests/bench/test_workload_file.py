@@ -7,7 +7,13 @@ import pytest
 
 from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.cli.main import main
-from sarathi_pp.errors import ConfigError, InputError
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.errors import ConfigError, InputError, RowError
+from sarathi_pp.runtime.rows import Row
+from sarathi_pp.runtime.sink import FileSink
+from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.trace.clock import SystemClock
 
 
 def write(path, *records):
@@ -19,15 +25,16 @@ def asked(prompt, output, **more):
     return {"num_prompt_tokens": prompt, "num_output_tokens": output, **more}
 
 
-def test_answers_are_a_workload(tmp_path):
+@pytest.mark.parametrize("form", ["own", "openai-chat", "openai-completion"])
+def test_answers_are_a_workload(form, tmp_path):
     """But for lines that asked nothing of the pipeline."""
-    answers = write(
-        tmp_path / "answers.jsonl",
-        {"id": "1", "text": "7", "token_ids": [4, 3], "finish_reason": "stop", **asked(5, 2, metrics={"ttft_s": 0.1})},
-        {"id": "2", "error": {"code": "invalid_json", "message": "not JSON"}},
-        {"id": "3", "text": "", "token_ids": [], "finish_reason": "length", **asked(16, 0)},
-        asked(300, 40),
-    )
+    answers = str(tmp_path / "answers.jsonl")
+    sink = FileSink(answers, tokenizer=Tokenizer(None, vocab_size=64), clock=SystemClock(), model="a model")
+    for line, (prompt, output) in enumerate(((5, 2), (16, 0), (300, 40)), start=1):
+        request = Request(line, (1,) * prompt, SamplingParams(max_new_tokens=output))
+        sink.finish(Row(line, str(line), form, request), Completion(request, (7,) * output, "length"), {"ttft_s": 0.1})
+    sink.fail(Row(4, "4", form, error=RowError("invalid_json", "not JSON")), RowError("invalid_json", "not JSON"))
+    sink.close()
     workload = read_workload(answers)
     assert list(workload.lengths()) == [(5, 2), (300, 40)] == list(workload.lengths())
     assert (workload.spec, workload.num_requests, workload.max_tokens) == (answers, 2, 340)
@@ -53,8 +60,9 @@ def test_a_file_stands_where_a_name_does(tmp_path):
     plain = write(tmp_path / "plain.jsonl", asked(9, 3))
     joined = read_workload(f"then:{plain}+fixed:n=2,prompt=4,output=1")
     assert list(joined.lengths()) == [(9, 3), (4, 1), (4, 1)]
-    with pytest.raises(ConfigError, match=r"trace.jsonl has arrivals of its own; put them in front"):
+    with pytest.raises(ConfigError, match=r"trace.jsonl has arrivals of its own; put them in front of it all: poisson"):
         read_workload(f"then:{plain}+{trace}")
+    assert list(read_workload(f"poisson:rate=4,then:{plain}+{trace}").lengths()) == [(9, 3)] + [(8, 2)] * 3
 
 
 @pytest.mark.parametrize(
@@ -63,11 +71,16 @@ def test_a_file_stands_where_a_name_does(tmp_path):
         ("{", "line 2 is not JSON"),
         ("[" * 100_000, "line 2 is not JSON"),
         ("[1, 2]", "line 2 is no object"),
-        ('{"prompt": "7+8="}', "line 2: num_prompt_tokens is None; it must be a whole number from 1"),
+        ('{"prompt": "7+8="}', "line 2: num_output_tokens is None; it must be a whole number from 0"),
+        ('{"num_output_tokens": 3}', "line 2: num_prompt_tokens is None; it must be a whole number from 1"),
+        ('{"response": {"body": {"usage": {"completion_tokens": "3"}}}}', "completion_tokens is '3'"),
+        ('{"response": {"body": {}}}', "completion_tokens is None"),
+        (json.dumps(asked(5, False)), "num_output_tokens is False"),
         (json.dumps(asked(0, 1)), "num_prompt_tokens is 0"),
         (json.dumps(asked(True, 1)), "num_prompt_tokens is True"),
         (json.dumps(asked(5, 1.5)), "num_output_tokens is 1.5"),
-        (json.dumps(asked(5, 10**8)), "num_output_tokens is 100000000; it must be a whole number from 1 to 10000000"),
+        (json.dumps(asked(5, 10**8)), "num_output_tokens is 100000000; it must be a whole number from 0 to 10000000"),
+        (json.dumps(asked(5, 1, arrival_s=10**400)), "line 2: arrival_s is 1000"),
         (json.dumps(asked(5, 1, arrival_s="soon")), "line 2: arrival_s is 'soon'"),
         (json.dumps(asked(5, 1, arrival_s=-1)), "arrival_s is -1"),
         ('{"num_prompt_tokens": 5, "num_output_tokens": 1, "arrival_s": NaN}', "arrival_s is nan"),
@@ -87,7 +100,7 @@ def test_a_file_without_requests_is_refused(tmp_path):
     empty = write(tmp_path / "empty.jsonl", {"id": "1", "error": {}})
     with pytest.raises(ConfigError, match="holds no request that was answered"):
         read_workload(empty)
-    for name in (str(tmp_path / "none.jsonl"), str(tmp_path), ""):
+    for name in (str(tmp_path / "none.jsonl"), str(tmp_path), "", "x" * 300, "a\0b"):
         with pytest.raises(ConfigError, match="is not known: it is neither a file nor one of zipf"):
             read_workload(name)
 

@@ -82,6 +82,29 @@ def test_golden_sarathi_streams_chunks_of_one_prompt_and_keeps_the_total():
     ]
 
 
+@settings(max_examples=examples(100))
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=12),
+    stages=st.integers(1, 4),
+    extra=st.integers(0, 2),
+    chunk_size=st.sampled_from([1, 2, 7, 16, 64]),
+    seats=st.integers(0, 9),
+)
+def test_sarathi_microbatches_are_uniform_while_a_backlog_lasts(shapes, stages, extra, chunk_size, seats):
+    """With seats and pages for all: every microbatch before the last prompt token is issued holds C tokens."""
+    limits = Limits(stages, chunk_size, len(shapes) + seats, 80, 4, 20 * len(shapes), stages + extra)
+    requests = [
+        Request(i, (1,) * prompt, SamplingParams(max_new_tokens=new, ignore_eos=True, seed=0))
+        for i, (prompt, new) in enumerate(shapes)
+    ]
+    _, schedule = drive(Coordinator(limits, make_policy("sarathi")), requests, [0] * len(requests))
+    backlog = sum(prompt for prompt, _ in shapes)
+    for microbatch in schedule:
+        backlog -= sum(chunk.num_tokens for chunk in microbatch.chunks if not chunk.decode)
+        assert microbatch.num_tokens == chunk_size or backlog == 0, str(microbatch)
+    assert backlog == 0
+
+
 def test_golden_sarathi_chunk_shrinks_by_the_decodes_that_ride():
     """Section 4.4: chunk + decodes stays C."""
     assert run_golden("sarathi", stages=1, chunk_size=4, prompts=[4, 9], outputs=[4, 1]) == [

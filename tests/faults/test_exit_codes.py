@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runtime.processes import COMMAND, environment
+from sarathi_pp.runtime.rundir import RunDirectory
+from tests.runtime.processes import COMMAND, Files, console_script, environment, torchrun
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 PROMPTS = ADDER.parent / "prompts.jsonl"
@@ -52,6 +53,16 @@ def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 2, said
     assert said.count("--attention is 'bogus'; it must be one of auto, numba, sdpa") == 1
+
+
+def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
+    """And nothing that is in the way of the next start."""
+    files = Files(tmp_path)
+    files.write_prompts([(3, 4)])
+    command = (*torchrun(2, console_script(tmp_path)), *files.options(tmp_path / "nowhere"))
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    assert (done.returncode, files.exit_code()) == (1, 66), done.stderr
+    RunDirectory.check(files.run, overwrite=False)
 
 
 def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tmp_path):

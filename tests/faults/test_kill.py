@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -127,7 +128,9 @@ def test_a_killed_stage_ends_the_run_with_75(stage, start):
     took_s = running.kill(stage)
     assert running.process.returncode == PeerLostError.exit_code, running.said
     assert took_s < MOST_S
-    assert f"stage {stage} (rank {stage}" in running.said
+    assert f"stage {stage} (rank {stage}) was killed by SIGKILL" in running.said
+    # And whoever had a connection to it says so too: the launcher sees no further than this machine.
+    assert re.search(rf"PeerLostError: stage {stage} \(rank {stage}\b.* closed its connection", running.said)
     assert "Traceback" not in running.said
     assert running.files.exit_code() == PeerLostError.exit_code
     running.expect_nobody_left()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -167,12 +169,12 @@ MICROBATCHES = ((Span(0, 70, (3, 5, 1, 0, 4)), Span(0, 1, (2,))), (Span(70, 1, (
 
 @needs_panels
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
-@pytest.mark.parametrize("head_dim", [32, 96])
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
 def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend: str) -> None:
     """Those are Llama's code around our own products and norms, and attention through transformers' interface."""
-    layer, rotary = llama_layer(family, head_dim)
+    layer, rotary = llama_layer(family, head_dim, rms_norm_eps=1e-2)
     ours, parts = fused(layer), copy.deepcopy(layer)
     assert type(ours) is Block and type(ours.self_attn) is RotaryAttention
     parts.input_layernorm, parts.post_attention_layernorm = ours.input_layernorm, ours.post_attention_layernorm
@@ -195,9 +197,10 @@ def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend
 
 
 @needs_panels
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.inference_mode()
-def test_threads_change_no_bit_of_a_layer() -> None:
-    layer, rotary = llama_layer("llama", 32)
+def test_threads_change_no_bit_of_a_layer(family: str) -> None:
+    layer, rotary = llama_layer(family, 32)
     ours, found = fused(layer), []
     before = torch.get_num_threads()
     try:
@@ -241,6 +244,41 @@ def test_attention_that_rotates_otherwise_is_left_alone() -> None:
         model = wide_heads(family).to(torch.bfloat16)
         fuse(model)
         assert not any(isinstance(module, RotaryAttention) for module in model.modules())
+
+
+@needs_panels
+def test_heads_whose_norms_are_no_pair_are_left_alone() -> None:
+    def attention(**changed: float) -> nn.Module:
+        layer, _ = llama_layer("qwen3", 32)
+        for name, value in changed.items():
+            setattr(layer.self_attn.k_norm, name, value)
+        return layer.self_attn  # type: ignore[no-any-return]
+
+    assert type(fused(attention())) is RotaryAttention
+    assert type(fused(attention(variance_epsilon=1e-3))) is not RotaryAttention
+    wider = attention()
+    wider.k_norm = LlamaRMSNorm(64).to(torch.bfloat16)
+    assert type(fused(wider)) is not RotaryAttention
+
+
+@needs_panels
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_no_weight_outlives_what_it_was_packed_into(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_heads(family).to(torch.bfloat16)
+    kinds = ("q_proj.weight", "o_proj.weight", "gate_proj.weight", "down_proj.weight")
+    weights = [ref(weight) for name, weight in model.named_parameters() if name.endswith(kinds)]
+    layer, alive = fuse_module._layer, []
+
+    def after_the_parts(child: nn.Module) -> Any:
+        if not alive:
+            gc.collect()
+            alive.append(sum(weight() is not None for weight in weights))
+        return layer(child)
+
+    monkeypatch.setattr(fuse_module, "_layer", after_the_parts)
+    assert len(weights) == 4 * model.config.num_hidden_layers
+    fuse(model)
+    assert alive == [0]
 
 
 @needs_panels

@@ -115,25 +115,25 @@ def test_tiles_are_compared_on_a_few_small_layers(monkeypatch: pytest.MonkeyPatc
     for linear in model:
         linear.register_forward_pre_hook(times.called)
         linear.register_forward_pre_hook(lambda linear, args: called.append(linear.out_features))
-    for num_bytes, chosen in ((1, {16}), (64 * 32 + 1, {16, 32}), (1 << 20, {16, 32, 48, 80})):
-        monkeypatch.setattr(packed, "_TIMED_BYTES", num_bytes)
+    for widths, chosen in ((0, {16}), (3, {16, 32}), (11, {16, 32, 48, 80})):
+        monkeypatch.setattr(packed, "_TIMED_BYTES", widths * 64 * 32)
         called.clear()
         warm_linears(model, 8, times.now)
         assert set(called) == chosen
 
 
 @needs_panels
-def test_tiles_are_compared_on_every_shape_before_any_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_compared_on_every_shape_that_finds_room_before_any_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(PanelLinear(bf16_linear(64, 16 * width)) for width in (1, 1, 1, 3, 3)))
     called, times = [], Times(1000)
     for place, linear in enumerate(model):
         linear.register_forward_pre_hook(times.called)
-        linear.register_forward_pre_hook(lambda linear, args, place=place: called.append(place))
-    for layers, chosen in ((1, {0}), (2, {0, 3}), (5, {0, 3, 1}), (6, {0, 3, 1, 4}), (10, {0, 1, 2, 3, 4})):
-        monkeypatch.setattr(packed, "_TIMED_BYTES", (layers - 1) * 64 * 32 + 1)
+        linear.register_forward_pre_hook(lambda linear, args, place=place: called.append((place, len(args[0]))))
+    for widths, chosen in ((1, {0}), (3, {0, 1, 2}), (4, {0, 3}), (5, {0, 3, 1}), (8, {0, 3, 1, 4}), (9, {*range(5)})):
+        monkeypatch.setattr(packed, "_TIMED_BYTES", widths * 64 * 32)
         called.clear()
         warm_linears(model, 8, times.now)
-        assert set(called) == chosen
+        assert {place for place, rows in called if rows == 4} == chosen
 
 
 @needs_panels

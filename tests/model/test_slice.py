@@ -41,6 +41,7 @@ SCHEDULE = (
     (("a", 5), ("b", 9), ("c", 4)),
 )
 
+ONE_STAGE = ((0, 5),)
 TWO_STAGES = ((0, 2), (2, 5))
 FOUR_STAGES = ((0, 1), (1, 2), (2, 4), (4, 5))
 
@@ -69,8 +70,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save
 
 
-def load(directory: Path, layers: tuple[int, int], dtype: torch.dtype = torch.float32) -> StageModel:
-    return load_stage(directory, layers, NUM_LAYERS, dtype, CPU, choose_backend("sdpa", CPU, PAGE_SIZE))
+def load(
+    directory: Path, layers: tuple[int, int], dtype: torch.dtype = torch.float32, backend: str = "sdpa"
+) -> StageModel:
+    return load_stage(directory, layers, NUM_LAYERS, dtype, CPU, choose_backend(backend, CPU, PAGE_SIZE))
 
 
 def shard(facts: ModelFacts, layers: tuple[int, int]) -> KVShard:
@@ -126,14 +129,19 @@ def relative_error(answers: dict[str, dict[int, torch.Tensor]], reference: Any) 
     return worst / largest
 
 
-@pytest.mark.parametrize("layers, shards", [(TWO_STAGES, 1), (FOUR_STAGES, 3)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    "layers, shards, backend",
+    [(ONE_STAGE, 1, "auto"), (TWO_STAGES, 1, "sdpa"), (TWO_STAGES, 3, "auto"), (FOUR_STAGES, 3, "sdpa")],
+    ids=["one", "two-sdpa", "two", "four-sdpa"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chained_slices_give_the_whole_models_logits(
-    family: str, layers: tuple[tuple[int, int], ...], shards: int, saved: Saved, record_property: Any
+    family: str, layers: tuple[tuple[int, int], ...], shards: int, backend: str, saved: Saved, record_property: Any
 ) -> None:
+    """With what users get (auto) and with the oracle of every backend (sdpa)."""
     directory, reference = saved(family, shards)
     facts = check_model(directory)
-    stages = [load(directory, part) for part in layers]
+    stages = [load(directory, part, backend=backend) for part in layers]
     answers = run_schedule(stages, facts)
     assert sum(map(len, answers.values())) > 60  # of 88 positions
     error = relative_error(answers, reference)

@@ -59,7 +59,6 @@ def test_facts_of_a_saved_model(family: str, tmp_path: Path) -> None:
     assert facts.max_position_embeddings == config.max_position_embeddings == 512
     assert facts.tie_word_embeddings == config.tie_word_embeddings
     assert facts.dtype == "float32"
-    assert facts.eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,24 +79,6 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
     assert facts.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
     assert facts.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
     assert facts.tie_word_embeddings == config.tie_word_embeddings
-
-
-def test_end_tokens_are_those_generate_stops_at(tmp_path: Path) -> None:
-    write_checkpoint("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-
-    def both() -> tuple[object, tuple[int, ...]]:
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        return model.generation_config.eos_token_id, check_model(tmp_path).eos_token_ids
-
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert both() == ([5, 6], (5, 6))
-    (tmp_path / "generation_config.json").write_text('{"bos_token_id": 5}')
-    assert both() == (None, ())
-    (tmp_path / "generation_config.json").unlink()
-    assert both() == (2, (2,))
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token_id"}))
-    assert both() == (None, ())
 
 
 def test_dtype_is_that_of_most_bytes(write: Write) -> None:
@@ -205,7 +186,6 @@ def test_pickled_weights_are_refused(write: Write) -> None:
         {"max_position_embeddings": 1.5},
         {"layer_types": ["full_attention"]},
         {"layer_types": "full_attention"},
-        {"eos_token_id": "</s>"},
     ],
     ids=str,
 )

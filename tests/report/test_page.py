@@ -19,7 +19,8 @@ from sarathi_pp.errors import InputError
 from sarathi_pp.report.charts import distributions, request_bubble_cdf, spans
 from sarathi_pp.report.page import PageRun, render_page
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
-from sarathi_pp.trace.events import Event
+from sarathi_pp.trace.events import Event, Issued
+from sarathi_pp.trace.log import Log
 from sarathi_pp.trace.summary import Report, summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
 from tests.trace.schedules import Schedule, constant, start, table
@@ -217,7 +218,9 @@ def test_every_span_survives_its_encoding_within_a_tick(times: list[tuple[float,
 
 def test_more_tokens_than_any_microbatch_has_are_damage() -> None:
     timeline = Timeline.read(Schedule(6, 2, constant(0.5)).events())
-    timeline.issued[3] = replace(timeline.issued[3], prefill_tokens=2**40)
+    issued = list(timeline.issued)
+    issued[3] = replace(issued[3], prefill_tokens=2**40)
+    timeline.issued = Log(Issued, issued)
     with pytest.raises(InputError, match="damaged: a microbatch has more than 2,147,483,647"):
         spans(timeline, measure_bubbles(timeline))
 

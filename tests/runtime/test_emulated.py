@@ -124,6 +124,21 @@ def test_the_answer_depends_on_request_and_position_alone(tmp_path):
     assert answers[0] == answers[1] and len({*answers[0][0], *answers[0][1]}) > 5
 
 
+def test_a_stage_that_lives_and_does_not_get_on_ends_the_run(tmp_path):
+    """Its heartbeats go on and say that it is in the same microbatch; a stage that is silent is in tests/faults/."""
+    profile = json.loads(write_profile(tmp_path / "profile.json", 2, a0=0.01).read_text())
+    profile["stages"][1]["a0"] = 1000.0
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    files = Files(tmp_path)
+    files.write_prompts([(3, 4, 5)] * 8, max_new_tokens=1)
+    where = ("--input", str(files.input), "--output", str(files.output), "--stages", "2", "--quiet")
+    command = (*COMMAND, "generate", "--emulate", "profile.json", *where, "--peer-timeout", "2")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    said = " ".join(done.stderr.split())
+    assert (done.returncode, files.exit_code()) == (75, 75), said
+    assert "stage 1 (rank 1" in said and "has been in microbatch 0 for more than 2 s: it hangs, or" in said
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

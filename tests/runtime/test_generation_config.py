@@ -1,10 +1,12 @@
 import json
 
 import pytest
+import transformers
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.errors import ConfigError, InputError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
+from tests.model.families import write_checkpoint
 
 
 def read(folder, generation: dict | None = None, config: dict | None = None) -> GenerationDefaults:
@@ -42,18 +44,24 @@ def test_length_and_stop_strings_of_the_model_are_honoured(tmp_path):
     assert defaults.warnings == ()
 
 
+@pytest.mark.parametrize("wrong", ["</s>", True, -1, [2, "</s>"]])
+def test_an_end_of_sequence_that_is_no_token_is_refused(wrong, tmp_path):
+    with pytest.raises(InputError, match=r"config.json: eos_token_id is .*; it must be a token id or a list of them"):
+        read(tmp_path, None, {"eos_token_id": wrong})
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
         ({"eos_token_id": 2}, {"eos_token_id": 9}, {2}),
         ({"eos_token_id": [2, 3]}, None, {2, 3}),
-        ({}, {"eos_token_id": 9}, {9}),
+        ({}, {"eos_token_id": 9}, set()),
         (None, {"eos_token_id": [9, 10]}, {9, 10}),
         (None, {"text_config": {"eos_token_id": 4}}, {4}),
         ({"eos_token_id": None}, {"eos_token_id": None}, set()),
     ],
 )
-def test_the_end_of_sequence_falls_back_to_the_model_config(tmp_path, generation, config, expected):
+def test_the_end_of_sequence_is_the_model_configs_where_no_other_file_is(tmp_path, generation, config, expected):
     assert read(tmp_path, generation, config).eos_token_ids == expected
 
 
@@ -116,3 +124,21 @@ def test_values_out_of_range_blame_the_command_or_the_line(tmp_path):
     assert caught.value.code == "invalid_parameter"
     with pytest.raises(RowError, match="too large|finite|at least"):
         defaults.params({"temperature": 10**400})
+
+
+def test_end_tokens_are_those_generate_stops_at(tmp_path):
+    write_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def both():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        return model.generation_config.eos_token_id, read_generation_config(tmp_path).eos_token_ids
+
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert both() == ([5, 6], {5, 6})
+    (tmp_path / "generation_config.json").write_text('{"bos_token_id": 5}')
+    assert both() == (None, set())
+    (tmp_path / "generation_config.json").unlink()
+    assert both() == (2, {2})
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token_id"}))
+    assert both() == (None, set())

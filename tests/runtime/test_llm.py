@@ -37,6 +37,16 @@ def test_answers_in_order_and_one_bad_prompt_harms_no_other(stages):
         llm.generate("1+2=")
 
 
+@pytest.mark.timeout(120)
+def test_the_adder_adds_after_prompts_of_many_chunks():
+    rows = [json.loads(line) for line in Path(ADDER, "../prompts.jsonl").read_text().splitlines()]
+    with LLM(ADDER, stages=2, chunk_size=64) as llm:
+        answers = llm.generate([row["prompt"] for row in rows])
+    sums = [str(sum(map(int, row["id"].split("+")))) for row in rows]
+    assert [answer.outputs[0].text for answer in answers] == sums and len(sums) == 24
+    assert min(len(answer.prompt_token_ids) for answer in answers) > 3 * 64
+
+
 def test_close_returns_the_report():
     llm = LLM(ADDER)
     llm.generate(["1+2=", "3+4="])

@@ -19,7 +19,10 @@ MIB = 1 << 20
 pytestmark = pytest.mark.timeout(240)
 
 
-def write_llama(directory: Path, **sizes: int) -> LlamaConfig:
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def write_llama(directory: Path, dtype: str, **sizes: int) -> LlamaConfig:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -29,7 +32,7 @@ def write_llama(directory: Path, **sizes: int) -> LlamaConfig:
         head_dim=64,
         **sizes,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(config).to(DTYPES[dtype]).save_pretrained(directory)
     return config
 
 
@@ -48,10 +51,11 @@ def run_stages(folder: Path, model: Path, lengths: list[int], *options: str) -> 
     return stages
 
 
-def test_a_long_prompt_costs_its_pages_and_no_activations(tmp_path):
+@pytest.mark.parametrize(("dtype", "layers"), [("float32", 2), ("bfloat16", 4)])
+def test_a_long_prompt_costs_its_pages_and_no_activations(dtype, layers, tmp_path):
     """32k tokens over 1k. A chunk's scores over all keys at once, the usual mistake, would be 64 MiB."""
     model = tmp_path / "model"
-    config = write_llama(model, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    config = write_llama(model, dtype, hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
     options = ("--chunk-size", "256", "--kv-cache-memory", "128MiB")
     short, long = 1000, 32000
     run_stages(
@@ -61,7 +65,7 @@ def test_a_long_prompt_costs_its_pages_and_no_activations(tmp_path):
         length: run_stages(tmp_path / str(length), model, [length], *options)[0]["peak_rss_bytes"]
         for length in (short, long)
     }
-    token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * DTYPES[dtype].itemsize
     pages_bytes = (long - short) * token_bytes
     print(f"peak bytes by prompt length {peaks}, pages {pages_bytes}")
     assert pages_bytes > 0.1 * peaks[short]  # else the bound would not notice
@@ -87,20 +91,26 @@ def slice_bytes(stored: Mapping[str, int], first: int, end: int, num_layers: int
     return own
 
 
-def test_a_stage_reads_and_holds_its_own_slice_only(tmp_path):
-    """About 230 MiB in six layers on two uneven stages, over the same run with next to no weights."""
+@pytest.mark.parametrize(("dtype", "layers", "split"), [("float32", 6, "4,2"), ("bfloat16", 12, "8,4")])
+def test_a_stage_reads_and_holds_its_own_slice_only(dtype, layers, split, tmp_path):
+    """About 230 MiB in six or twelve layers on two uneven stages, over the same run with next to no weights.
+
+    In bfloat16 weights are laid out anew for our own products.
+    """
     large, small = tmp_path / "large", tmp_path / "small"
-    config = write_llama(large, hidden_size=1024, intermediate_size=3072, num_hidden_layers=6)
-    write_llama(small, hidden_size=16, intermediate_size=16, num_hidden_layers=6)
+    config = write_llama(large, dtype, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers)
+    write_llama(small, dtype, hidden_size=16, intermediate_size=16, num_hidden_layers=layers)
     stored = stored_bytes(large)
     total = sum(stored.values())
     assert total > 200 * MIB
-    options = ("--stages", "2", "--layer-split", "4,2", "--chunk-size", "64", "--kv-cache-memory", "16MiB")
+    options = ("--stages", "2", "--layer-split", split, "--chunk-size", "64", "--kv-cache-memory", "16MiB")
     lengths = [100, 30]
     with_weights = run_stages(tmp_path / "run-large", large, lengths, *options)
     without = run_stages(tmp_path / "run-small", small, lengths, *options)
     activations = 64 * config.hidden_size * 4 * 16  # of a chunk: the wire's buffers, hidden states, their copies
     in_transit = max(stored.values())  # the one tensor that the loader has read and not yet put in its place
+    if dtype == "bfloat16":
+        in_transit *= 2  # gate and up become one
     for stage, base in zip(with_weights, without, strict=True):
         own = slice_bytes(stored, *stage["layers"], config.num_hidden_layers)
         held = stage["peak_rss_bytes"] - base["peak_rss_bytes"]

@@ -1,6 +1,7 @@
 """The run directory: what --overwrite removes, whose it is, and a disk that is full."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_on_a_full_disk_the_report_is_an_output_error_and_the_code_no_matter(tmp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
+
+    def read_only(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
     run = RunDirectory(tmp_path)
     with pytest.raises(OutputError, match="report.json: No space left on device"):
         run.write_report({})
@@ -82,9 +88,31 @@ def test_a_code_that_another_thread_writes_meanwhile_is_whole(tmp_path, monkeypa
     def while_another_begins(partial, path):
         with monkeypatch.context() as context:
             context.setattr(Path, "write_text", opened_and_no_more)
-            run.write_exit_code(70)
+            run.write_exit_code(66)
         return replace(partial, path)
 
     monkeypatch.setattr(Path, "replace", while_another_begins)
-    run.write_exit_code(75)
-    assert (tmp_path / "exit_code").read_text() == "75\n"
+    run.write_exit_code(70)
+    assert (tmp_path / "exit_code").read_text() == "70\n"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_lost_peer_is_an_echo_of_any_code_that_is_there(links, tmp_path, monkeypatch):
+    if not links:
+
+        def no_links(source, target):
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", no_links)
+    run, codes = RunDirectory(tmp_path), []
+    for code in (75, 70, 75, 74):
+        run.write_exit_code(code)
+        codes.append((tmp_path / "exit_code").read_text())
+    assert codes == ["75\n", "70\n", "70\n", "74\n"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["exit_code"]
+
+
+def test_what_a_killed_thread_was_writing_is_in_nobodys_way(tmp_path):
+    (tmp_path / "exit_code").write_text("75\n")
+    (tmp_path / ".exit_code.0123456789abcdef.part").touch()
+    RunDirectory.check(tmp_path, overwrite=False)

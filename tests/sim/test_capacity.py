@@ -7,7 +7,7 @@ from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.capacity import find_capacity
 from sarathi_pp.sim.experiment import Experiment, simulate
-from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.sim.workload import Workload, parse_workload
 
 
 def one_stage(work: str, *, seats: int = 1, a0: float, a1: float = 0.0) -> Experiment:
@@ -48,3 +48,11 @@ def test_too_few_requests_to_miss_the_bounds_say_so() -> None:
     """Two, each answered within 0.1 s: even at once the second waits no longer."""
     found = find_capacity(one_stage("fixed:n=2,prompt=4,output=1", a0=0.1), tbt_slo_s=1.0)
     assert found.rate is None and found.queue_p50_s is not None and found.queue_p50_s <= 0.1
+
+
+def test_recorded_arrivals_give_way_to_the_rates_that_are_tried() -> None:
+    plain = one_stage("fixed:n=100,prompt=4,output=1", a0=1.0)
+    work = plain.workload
+    far_apart = Workload.recorded("trace", 100, work.max_tokens, work.lengths, lambda: iter(range(0, 10_000, 100)))
+    assert far_apart.has_arrivals and not work.has_arrivals
+    assert find_capacity(replace(plain, workload=far_apart), 1.0) == find_capacity(plain, 1.0)

@@ -15,6 +15,7 @@ from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.causes import Causes, explain, host_seconds
 from sarathi_pp.trace.events import Compute, Event, Issued, RequestArrived, Returned, SendWait, Starved
+from sarathi_pp.trace.log import Log
 from sarathi_pp.trace.timeline import Timeline
 from tests.thinning import examples
 from tests.trace.schedules import start
@@ -207,9 +208,11 @@ def test_an_arrival_that_nobody_waited_for_is_no_cause(stages: int, waits_for: s
     run.awaits, run.holds = (earlier, run.holds) if waits_for == "result" else (run.awaits, earlier)
     timeline = run.timeline()
     expected = explain(timeline, run.model)
+    issued = list(timeline.issued)
     for m in range(stages, 60):
         timeline.arrived.append(RequestArrived(60 + m, timeline.returned[m - stages].at_s + 5e-5, 10))
-        timeline.issued[m] = replace(timeline.issued[m], text=text.format(m=m, new=60 + m))
+        issued[m] = replace(issued[m], text=text.format(m=m, new=60 + m))
+    timeline.issued = Log(Issued, issued)
     assert asdict(explain(timeline, run.model)) == pytest.approx(asdict(expected), abs=1e-9)
 
 
@@ -285,7 +288,7 @@ def test_the_causes_of_a_run_that_was_cut_off_add_up_too(returned: int) -> None:
 
 def test_a_run_without_a_result_has_no_bubble_to_explain() -> None:
     timeline = Run([CHUNK], cost(2), 2).timeline()
-    timeline.returned.clear()
+    timeline.returned = Log(Returned)
     assert explain(timeline, cost(2)) == Causes(*[0.0] * 9)
 
 
@@ -311,9 +314,9 @@ def test_a_timeline_that_lacks_or_mixes_up_microbatches_is_refused() -> None:
     refuses(mixed_up, "stage 1 computed, microbatch 1 stands where 0 must")
     del lost.stages[0].microbatches[1]
     refuses(lost, "stage 0 computed, microbatch 2 stands where 1 must")
-    unissued.issued.pop()
+    unissued.issued = Log(Issued, unissued.issued[:-1])
     refuses(unissued, "were issued, nothing stands where 2 must")
-    del unreturned.returned[0]
+    unreturned.returned = Log(Returned, unreturned.returned[1:])
     refuses(unreturned, "came back, microbatch 1 stands where 0 must")
 
 

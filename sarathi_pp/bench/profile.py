@@ -24,9 +24,9 @@ from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 # Tokens that linear layers may take at once; 1 is plain proportionality.
 _TILES = (1, 16, 32, 64, 128, 256)
-# A larger tile must be better by this factor: with noise some tile always is, a little, and it takes the place of what
-# a microbatch costs by itself. A stage of a CPU has 12 ms of that with a tile of 1 and nothing with one of 16, whose
-# error is 0.97 to 1.05 times as large; told the latter, `balanced` cuts prompts into twice as many microbatches.
+# A tile must be better than none by this factor: with noise some tile always is, a little, and it takes the place of
+# what a microbatch costs by itself. A stage of a CPU has 12 ms of that without a tile and nothing with one of 16, which
+# fits about as well; told the latter, `balanced` makes half as many microbatches more.
 _TILE_GAIN = 0.9
 # Fewer microbatches than this say nothing about five coefficients.
 _LEAST_SPANS = 8
@@ -120,11 +120,9 @@ def fit_spans(spans: Spans) -> CostModel:
     """The model with the tile that fits best."""
     stride = -(-len(spans.loads) // _MOST_SPANS)
     spans = spans.chosen(np.arange(len(spans.loads)) % stride == 0)
-    fits = [(tile, *_fit_with_tile(tile, spans)) for tile in _TILES]
-    tile, error, stages = fits[0]
-    for larger in fits[1:]:
-        if larger[1] < _TILE_GAIN * error:
-            tile, error, stages = larger
+    none, *larger = ((tile, *_fit_with_tile(tile, spans)) for tile in _TILES)
+    better = [fit for fit in larger if fit[1] < _TILE_GAIN * none[1]]
+    tile, _, stages = min(better, key=lambda fit: fit[1], default=none)
     scaled = [
         _to_total(stage, tile, spans.loads, seconds) for stage, seconds in zip(stages, spans.seconds, strict=True)
     ]

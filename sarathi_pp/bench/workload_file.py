@@ -89,7 +89,9 @@ def _of_line(path: Path, raw: RawLine) -> _Recorded | None:
         raise InputError(f"{where} is not JSON; each line is an object like those that generate writes") from None
     if not isinstance(record, dict):
         raise InputError(f"{where} is no object; each line is one like those that generate writes")
-    if record.get("error") is not None:
+    response = record.get("response")
+    refused = isinstance(response, dict) and response.get("status_code", 200) != 200
+    if record.get("error") is not None or refused:
         return None
     output = _count(where, record, "num_output_tokens", "completion_tokens", least=0)
     if output == 0:

@@ -107,9 +107,9 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     try:
         checked = preflight(job) if rank.rank == 0 else _follow(job)
     except SarathiError as error:
-        # torchrun ends with 1 whatever a rank ends with.
-        if rank.rank == 0 and rank.world_size > 1:
-            _run_directory(job).write_refusal(error.exit_code)
+        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
+        if rank.world_size > 1:
+            _run_directory(job).write_refusal(error.exit_code, overwrite=job.overwrite)
         raise
     with ExitStack() as held:
         if rank.rank == 0:

@@ -106,12 +106,20 @@ class RunDirectory:
         with suppress(OutputError):
             self._write("exit_code", f"{code}\n", replace=code != PeerLostError.exit_code)
 
-    def write_refusal(self, code: int) -> None:
-        """The code of a start that was refused before it had this directory: where no run is, and no folder is made
-        for it but this one.
+    def write_refusal(self, code: int, *, overwrite: bool) -> None:
+        """The code of a start that was refused before it claimed this directory.
+
+        Not where a run is using it, nor over an earlier run's code without `overwrite`; no other folder is made for it.
         """
-        if self.path.parent.is_dir() and (not self.path.exists() or (self.path.is_dir() and _holds_no_run(self.path))):
-            self.write_exit_code(code)
+        with suppress(OSError, ConfigError, OutputError), ExitStack() as held:
+            if self.path.exists():
+                held.callback(os.close, _locked(self.path))
+                entries = list(self.path.iterdir())
+                if not (_holds_no_run(self.path) or (overwrite and all(map(_is_of_a_run, entries)))):
+                    return
+            elif not self.path.parent.is_dir():
+                return
+            self._write("exit_code", f"{code}\n")
 
     def _write(self, name: str, text: str, *, replace: bool = True) -> None:
         """Whole or not at all. Raises OutputError."""

@@ -118,9 +118,7 @@ class _Texts(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | Sequence[str]:
         if isinstance(index, slice):
             return [self[at] for at in range(len(self))[index]]
-        if index >= len(self):
-            raise IndexError(index)
-        block, place = divmod(index, _TEXTS)
+        block, place = divmod(range(len(self))[index], _TEXTS)
         if block == len(self._blocks):
             return self._last[place]
         if self._read[0] != block:

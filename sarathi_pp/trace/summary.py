@@ -151,7 +151,8 @@ def _variation(timeline: Timeline, bubbles: Bubbles) -> Report:
     """Coefficients of variation of the steady microbatches: their time on the slowest stage, their tokens."""
     stage = timeline.stages[bubbles.slowest_stage]
     positions = bubbles.steady_positions[bubbles.slowest_stage]
-    tokens = {event.microbatch: event.num_tokens for event in timeline.issued}
+    issued = (timeline.issued.column(name) for name in ("microbatch", "prefill_tokens", "decodes"))
+    tokens = {microbatch: prefill + decodes for microbatch, prefill, decodes in zip(*issued, strict=True)}
     times = [stage.ends[position] - stage.starts[position] for position in positions]
     ran = [stage.microbatches[position] for position in positions]
     sizes = [tokens[microbatch] for microbatch in ran if microbatch in tokens]
@@ -167,14 +168,14 @@ def _kv(timeline: Timeline) -> Report:
     """KV use as sampled at each issue, each sample holding until the next one or the window's end."""
     settings = timeline.stages[0].start
     begin, window_end = timeline.window
-    ends = [*(min(at_s, window_end) for at_s in timeline.issued.column("at_s")[1:]), window_end]
+    issued = [timeline.issued.column(name) for name in ("at_s", "pages_used", "tokens_held")]
+    ends = [*(min(at_s, window_end) for at_s in issued[0][1:]), window_end]
     used_s = wasted_s = held_s = 0.0
-    for event, end in zip(timeline.issued, ends, strict=False):
-        if event.pages_used and end > event.at_s:
-            seconds = end - event.at_s
-            held_s += seconds
-            used_s += seconds * event.pages_used
-            wasted_s += seconds * (1 - event.tokens_held / (event.pages_used * settings.page_size))
+    for at_s, pages_used, tokens_held, end in zip(*issued, ends, strict=False):
+        if pages_used and end > at_s:
+            held_s += end - at_s
+            used_s += (end - at_s) * pages_used
+            wasted_s += (end - at_s) * (1 - tokens_held / (pages_used * settings.page_size))
     return {
         "pages": settings.num_pages,
         "page_size": settings.page_size,

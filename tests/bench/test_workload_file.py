@@ -35,6 +35,8 @@ def test_answers_are_a_workload(form, tmp_path):
         sink.finish(Row(line, str(line), form, request), Completion(request, (7,) * output, "length"), {"ttft_s": 0.1})
     sink.fail(Row(4, "4", form, error=RowError("invalid_json", "not JSON")), RowError("invalid_json", "not JSON"))
     sink.close()
+    with open(answers, "a") as file:  # as other servers refuse a request
+        file.write('{"response": {"status_code": 400, "body": {"error": {}}}, "error": null}\n')
     workload = read_workload(answers)
     assert list(workload.lengths()) == [(5, 2), (300, 40)] == list(workload.lengths())
     assert (workload.spec, workload.num_requests, workload.max_tokens) == (answers, 2, 340)

@@ -116,3 +116,22 @@ def test_what_a_killed_thread_was_writing_is_in_nobodys_way(tmp_path):
     (tmp_path / "exit_code").write_text("75\n")
     (tmp_path / ".exit_code.0123456789abcdef.part").touch()
     RunDirectory.check(tmp_path, overwrite=False)
+
+
+def test_a_refusal_leaves_its_code_where_it_takes_no_runs_place(tmp_path):
+    fresh, earlier, used = (RunDirectory(tmp_path / name) for name in ("fresh", "earlier", "used"))
+    fresh.write_refusal(66, overwrite=False)
+    fresh.write_refusal(2, overwrite=False)
+    assert (fresh.path / "exit_code").read_text() == "2\n"
+    RunDirectory.check(fresh.path, overwrite=False)
+    earlier.write_run({})
+    earlier.write_exit_code(0)
+    earlier.write_refusal(66, overwrite=False)
+    assert (earlier.path / "exit_code").read_text() == "0\n"
+    earlier.write_refusal(66, overwrite=True)
+    assert (earlier.path / "exit_code").read_text() == "66\n"
+    with RunDirectory.claim(used.path, overwrite=True):
+        used.write_refusal(66, overwrite=True)
+        assert not list(used.path.iterdir())
+    RunDirectory(tmp_path / "no" / "folder").write_refusal(66, overwrite=True)
+    assert not (tmp_path / "no").exists()

@@ -103,7 +103,7 @@ class _Texts(Sequence[str]):
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._last: list[str] = []
-        self._read = (-1, self._last)
+        self._read: tuple[int, list[str]] = (-1, [])
 
     def append(self, text: str) -> None:
         self._last.append(text)

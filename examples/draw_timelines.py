@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 from awake import awake
-from measure_300m import FIGURES, Work, make_checkpoint, start, workload
+from measure_300m import FIGURES, Work, make_checkpoint, start
 from photograph import photograph
 from record import Record
 
@@ -30,7 +30,7 @@ WIDTH, HEIGHT = 1100, 900
 
 
 def run_for_page(work: Work, policy: str) -> PageRun:
-    prompts, answers = work.dir / f"prompts-{RATIO}.jsonl", work.dir / f"picture-{policy}.jsonl"
+    prompts, answers = work.prompts(RATIO), work.dir / f"picture-{policy}.jsonl"
     options = ("--policy", policy, "--chunk-size", str(auto_chunk_size(policy)), "--input", str(prompts))
     process = start(work, "generate", STAGES, answers.with_suffix(".printed"), *options, "--output", str(answers))
     if process.wait():
@@ -47,9 +47,10 @@ def main(work_dir: Path, output: Path) -> None:
     work_dir.mkdir(parents=True, exist_ok=True)
     if not (work_dir / "model" / "config.json").exists():
         make_checkpoint(work_dir / "model")
-    write_prompts(work_dir / f"prompts-{RATIO}.jsonl", parse_workload(workload(RATIO)).requests())
+    work = Work(work_dir, "bfloat16")
+    write_prompts(work.prompts(RATIO), parse_workload(work.workload(RATIO)).requests())
     with awake():
-        runs = [run_for_page(Work(work_dir, "bfloat16"), policy) for policy in POLICIES]
+        runs = [run_for_page(work, policy) for policy in POLICIES]
     page = render_page(runs)
     photograph(page, "#timeline", output, drawn="html[data-drawn]", width=WIDTH, height=HEIGHT)
     record.write(

@@ -4,13 +4,14 @@
 
 Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the work directory) and for each P:D the
 workload `uniform:n=32,min=256,max=1024,pd=P:D` (32 prompts of 256 to 1024 random tokens, end of sequence ignored, all
-there at time 0). In a round, `sarathi-pp generate` of every policy on 2 stages, on a single one where asked for, and a
-profile of 2 stages take turns of four seconds on the cores (`turns.py`), one compute thread a stage; figures are of the
-traces without the time in which a job stood still. Two jobs of a single stage at once show what the cores can do
-together. Each run of 2 stages is also simulated, from the profile of its turns and from costs fitted to its own spans:
-the first predicts, the second shows what of the error is the cost model's. `balanced` gets no chunk size, the others
-256; all get the profile that is measured at first. The cores are kept awake. Prints each run and writes all figures as
-JSON, with the share of the cores that the host took meanwhile.
+there at time 0; `--requests` makes them more than the 32 that run at once). In a round, `sarathi-pp generate` of every
+policy on 2 stages, on a single one where asked for, and a profile of 2 stages take turns of four seconds on the cores
+(`turns.py`), one compute thread a stage; figures are of the traces without the time in which a job stood still. Two
+jobs of a single stage at once show what the cores can do together. Each run of 2 stages is also simulated, from the
+profile of its turns and from costs fitted to its own spans: the first predicts, the second shows what of the error is
+the cost model's. `balanced` gets no chunk size, the others 256; all get the profile that is measured at first. The
+cores are kept awake. Prints each run and writes all figures as JSON, with the share of the cores that the host took
+meanwhile.
 """
 
 from __future__ import annotations
@@ -85,15 +86,18 @@ def make_checkpoint(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def workload(ratio: int) -> str:
-    return f"uniform:n=32,min=256,max=1024,pd={ratio},seed=0"
-
-
 class Work(NamedTuple):
-    """The directory of the model and its prompts, and what the weights are held in."""
+    """The directory of the model and its prompts, what the weights are held in, and how many prompts there are."""
 
     dir: Path
     dtype: str
+    requests: int = SEQS
+
+    def workload(self, ratio: int) -> str:
+        return f"uniform:n={self.requests},min=256,max=1024,pd={ratio},seed=0"
+
+    def prompts(self, ratio: int) -> Path:
+        return self.dir / f"prompts-{self.requests}-{ratio}.jsonl"
 
 
 def start(work: Work, name: str, stages: int, printed: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -128,7 +132,7 @@ class Case:
         return [work.dir / f"{stem}-{copy}.jsonl" for copy in range(self.copies)]
 
     def start(self, work: Work) -> list[subprocess.Popen[bytes]]:
-        given = ["--input", str(work.dir / f"prompts-{self.ratio}.jsonl"), "--policy", self.policy]
+        given = ["--input", str(work.prompts(self.ratio)), "--policy", self.policy]
         given += ["--chunk-size", str(auto_chunk_size(self.policy))]
         if self.stages > 1:
             given += ["--profile", str(work.dir / FIRST_PROFILE), "--layer-split", "even"]
@@ -140,7 +144,7 @@ class Case:
     def timelines(self, work: Work, away: Sequence[Interval]) -> list[Timeline]:
         for output in self.outputs(work):
             report = last_json(output.with_suffix(".printed"))
-            assert report["failed"] == 0 and report["requests"] == SEQS, report
+            assert report["failed"] == 0 and report["requests"] == work.requests, report
         return [Timeline.read(traces(output.with_name(f"{output.name}.run"), away)) for output in self.outputs(work)]
 
 
@@ -171,11 +175,11 @@ def profile_of_turns(work: Work, away: Sequence[Interval]) -> Profile:
     )
 
 
-def predict(profile: Profile, policy: str, ratio: int) -> Report:
+def predict(profile: Profile, policy: str, workload: str) -> Report:
     """Medians over several seeds of the noise that the profile has seen."""
     experiment = Experiment(
         profile=profile,
-        workload=parse_workload(workload(ratio)),
+        workload=parse_workload(workload),
         policy=policy,
         chunk_size=auto_chunk_size(policy),
         max_num_seqs=SEQS,
@@ -221,8 +225,9 @@ def one_heat(work: Work, cases: Sequence[Case]) -> Report:
         figures["wall_s"] = statistics.fmean(report["wall_s"] for report in reports)
         print(case.name, " ".join(f"{name} {figures[name]:.3f}" for name in FIGURES), sep="  ", flush=True)
         if case.stages == STAGES:
-            figures["predicted"] = predict(profile, case.policy, case.ratio)
-            figures["predicted from its own costs"] = predict(refitted(profile, timelines[0]), case.policy, case.ratio)
+            same = work.workload(case.ratio)
+            figures["predicted"] = predict(profile, case.policy, same)
+            figures["predicted from its own costs"] = predict(refitted(profile, timelines[0]), case.policy, same)
             for kind in PREDICTIONS:
                 print(f"    {kind}  " + " ".join(f"{value:.3f}" for value in figures[kind].values()), flush=True)
     return found
@@ -302,8 +307,9 @@ def speedups(ratio: int, heats: list[Report]) -> Report:
     type=int,
     metavar="PD",
     multiple=True,
-    help="A --pd to run on one stage too; may be given several times.  [default: the first --pd]",
+    help="A --pd to run on one stage too; may be given several times.",
 )
+@click.option("--requests", type=click.IntRange(min=1), default=SEQS, show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every round.")
@@ -311,11 +317,11 @@ def main(
     work_dir: Path,
     ratios: tuple[int, ...],
     singles: tuple[int, ...],
+    requests: int,
     dtype: str,
     rounds: int,
     output: Path | None,
 ) -> None:
-    singles = singles or ratios[:1]
     for ratio in singles:
         if ratio not in ratios:
             raise click.UsageError(f"--single-stage {ratio} is not among --pd {' --pd '.join(map(str, ratios))}")
@@ -323,9 +329,9 @@ def main(
     work_dir.mkdir(parents=True, exist_ok=True)
     if not (work_dir / "model" / "config.json").exists():
         make_checkpoint(work_dir / "model")
+    work = Work(work_dir, dtype, requests)
     for ratio in ratios:
-        write_prompts(work_dir / f"prompts-{ratio}.jsonl", parse_workload(workload(ratio)).requests())
-    work = Work(work_dir, dtype)
+        write_prompts(work.prompts(ratio), parse_workload(work.workload(ratio)).requests())
     results: list[Report] = []
     with awake():
         take_turns({"profile": partial(start_profile, work, FIRST_PROFILE)})

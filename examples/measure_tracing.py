@@ -3,13 +3,9 @@
     python examples/measure_tracing.py --work-dir /tmp/m300 --output examples/figures/tracing-cost.json
 
 Two stages on the 298M model of measure_300m.py, one compute thread each, and eight requests that only decode: short
-microbatches, so many events a second. Separate runs of the same work differ by 10 % and more on shared machines; blocks
-of three seconds within one run see the same machine. In each four blocks the first and the last are traced, so that a
-context that grows cancels out. What "off" leaves running are the clock reads around a span and the making of events.
-
-Even so neighbouring blocks differ by several per cent. With --times 50 every event is recorded 50 times, through the
-same queue, thread and file; the difference is then that of 50 traces, and a fiftieth of it, confidence bounds included,
-is what one costs.
+microbatches, so many events a second. What "off" leaves running are the clock reads around a span and the making of
+events. With --times 50 every event is recorded 50 times, through the same queue, thread and file; the difference is
+then that of 50 traces, and a fiftieth of it, confidence bounds included, is what one costs. See blocks.py.
 
 The cores are kept awake. A block's figure is the time between results in it, its first second left out: the trace is
 written twice a second, and what was gathered before the block is then written. Last, what recording and writing an
@@ -20,45 +16,28 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
 from awake import awake
+from blocks import block_of, interval_of_blocks, is_on, of_one, ratios, spread
 from measure_300m import make_checkpoint
 from record import Record
 
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.trace.latency import percentile
 from sarathi_pp.trace.recorder import Recorder, read_trace
 
 _WORKER = "SARATHI_PP_MEASURE_TRACING"  # where rank 0 of the run writes down when results came
 _TIMES = "SARATHI_PP_MEASURE_TRACING_TIMES"
-BLOCK_S = 3.0
-SETTLE_S = 1.0
 SEQS = 8
-RESAMPLES = 10_000
-CONFIDENCE = "95 % confidence, bootstrap"
-
-
-def block_of(at_s: float) -> int:
-    """The same on every rank: they share the host's clock."""
-    return int(at_s / BLOCK_S)
-
-
-def traced(block: int) -> bool:
-    return block % 4 in (0, 3)
 
 
 def work(results_path: Path) -> None:
@@ -72,7 +51,7 @@ def work(results_path: Path) -> None:
     times = range(int(os.environ[_TIMES]))
 
     def record_in_turn(self: Recorder, event: Any) -> None:
-        if traced(block_of(clock.now())):
+        if is_on(block_of(clock.now())):
             for _ in times:
                 record(self, event)
 
@@ -80,7 +59,7 @@ def work(results_path: Path) -> None:
         results_s.append(clock.now())
         return complete(self, result)
 
-    def finish(self: Job, analyse: Any = None) -> None:
+    def finish(self: Job, analyse: Any = None, facts: Any = None) -> None:
         """Half a trace makes no report."""
         self._watchdog.dismiss()
         self._recorder.close()
@@ -109,47 +88,6 @@ def run(work_dir: Path, output_tokens: int, times: int) -> tuple[list[float], Pa
     subprocess.run(command, env={**os.environ, **worker}, check=True, stderr=subprocess.DEVNULL)
     trace = work_dir / "tracing-answers.jsonl.run" / "attempt-0000" / "trace-00000-of-00002.jsonl"
     return json.loads(results.read_text()), trace
-
-
-def interval_of_blocks(results_s: list[float]) -> dict[int, float]:
-    """Mean seconds between results of each block that lies wholly in the run."""
-    blocks: dict[int, list[float]] = {}
-    for at_s in results_s:
-        if at_s % BLOCK_S >= SETTLE_S:
-            blocks.setdefault(block_of(at_s), []).append(at_s)
-    whole = range(block_of(results_s[0]) + 1, block_of(results_s[-1]))
-    return {block: (blocks[block][-1] - blocks[block][0]) / (len(blocks[block]) - 1) for block in whole}
-
-
-def ratios(intervals: dict[int, float]) -> Iterator[float]:
-    """Traced against untraced, of each two neighbouring blocks of which one was."""
-    for before, after in pairwise(intervals):
-        if traced(before) != traced(after):
-            on, off = (before, after) if traced(before) else (after, before)
-            yield intervals[on] / intervals[off]
-
-
-def spread(found: list[float]) -> dict[str, Any]:
-    pairs = sorted(found)
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    return {
-        "pairs": len(pairs),
-        "median": statistics.median(pairs),
-        CONFIDENCE: [percentile(medians, share) for share in (2.5, 97.5)],
-        "quartiles": [percentile(pairs, share) for share in (25, 75)],
-        "min": pairs[0],
-        "max": pairs[-1],
-    }
-
-
-def of_one(figures: dict[str, Any], times: int) -> dict[str, Any]:
-    """What a single trace costs, by a run in which everything was recorded so many times: shares of the run."""
-
-    def one(ratio: float) -> float:
-        return (ratio - 1) / times
-
-    return {"median": one(figures["median"]), CONFIDENCE: [one(bound) for bound in figures[CONFIDENCE]]}
 
 
 def cost_of_events(trace: Path, traced_s: float, times: int) -> dict[str, float]:
@@ -196,7 +134,7 @@ def main(work_dir: Path, output_tokens: int, times: int, output: Path | None) ->
             "cost of one trace, share of the run": of_one(between, times),
             "events": cost_of_events(trace, (results_s[-1] - results_s[0]) / 2, times),
             "ms between results by block": [
-                {"traced": traced(block), "ms": 1e3 * interval} for block, interval in intervals.items()
+                {"traced": is_on(block), "ms": 1e3 * interval} for block, interval in intervals.items()
             ],
         },
     )

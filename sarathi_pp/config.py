@@ -105,10 +105,10 @@ def _is_real(value: object) -> bool:
 class RunConfig:
     """One run as the user asked for it. `None` means "decide for me".
 
-    Sizes ending in _bytes are bytes. emulate: a profile whose stages sleep their modelled time, in place of a
-    model. profile: what was measured of the model, which then decides layer split, chunk size and inflight where they
-    are None. `sampling_overrides` holds only what the user named on the command line;
-    the model's generation_config.json fills what is left.
+    Sizes ending in _bytes are bytes. debug_nan: find the first stage whose output is not finite. emulate: a profile
+    whose stages sleep their modelled time, in place of a model. profile: what was measured of the model, which then
+    decides layer split, chunk size and inflight where they are None. `sampling_overrides` holds only what the user
+    named on the command line; the model's generation_config.json fills what is left.
     """
 
     model: str
@@ -128,6 +128,7 @@ class RunConfig:
     request_rate: float = math.inf
     seed: int = 0
     peer_timeout_s: float = 60.0
+    debug_nan: bool = False
     run_dir: Path | None = None
     emulate: Path | None = None
     profile: Path | None = None

@@ -10,6 +10,8 @@
     +-- ProtocolError                70   a wire message that is not what its header says
     +-- OutputError                  74   output that cannot be written
     +-- PeerLostError                75   a stage died or fell silent; the run can be resumed
+    +-- MemoryLostError              75   no memory for a microbatch in mid-run; the run can be resumed with less
+    +-- StoppedError                 75   a signal ended the run; it can be resumed (130 where it was Ctrl-C)
     +-- UnsafeError                  77   refused for safety: pickled weights, remote code, paths that escape
     RowError                              one input line that gets an error line; the run goes on (exit 3)
 
@@ -17,6 +19,8 @@ The message says what is wrong with its values and, where there is one, the reme
 """
 
 from __future__ import annotations
+
+import signal
 
 EXIT_OK = 0
 EXIT_ROWS_FAILED = 3
@@ -67,6 +71,21 @@ class OutputError(SarathiError, OSError):
 
 class PeerLostError(SarathiError, ConnectionError):
     exit_code = 75
+
+
+class MemoryLostError(SarathiError):
+    exit_code = 75
+
+
+class StoppedError(SarathiError):
+    exit_code = 75
+
+    @classmethod
+    def by(cls, number: int, where: str) -> StoppedError:
+        error = cls(f"{where} was stopped by {signal.Signals(number).name}")
+        if number == signal.SIGINT:
+            error.exit_code = EXIT_INTERRUPTED
+        return error
 
 
 class UnsafeError(SarathiError, PermissionError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -12,6 +12,11 @@ from rich.console import Console
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
 from sarathi_pp.config import DEVICES, DTYPES, RunConfig
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
+
+if TYPE_CHECKING:
+    from sarathi_pp.cli.show import BatchDisplay
+    from sarathi_pp.runtime.journal import Start
+    from sarathi_pp.runtime.preflight import BatchJob
 
 _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
 
@@ -37,6 +42,17 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     "--run-dir", type=click.Path(path_type=Path), help="Traces, report.json, exit_code.  [default: OUTPUT.run]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output and run directory.")
+@click.option("--resume", is_flag=True, help="Go on with an existing output: rows that have a line are skipped.")
+@click.option("--retry-errors", is_flag=True, help="With --resume: run rows again that ended with an error.")
+@click.option("--force", is_flag=True, help="With --resume: go on though model, parameters or input have changed.")
+@click.option("--strict", is_flag=True, help="Refuse an input file of which a line cannot run, before the model loads.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Start again, and resume, so often after a stage was lost; under torchrun its own option.",
+)
 @click.option(
     "--stages",
     "--pipeline-parallel-size",
@@ -123,6 +139,12 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     help="Seconds of silence after which a stage counts as lost.",
 )
 @click.option(
+    "--verify",
+    type=click.Choice(["sha256"]),
+    help="Compare weight files with their published sums, or those in the model's SHA256SUMS.",
+)
+@click.option("--debug-nan", is_flag=True, help="Name the first stage whose output held NaN or infinity; slower.")
+@click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
     help="Serve Prometheus metrics on loopback while the run is on; 0 picks a port.",
@@ -135,35 +157,54 @@ def generate(**options: Any) -> int:
     One line of input gives one line of output; a line that cannot run gives an error line and the run goes on
     (exit code 3 at the end). Sampling options are defaults that each line may override.
     """
-    from sarathi_pp.runtime.batch import BatchJob, run_batch
+    from sarathi_pp.cli.show import BatchDisplay
+    from sarathi_pp.runtime.batch import run_batch
     from sarathi_pp.runtime.place import find_place
+    from sarathi_pp.runtime.preflight import BatchJob
 
     place = find_place()
     job = BatchJob(
         config=_config(options, place.world_size if place else None),
         input_path=options["input_path"],
         output_path=options["output_path"],
-        overwrite=options["overwrite"],
+        start=_start(options),
+        retry_errors=options["retry_errors"],
+        force=options["force"],
+        strict=options["strict"],
+        verify=options["verify"] is not None,
         metrics_port=options["metrics_port"],
     )
     console = Console(stderr=True, quiet=place is not None and place.rank != 0)
-    if place is None and job.config.stages > 1:
-        return _launch(job, console)
-    from sarathi_pp.cli.runs import analyse
-    from sarathi_pp.cli.show import BatchDisplay
-
     display = BatchDisplay(
         console, quiet=options["quiet"], as_json=options["as_json"], metrics_port=options["metrics_port"]
     )
+    restarts = options["max_restarts"]
+    if place is None and (job.config.stages > 1 or restarts):
+        return _launch(job, display, restarts)
+    if place is not None and place.store is None and restarts:
+        raise click.UsageError("--max-restarts: torchrun starts its processes again itself; give it to torchrun")
+    from sarathi_pp.cli.runs import analyse
+
     return run_batch(job, place, display, analyse)
 
 
-def _launch(job: Any, console: Console) -> int:
-    from sarathi_pp.runtime.batch import preflight
+def _start(options: dict[str, Any]) -> Start:
+    if options["resume"] and options["overwrite"]:
+        raise click.UsageError("--resume goes on with an output and --overwrite replaces it: give one of them")
+    for name in ("retry_errors", "force"):
+        if options[name] and not options["resume"]:
+            raise click.UsageError(f"--{name.replace('_', '-')} says how to resume: give --resume too")
+    return "resume" if options["resume"] else "replace" if options["overwrite"] else "new"
+
+
+def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
     from sarathi_pp.runtime.launcher import launch
+    from sarathi_pp.runtime.preflight import check_lines, check_weights, preflight
 
     run_dir = preflight(job).run_dir
-    code = launch(job.config.stages, sys.argv[1:], lambda text: console.print(text, highlight=False))
+    check_lines(job, display.warn)
+    check_weights(job)
+    code = launch(job.config.stages, sys.argv[1:], display.error, max_restarts=max_restarts)
     if code:
         run_dir.write_exit_code(code)
     return code
@@ -200,6 +241,7 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         request_rate=options["request_rate"],
         seed=options["seed"],
         peer_timeout_s=options["peer_timeout"],
+        debug_nan=options["debug_nan"],
         run_dir=options["run_dir"],
         sampling_overrides=named,
     )

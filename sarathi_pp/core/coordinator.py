@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Literal
 
 from sarathi_pp.core.cost import CostModel, Load
@@ -115,6 +116,21 @@ class Coordinator:
         self._waiting_tokens += num_prompt
         return None
 
+    def shrink(self) -> Limits:
+        """Half the sequences and half the tokens a microbatch from now on; what runs goes on. The new limits."""
+        limits = self.limits
+        self.limits = replace(
+            limits, max_num_seqs=max(1, limits.max_num_seqs // 2), chunk_size=max(1, limits.chunk_size // 2)
+        )
+        return self.limits
+
+    def withdraw(self) -> list[Request]:
+        """Take back what waits for its first chunk, or for its recomputation: no result of theirs is in flight."""
+        withdrawn = [sequence.request for sequence in self._waiting]
+        self._waiting.clear()
+        self._waiting_tokens = 0
+        return withdrawn
+
     @property
     def max_prompt_tokens(self) -> int:
         return min(self.limits.max_model_len, self.pool.num_tokens)
@@ -190,7 +206,7 @@ class Coordinator:
             if reason is None:
                 self._decodes[sequence.index] = sequence
             else:
-                completions.append(self._finish(sequence, reason))
+                completions.append(self._finish(sequence, reason, token.first_bad))
         return completions
 
     def _current(self, index: int, epoch: int) -> Sequence | None:
@@ -210,11 +226,11 @@ class Coordinator:
             return "length"
         return None
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+    def _finish(self, sequence: Sequence, reason: FinishReason, first_bad: int) -> Completion:
         self._leave(sequence)
         output = tuple(sequence.tokens[sequence.num_prompt :])
         self._finished.append((sequence.num_prompt, len(output)))
-        return Completion(sequence.request, output, reason, num_preemptions=sequence.epoch)
+        return Completion(sequence.request, output, reason, num_preemptions=sequence.epoch, first_bad=first_bad)
 
     def _leave(self, sequence: Sequence) -> None:
         """Out of the running ones; its pages are free."""
@@ -238,7 +254,7 @@ class Coordinator:
         admissible: list[Sequence] = []
         for sequence in self._waiting:
             free -= -(-len(sequence.tokens) // page_size)
-            if len(admissible) == seats or free < 0:
+            if len(admissible) >= seats or free < 0:
                 break
             admissible.append(sequence)
         return tuple(admissible)

@@ -125,12 +125,16 @@ def _parse_chunks(text: str, *, decode: bool) -> Iterable[Chunk]:
 
 
 class SampledToken(NamedTuple):
-    """One drawn token. `failed` marks logits that were not finite: there is no token, the request fails."""
+    """One drawn token. `failed` marks logits that were not finite: there is no token, the request fails.
+
+    first_bad: the first stage whose output was not finite; -1 where nobody looked.
+    """
 
     sequence: int
     epoch: int
     token_id: int
     failed: bool = False
+    first_bad: int = -1
 
 
 class StageTime(NamedTuple):
@@ -145,9 +149,10 @@ class StepResult:
     """What comes back for one microbatch, in issue order.
 
     stage_times: one of each stage, first stage first; of this microbatch, or of one that was in flight with it where a
-    device tells its times later.
+    device tells its times later. short: a stage had no memory for it, and computed it at a second attempt.
     """
 
     index: int
     tokens: tuple[SampledToken, ...] = ()
     stage_times: tuple[StageTime, ...] = ()
+    short: bool = False

@@ -29,9 +29,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished request: every generated token id, end-of-sequence token included."""
+    """One finished request: every generated token id, end-of-sequence token included.
+
+    first_bad: of an error, the first stage whose output was not finite; -1 where nobody looked.
+    """
 
     request: Request
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_preemptions: int = 0
+    first_bad: int = -1

@@ -18,6 +18,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Dynamic and longrope rotate by the longest position of the whole batch, so a sequence's result would depend
 # on its batch mates; the others are fixed tables.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Of each weight file, for the fingerprint.
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 # No kernel here computes in float64; float32 holds what a language model's weights have to say.
 _DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -28,7 +30,8 @@ class ModelFacts:
 
     num_heads, num_kv_heads, head_dim: of the attention. max_position_embeddings: most tokens of prompt and
     output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
-    fingerprint: hex, equal for equal config.json and equal tensor names, types, shapes and files.
+    fingerprint: hex, equal for equal config.json, equal tensor names, types, shapes and files, and equal samples of
+    what the files hold.
     """
 
     model_type: str
@@ -195,9 +198,17 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _fingerprint(directory: Path, checkpoint: Checkpoint) -> str:
-    """Over config.json and every weight file's name, header and size; cheap, so it misses changed values."""
+    """Over config.json and every weight file's name, header, size and some of its blocks.
+
+    Training changes all values, so that blocks which are cheap to read tell; a single changed value may be missed.
+    """
     digest = hashlib.sha256(safe_path(directory, "config.json").read_bytes())
     for name, header in sorted(checkpoint.headers.items()):
-        size = safe_path(directory, name).stat().st_size
+        file = safe_path(directory, name)
+        size = file.stat().st_size
         digest.update(b"%d %d %d\n" % (len(name.encode()), len(header), size) + name.encode() + header)
+        with file.open("rb") as stream:
+            for block in range(_SAMPLED_BLOCKS):
+                stream.seek(block * size // _SAMPLED_BLOCKS)
+                digest.update(stream.read(_BLOCK_BYTES))
     return digest.hexdigest()

@@ -47,6 +47,8 @@ def _headline(report: Mapping[str, Any]) -> Text:
         (f"{report['failed']:,} failed", "bold red" if report["failed"] else ""),
         f"; {report['prompt_tokens']:,} prompt and {report['output_tokens']:,} output tokens",
     )
+    if (resumed := report.get("resumed")) and resumed["rows"]:
+        requests.append(f"\nand {resumed['rows']:,} of earlier starts, {resumed['failed']:,} of them failed")
     schedule = Text(
         f"policy {report['policy']}, chunk size {report['chunk_size']}, "
         f"{report['microbatches']:,} microbatches on {report['stages']} stages",

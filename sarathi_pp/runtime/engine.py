@@ -22,8 +22,9 @@ from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.plan import StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.errors import RowError
+from sarathi_pp.errors import RowError, StoppedError
 from sarathi_pp.runtime.rows import Row
+from sarathi_pp.runtime.signals import Asked
 from sarathi_pp.runtime.sink import Sink
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import Source
@@ -41,6 +42,10 @@ _OBSERVE_EVERY_S = 0.2
 _IDLE_WAIT_S = 1.0
 # How often it looks for new rows while microbatches are in flight and another one could be.
 _ARRIVAL_CHECK_S = 0.005
+# How often it looks for a signal while only a result can help.
+_SIGNAL_CHECK_S = 0.2
+# Told to stop, it gives up what is in flight where no result has come for so long.
+_SILENT_S = 5.0
 
 
 class StopChecker(Protocol):
@@ -63,7 +68,7 @@ class Engine:
     """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
 
     stop_checkers: makes the checker for a request's stop strings. cost: of the stages, as far as is known; results
-    refine it.
+    refine it. warn: told what a user should know while the run goes on.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Engine:
         stop_checkers: StopCheckers,
         observe: Callable[[Snapshot], None] = lambda snapshot: None,
         cost: CostModel | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._coordinator = Coordinator(
             limits, policy, eos_token_ids=eos_token_ids, stop_rule=self._token_came, clock=clock.now, cost=cost
@@ -89,6 +95,7 @@ class Engine:
         self._clock = clock
         self._stop_checkers = stop_checkers
         self._observe = observe
+        self._warn = warn
         self._live: dict[int, _Live] = {}
         self._token_s = 0.0  # when the result came that the coordinator is taking in
         self._starved: IdleReason | None = None
@@ -103,9 +110,21 @@ class Engine:
         self._chunks_inflight: deque[int] = deque()  # prefill chunks of each microbatch in flight
         self._chunks_done = 0
 
-    def run(self, source: Source, sink: Sink) -> None:
-        """Answer every row of the source. Raises what ended the run early: a lost peer, a full disk."""
+    def run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None] = lambda: None) -> Asked | None:
+        """Answer every row of the source. Raises what ended the run early: a lost peer, a full disk.
+
+        asked: whether, and when, the run was told to stop. Nothing is begun then, and what runs is finished, unless
+        that takes longer than there is time for: StoppedError. Returned where it was.
+        """
+        told: Asked | None = None
         while True:
+            before, told = told, asked()
+            if told is not None:
+                if before is None:
+                    self._withdraw(source)
+                if self._clock.now() > min(told.until_s, max(told.at_s, self._last_result_s) + _SILENT_S):
+                    unfinished = self._coordinator.num_running
+                    raise StoppedError.by(told.number, f"the run, with {unfinished} requests unfinished,")
             self._admit(source, sink)
             self._collect(sink, timeout_s=0)
             if self._issue():
@@ -115,20 +134,27 @@ class Engine:
             elif self._coordinator.unfinished:
                 raise AssertionError(f"work is left, nothing is in flight: {self._coordinator.idle_reason}")
             elif source.exhausted:
-                return
+                pool = self._coordinator.pool
+                assert pool.num_free == pool.num_pages, f"{pool.num_free} of {pool.num_pages} pages came back"
+                return told
             else:
                 source.wait(_IDLE_WAIT_S)
                 self._tell(force=False)
 
-    def _patience_s(self, source: Source) -> float | None:
-        """How long to wait for a result: for ever where only a result can help, else until the next look for rows."""
-        return None if self._coordinator.idle_reason == "full" or source.exhausted else _ARRIVAL_CHECK_S
+    def _patience_s(self, source: Source) -> float:
+        """How long to wait for a result."""
+        return _SIGNAL_CHECK_S if self._coordinator.idle_reason == "full" or source.exhausted else _ARRIVAL_CHECK_S
 
     def close(self) -> None:
         """Send the stages home and wait for the last one's goodbye."""
         self._tell(force=True)
         self._runner.close()
         self._results.close()
+
+    def _withdraw(self, source: Source) -> None:
+        source.close()
+        for request in self._coordinator.withdraw():
+            del self._live[request.index]
 
     def _admit(self, source: Source, sink: Sink) -> None:
         room = self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
@@ -168,8 +194,8 @@ class Engine:
         self._runner.run(MicroBatchFrame(microbatch), None, microbatch.issued_s)
         return True
 
-    def _collect(self, sink: Sink, timeout_s: float | None) -> None:
-        """Take in the results that are here; with timeout_s None wait for one first."""
+    def _collect(self, sink: Sink, timeout_s: float) -> None:
+        """Take in the results that are here, or that come within that time."""
         while (message := self._results.receive(timeout_s)) is not None:
             assert isinstance(message.frame, ResultFrame), message.frame
             self._take(message.frame.result, message.arrived_s, sink)
@@ -185,6 +211,12 @@ class Engine:
         self._last_result_s = self._token_s = arrived_s
         for completion in self._coordinator.complete(result):
             self._finish(completion, arrived_s, sink)
+        if result.short:
+            limits = self._coordinator.shrink()
+            self._warn(
+                f"a stage had no memory for microbatch {result.index} at first; from here on at most "
+                f"{limits.chunk_size} tokens a microbatch and {limits.max_num_seqs} running sequences"
+            )
         self._tell(force=False)
 
     def _token_came(self, request: Request, token_id: int) -> bool:
@@ -201,7 +233,7 @@ class Engine:
         self._recorder.record(finished)
         if completion.finish_reason == "error":
             self._requests_failed += 1
-            sink.fail(live.row, RowError("non_finite_logits", f"token {num_output + 1} had NaN or infinite logits"))
+            sink.fail(live.row, RowError("non_finite_logits", _not_finite(num_output + 1, completion.first_bad)))
             return
         self._requests_done += 1
         self._prompt_tokens += num_prompt
@@ -243,3 +275,10 @@ class Engine:
         pool = self._coordinator.pool
         room = (pool.num_pages - pool.num_free) * pool.page_size
         return 1 - self._coordinator.held_tokens / room if room else None
+
+
+def _not_finite(token: int, first_bad: int) -> str:
+    text = f"token {token} had NaN or infinite logits"
+    if first_bad < 0:
+        return f"{text}; --debug-nan tells at which stage they begin"
+    return f"{text}; stage {first_bad} (rank {first_bad}) was the first with such values"

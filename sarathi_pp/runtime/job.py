@@ -10,7 +10,7 @@ import dataclasses
 import os
 import platform
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -119,7 +119,11 @@ class Job:
         self._topology.exchange({})
 
     def engine(
-        self, eos_token_ids: Collection[int], stop_checkers: StopCheckers, observe: Callable[[Snapshot], None]
+        self,
+        eos_token_ids: Collection[int],
+        stop_checkers: StopCheckers,
+        observe: Callable[[Snapshot], None],
+        warn: Callable[[str], None] = lambda text: None,
     ) -> Engine:
         """Rank 0's driver of the pipeline."""
         return Engine(
@@ -133,6 +137,7 @@ class Job:
             stop_checkers=stop_checkers,
             observe=observe,
             cost=self._known_cost() if wants_cost(self.run.policy) else None,
+            warn=warn,
         )
 
     def _known_cost(self) -> CostModel:
@@ -169,9 +174,10 @@ class Job:
         """Every other rank: run what comes until rank 0 says goodbye."""
         self._runner.serve(self._upstream)
 
-    def finish(self, analyse: Analyse = figures) -> dict[str, Any] | None:
+    def finish(self, analyse: Analyse = figures, facts: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Close this rank's trace, bring all traces to rank 0, which gets the report that `analyse` makes of them.
 
+        facts: what the report is to say besides.
         Each report is written before the next is asked for: whoever ends the process by then has that one.
         """
         self._watchdog.dismiss()
@@ -190,7 +196,7 @@ class Job:
         if self.place.rank != 0:
             return None
         report: dict[str, Any] | None = None
-        for report in analyse(traces, self._report_facts()):
+        for report in analyse(traces, {**self._report_facts(), **(facts or {})}):
             self._run_dir.write_report(report)
         return report
 
@@ -252,7 +258,7 @@ class Job:
         self._topology.open_edges(run.peer_timeout_s)
         if self.place.world_size == 1:
             channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)
-            return channel, StageRunner(self._stage, channel, self._recorder, clock, self._timer())
+            return channel, self._runner_to(channel)
         row_shape = (self.facts.hidden_size,)
         bound = codec.max_message_bytes(
             max_tokens=run.max_microbatch_tokens,
@@ -275,8 +281,19 @@ class Job:
             lambda: runner[0].progress() if runner else (0, False),
             self._watchdog.report,
         )
-        runner.append(StageRunner(self._stage, downstream, self._recorder, clock, self._timer()))
+        runner.append(self._runner_to(downstream))
         return upstream, runner[0]
+
+    def _runner_to(self, downstream: Sender[torch.Tensor]) -> StageRunner:
+        return StageRunner(
+            self._stage,
+            downstream,
+            self._recorder,
+            self._clock,
+            self._timer(),
+            index=self.place.rank,
+            debug_nan=self._config.debug_nan,
+        )
 
     def _timer(self) -> Timer:
         on_gpu = self.device.type == "cuda" and self._profile is None

@@ -16,25 +16,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
-from sarathi_pp.runtime.place import STORE_VARIABLE, Place
+from sarathi_pp.errors import PeerLostError, StoppedError
+from sarathi_pp.runtime.place import RESTART_VARIABLE, STORE_VARIABLE, Place, heeded_mark
+from sarathi_pp.runtime.signals import DRAIN_S
 from sarathi_pp.trace.clock import SystemClock
 
 _POLL_S = 0.1
-_ECHO_S = 2.0
+_ECHO_S = 3.0
 _STOP_S = 2.0
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+# For what runs to be finished once a signal has come, and to be written down.
+_DRAIN_S = DRAIN_S + 5.0
 
 Process = subprocess.Popen[bytes]
 
 
 class Workers:
-    """The ranks [first_rank, world_size) of one run, as processes of this one."""
+    """The ranks [first_rank, world_size) of one run, as processes of this one.
 
-    def __init__(self, store: Path, world_size: int, *, first_rank: int = 0) -> None:
+    restart: how often the run was started before, each time with a store of its own.
+    """
+
+    def __init__(self, store: Path, world_size: int, *, first_rank: int = 0, restart: int = 0) -> None:
         self._store = store
         self._world_size = world_size
         self._first_rank = first_rank
+        self._restart = restart
         self._processes: dict[int, Process] = {}
 
     def place(self, rank: int) -> Place:
@@ -48,26 +55,34 @@ class Workers:
             # A session each: the terminal's Ctrl-C is for this process, which stops them.
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def wait(self, say: Callable[[str], None], given_up: Callable[[], bool]) -> int | None:
+    def wait(self, say: Callable[[str], None], noted: Sequence[int]) -> int | None:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
 
-        given_up: asked ten times a second while there are any; None where it said so, and they still run.
+        noted: signals that have come. The first is rank 0's, which then drains the run; None where it cannot yet,
+        another one came, or draining has taken too long, and they still run.
 
         After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
         peer (75) is an echo, any other code is the cause. `say` is told of a worker that was killed, since it
         could not speak for itself.
         """
         clock = SystemClock()
+        told_s: float | None = None
         while True:
             codes = self._codes()
             if any(code for code in codes.values()) or None not in codes.values():
                 break
-            if given_up():
+            if noted and told_s is None:
+                if not heeded_mark(self._store).exists():
+                    return None
+                told_s = clock.now()
+                self._processes[self._first_rank].send_signal(noted[0])
+            late = told_s is not None and noted[0] != signal.SIGINT and clock.now() > told_s + _DRAIN_S
+            if len(noted) > 1 or late:
                 return None
             clock.sleep(_POLL_S)
         deadline_s = clock.now() + _ECHO_S
         while None in codes.values() and clock.now() < deadline_s:
-            if given_up():
+            if len(noted) > 1:
                 return None
             clock.sleep(_POLL_S)
             codes = self._codes()
@@ -100,21 +115,30 @@ class Workers:
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
             STORE_VARIABLE: str(self._store),
+            RESTART_VARIABLE: str(self._restart),
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(threads)),
         }
 
 
-def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:
-    """Run `sarathi-pp ARGUMENTS` as num_stages workers, to the end; returns the exit code of the run."""
+def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None], *, max_restarts: int = 0) -> int:
+    """Run `sarathi-pp ARGUMENTS` as num_stages workers, to the end; returns the exit code of the run.
+
+    max_restarts: how often all are started again after one was lost, which goes on where the run was.
+    """
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _noting(_STOPPING) as noted:
-        workers = Workers(Path(directory) / "store", num_stages)
-        try:
-            workers.start(arguments)
-            code = workers.wait(say, given_up=lambda: bool(noted))
-        finally:
-            workers.stop()
-    if code is None:  # a signal that came later finds a run that has ended as it has
-        return EXIT_INTERRUPTED if noted[0] == signal.SIGINT else PeerLostError.exit_code
+        for restart in range(max_restarts + 1):
+            workers = Workers(Path(directory) / f"store-{restart}", num_stages, restart=restart)
+            try:
+                workers.start(arguments)
+                code = workers.wait(say, noted)
+            finally:
+                workers.stop()
+            if code != PeerLostError.exit_code or noted or restart == max_restarts:
+                break
+            say(f"a stage was lost: restart {restart + 1} of {max_restarts}")
+    if noted and code in (None, PeerLostError.exit_code):
+        return StoppedError.by(noted[0], "the run").exit_code
+    assert code is not None, "workers are given up for a signal only"
     return code
 
 

@@ -65,20 +65,32 @@ class ModelStages:
         assert self._loaded is not None, "load comes first"
         warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
         kv = KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, self._device)
-        return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device)
+        debug_nan = self._config.debug_nan
+        return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device, debug_nan=debug_nan)
 
 
 class ModelStage:
-    """A slice of a model and its KV shard; holds nothing that a header did not tell it."""
+    """A slice of a model and its KV shard; holds nothing that a header did not tell it.
+
+    debug_nan: look at every output, so that the first stage with values that are not finite is known.
+    """
 
     def __init__(
-        self, model: StageModel, kv: KVShard, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: StageModel,
+        kv: KVShard,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        debug_nan: bool = False,
     ) -> None:
         self.model = model
         self.kv = kv
         self.device = device
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._debug_nan = debug_nan
         self._tables: dict[int, array[int]] = {}
 
     @property
@@ -104,7 +116,9 @@ class ModelStage:
             x = token_ids if hidden is None else hidden
             assert x is not None, "a stage that does not embed gets activations"
             y = self.model.forward(x, inputs, self.kv)
-            return StageOutput(tokens=_draw(y, drawn)) if self.model.head else StageOutput(hidden=y)
+            if self.model.head:
+                return StageOutput(tokens=_draw(y, drawn))
+            return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
         return compute
 
@@ -133,6 +147,16 @@ class ModelStage:
     def _embedding_input(self, microbatch: MicroBatch) -> Tensor:
         ids = array("q", (token for chunk in microbatch.chunks for token in chunk.token_ids))
         return torch.frombuffer(ids, dtype=torch.int64).to(self.device)
+
+
+def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:
+    finite: list[bool] = hidden.isfinite().all(dim=1).tolist()
+    bad, row = [], 0
+    for chunk in microbatch.chunks:
+        if not all(finite[row : row + chunk.num_tokens]):
+            bad.append(chunk.sequence)
+        row += chunk.num_tokens
+    return tuple(bad)
 
 
 def _last_rows(microbatch: MicroBatch) -> list[int]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from sarathi_pp.errors import ConfigError
 
 STORE_VARIABLE = "SARATHI_PP_STORE"
+# torchrun's; our own launcher counts in it too.
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Place:
     local_rank: int = 0
     local_world_size: int = 1
     store: str | None = None
-    restart: int = 0
+    restart: int = 0  # how often the run was started before
 
     @property
     def under_torchrun(self) -> bool:
@@ -49,10 +52,15 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
             local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
             store=environment.get(STORE_VARIABLE),
-            restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            restart=int(environment.get(RESTART_VARIABLE, "0")),
         )
     except ValueError as error:
         raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from None
+
+
+def heeded_mark(store: str | Path) -> Path:
+    """The file that is there once rank 0, started by our launcher, heeds signals."""
+    return Path(f"{store}.heeded")
 
 
 def inherited(additions: Mapping[str, str]) -> dict[str, str]:

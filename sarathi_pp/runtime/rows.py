@@ -26,6 +26,8 @@ from sarathi_pp.errors import RowError
 Form = Literal["own", "openai-chat", "openai-completion"]
 
 MAX_LINE_BYTES = 64 * 2**20
+# The code of an error line for a row whose id an earlier row has.
+DUPLICATE_ID = "duplicate_id"
 _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 64 * 2**10
 
@@ -147,20 +149,24 @@ class Row:
         return len(self.request.prompt_token_ids) if self.request else 0
 
 
-class SeenIds:
-    """The ids of a file so far. 8 bytes of hash stand for an id, so memory does not follow id length.
+def id_key(id: object) -> int:
+    """8 bytes that stand for an id, so that memory does not follow its length.
 
-    Ids compare by type and value: 1, 1.0, "1" and true are four ids.
+    Ids are equal by type and value: 1, 1.0, "1" and true are four.
     """
+    text = json.dumps(id, sort_keys=True)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class SeenIds:
+    """The ids of a file so far, as their keys."""
 
     def __init__(self) -> None:
         self._lines: dict[int, int] = {}
 
     def first_line(self, id: object, line: int) -> int | None:
         """The line that had this id before, or None; then `line` has it from now on."""
-        text = json.dumps(id, sort_keys=True)
-        key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-        earlier = self._lines.setdefault(key, line)
+        earlier = self._lines.setdefault(id_key(id), line)
         return None if earlier == line else earlier
 
 

@@ -37,12 +37,12 @@ class RunDirectory:
         return Path("sarathi-pp-run") if output == "-" else Path(output + ".run")
 
     @classmethod
-    def check(cls, path: Path, *, overwrite: bool) -> None:
+    def check(cls, path: Path, *, overwrite: bool, resume: bool = False) -> None:
         """Raises ConfigError where an earlier run's directory would be written over, or anything that is no run's.
 
         Not where a start was refused before it ran anything: whoever corrects the option may start again.
         """
-        if path.exists() and not overwrite and not (path.is_dir() and _holds_no_run(path)):
+        if path.exists() and not (overwrite or resume) and not (path.is_dir() and _holds_no_run(path)):
             raise ConfigError(f"the run directory {path} exists; use --overwrite, or --run-dir with another one")
         if path.exists():
             foreign = [path] if not path.is_dir() else [entry for entry in path.iterdir() if not _is_of_a_run(entry)]
@@ -50,26 +50,31 @@ class RunDirectory:
                 raise ConfigError(
                     f"the run directory {path} would be removed, and {min(foreign)} is no run's: --overwrite removes "
                     f"what runs wrote and nothing else; use --run-dir with another one"
+                    if overwrite
+                    else f"{min(foreign)} is no run's; use --run-dir with another directory"
                 )
 
     @classmethod
     @contextmanager
-    def claim(cls, path: Path, *, overwrite: bool) -> Iterator[None]:
+    def claim(cls, path: Path, *, overwrite: bool, resume: bool = False) -> Iterator[RunDirectory]:
         """A fresh directory, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
 
+        resume: or an earlier run's with its traces, to which this start adds its own; how that one ended is removed.
         Raises ConfigError, also where another run has it, or OutputError.
         """
-        cls.check(path, overwrite=overwrite)
+        cls.check(path, overwrite=overwrite, resume=resume)
         with ExitStack() as held:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 held.callback(os.close, _locked(path))
+                attempts = [] if not resume else [int(entry.name[8:]) for entry in path.glob("attempt-*")]
                 for entry in path.iterdir():
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                    if not resume or entry.name not in ("run.json", *(_attempt_name(number) for number in attempts)):
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
                 path.chmod(0o700)
             except OSError as error:
                 raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
-            yield
+            yield cls(path, max(attempts, default=-1) + 1)
 
     def joining(self, leader: Path, attempt: int, *, own: bool) -> RunDirectory:
         """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
@@ -82,7 +87,7 @@ class RunDirectory:
 
     @property
     def attempt_path(self) -> Path:
-        return self.path / f"attempt-{self.attempt:04d}"
+        return self.path / _attempt_name(self.attempt)
 
     def trace_path(self, stage: int, num_stages: int) -> Path:
         return self.attempt_path / trace_name(stage, num_stages)
@@ -91,6 +96,14 @@ class RunDirectory:
         """Equal on two ranks exactly where both write into the same directory."""
         status = self.attempt_path.stat()
         return f"{os.uname().nodename}:{status.st_dev}:{status.st_ino}"
+
+    def read_run(self) -> dict[str, Any] | None:
+        """What `write_run` wrote; None where nothing, or nothing that can be read, is there."""
+        try:
+            facts = json.loads((self.path / "run.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return facts if isinstance(facts, dict) else None
 
     def write_run(self, facts: dict[str, Any]) -> None:
         self._write("run.json", json.dumps(facts, indent=2, default=str) + "\n")
@@ -128,6 +141,10 @@ class RunDirectory:
         except OSError as error:
             raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
         write_whole(self.path / name, text, replace=replace)
+
+
+def _attempt_name(number: int) -> str:
+    return f"attempt-{number:04d}"
 
 
 def _is_of_a_run(entry: Path) -> bool:

@@ -1,16 +1,13 @@
 """Where finished rows go: one line each, appended and synced, so that what is on disk is what is done.
 
-    engine -> finish() / fail() -> bounded queue -> [writer thread: text, JSON, write, fsync] -> file
+    engine -> finish() / fail() -> bounded queue -> [writer thread: text, JSON, append, sync] -> journal
 
-The output file is the journal of the run. It only ever holds whole lines, short of a crash in the middle of a
-write, and a row counts as done once its line is synced; syncs are shared by the rows of a group.
+Syncs are shared by the rows of a group.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import queue
@@ -23,6 +20,7 @@ from typing import Protocol
 
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import ConfigError, OutputError, RowError
+from sarathi_pp.runtime.journal import Journal, Start
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.trace.clock import Clock
@@ -59,12 +57,15 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def check_output(path: str, input_path: str, *, overwrite: bool) -> None:
+def check_output(path: str, input_path: str, start: Start) -> None:
     """Refuses an output that cannot be written, before anything is loaded; touches nothing.
 
-    Raises ConfigError (a directory, the input itself, there already) or OutputError (cannot be written).
+    Raises ConfigError (a directory, the input itself, there already, not to be resumed) or OutputError (cannot be
+    written).
     """
     if path == "-":
+        if start == "resume":
+            raise ConfigError("--resume needs an --output file: what was printed cannot be read again")
         return
     if os.path.isdir(path):
         raise ConfigError(f"--output {path} is a directory; name a file")
@@ -72,8 +73,12 @@ def check_output(path: str, input_path: str, *, overwrite: bool) -> None:
     read = _stat(sys.stdin.fileno() if _stdin_open() and input_path == "-" else input_path)
     if there and read and os.path.samestat(there, read):
         raise ConfigError(f"--output {path} is the same file as --input {input_path}; name another")
-    if there and stat.S_ISREG(there.st_mode) and not overwrite:
-        raise ConfigError(f"--output {path} exists; name another file, or replace it with --overwrite")
+    if there and stat.S_ISREG(there.st_mode) and start == "new":
+        raise ConfigError(
+            f"--output {path} exists; name another file, go on with it by --resume, or replace it with --overwrite"
+        )
+    if there and not stat.S_ISREG(there.st_mode) and start == "resume":
+        raise ConfigError(f"--resume: --output {path} is no file, and what was written to it cannot be read again")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise OutputError(f"--output {path}: there is no directory {folder}; make it first")
@@ -82,21 +87,17 @@ def check_output(path: str, input_path: str, *, overwrite: bool) -> None:
 
 
 class FileSink:
-    """Appends a line for each row to a file that no other run may write, or to standard output for `-`.
+    """Appends a line for each row to a journal, which it closes in the end.
 
-    model: the name that OpenAI lines report. A new file gets mode 0600. Raises ConfigError where the file is
-    there without `overwrite`, or belongs to a running run; OutputError where it cannot be written.
-    num_finished, num_failed: lines of each kind that are synced.
+    model: the name that OpenAI lines report. num_finished, num_failed: lines of each kind that are synced.
     """
 
-    def __init__(self, path: str, *, tokenizer: Tokenizer, clock: Clock, model: str, overwrite: bool = False) -> None:
-        self._path = path
+    def __init__(self, journal: Journal, *, tokenizer: Tokenizer, clock: Clock, model: str) -> None:
+        self._journal = journal
         self._tokenizer = tokenizer
         self._clock = clock
         self._model = model
         self._created = int(clock.wall())
-        self._fd = _open(path, overwrite)
-        self._regular = path != "-" and stat.S_ISREG(os.fstat(self._fd).st_mode)
         self._queue: queue.Queue[FinishedRow | None] = queue.Queue(_QUEUE_ROWS)
         self._failure: BaseException | None = None
         self._raised = False
@@ -120,7 +121,7 @@ class FileSink:
             self._closed = True
             self._queue.put(None)
             self._thread.join()
-            os.close(self._fd)
+            self._journal.close()
         if not self._raised:
             self._raise_failure()
 
@@ -139,12 +140,12 @@ class FileSink:
         try:
             self._write_groups()
         except BrokenPipeError:
-            self._failure = OutputClosedError(f"--output {self._path} was closed by its reader")
+            self._failure = OutputClosedError(f"--output {self._journal.path} was closed by its reader")
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._sync()
             self._failure = OutputError(
-                f"--output {self._path} cannot be written: {error}; the lines already there are whole"
+                f"--output {self._journal.path} cannot be written: {error}; the lines already there are whole"
             )
         except BaseException as error:  # raised by the next call, in the thread that can do something about it
             self._failure = error
@@ -157,7 +158,7 @@ class FileSink:
             group = self._next_group(sync_s)
             if group and not sum(self._unsynced):
                 sync_s = self._clock.now() + GROUP_S
-            self._append(b"".join(map(self._line, group)))
+            self._journal.append(b"".join(map(self._line, group)))
             for finished in group:
                 self._unsynced[finished.error is not None] += 1
             due = sum(self._unsynced) >= GROUP_ROWS or self._clock.now() >= sync_s
@@ -180,25 +181,8 @@ class FileSink:
         self._drained = finished is None
         return group
 
-    def _append(self, data: bytes) -> None:
-        """Writes whole lines; where the disk is full, takes the torn last one back."""
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(self._fd, data[written:])
-        except OSError:
-            if self._regular:
-                whole = data.rfind(b"\n", 0, written) + 1
-                os.ftruncate(self._fd, os.fstat(self._fd).st_size - (written - whole))
-            raise
-
     def _sync(self) -> None:
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            # Pipes, terminals and devices have nothing to sync.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-                raise
+        self._journal.sync()
         self.num_finished += self._unsynced[0]
         self.num_failed += self._unsynced[1]
         self._unsynced = [0, 0]
@@ -286,53 +270,6 @@ def _openai_record(row: Row, completion: Completion, text: str | None, model: st
     }
     response = {"status_code": 200, "request_id": f"req_{row.line}", "body": body}
     return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": response, "error": None}
-
-
-def _open(path: str, overwrite: bool) -> int:
-    """A descriptor to append to, locked against other runs, empty."""
-    try:
-        if path == "-":
-            return os.dup(sys.stdout.fileno())
-        there = _stat(path)
-        # A file is only ever made here or replaced on request; a pipe or device is written as it is.
-        exclusive = os.O_EXCL if not overwrite and (there is None or stat.S_ISREG(there.st_mode)) else 0
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | exclusive, 0o600)
-    except FileExistsError as error:
-        raise ConfigError(f"--output {path} exists; name another file, or replace it with --overwrite") from error
-    except (OSError, ValueError, AttributeError) as error:  # sys.stdout is None where descriptor 1 is closed
-        raise OutputError(f"--output {path} cannot be written: {error}") from error
-    try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            _lock(fd, path)
-            os.ftruncate(fd, 0)
-            _sync_folder(path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _lock(fd: int, path: str) -> None:
-    """Held until the descriptor is closed, by the process's death too. File systems without locks go without."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"--output {path} is being written by another run; name another file") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
-            raise OutputError(f"--output {path} cannot be locked: {error}") from error
-
-
-def _sync_folder(path: str) -> None:
-    """Makes the file's name survive a crash, as fsync makes its contents."""
-    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise OutputError(f"--output {path} cannot be synced: {error}") from error
-    finally:
-        os.close(folder)
 
 
 def _stat(path: str | int) -> os.stat_result | None:

@@ -25,9 +25,23 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
-from sarathi_pp.runtime.rows import LineError, ParsedLine, RawLine, Row, SeenIds, is_plain_text, parse_line, read_lines
+from sarathi_pp.runtime.journal import Done
+from sarathi_pp.runtime.rows import (
+    DUPLICATE_ID,
+    LineError,
+    ParsedLine,
+    RawLine,
+    Row,
+    SeenIds,
+    is_plain_text,
+    parse_line,
+    read_lines,
+)
 from sarathi_pp.runtime.text import Encoded, Tokenizer
 from sarathi_pp.trace.clock import Clock
+
+# Of an input's problems, so many are told of before the run.
+_SHOWN_PROBLEMS = 5
 
 
 class Source(Protocol):
@@ -129,21 +143,90 @@ def check_input(path: str) -> None:
         raise InputError(f"--input {path} cannot be read: permission denied")
 
 
+def is_regular(path: str) -> bool:
+    """Whether it is a file that can be read again, and not standard input, a pipe or a device."""
+    return path != "-" and os.path.isfile(path)
+
+
+@dataclass(frozen=True, slots=True)
+class InputScan:
+    """What is wrong with the lines of a file. problems: the first few, for people."""
+
+    num_rows: int
+    num_problems: int
+    problems: tuple[str, ...]
+
+
+def scan_input(path: str) -> InputScan:
+    """Looks at every line without tokenising it: UTF-8, JSON, keys, and ids that occur twice. Raises InputError.
+
+    What needs the model (lengths, token ids, sampling values under its defaults) shows when the line is run.
+    """
+    num_rows, num_problems = 0, 0
+    problems: list[str] = []
+    with _open(path) as stream:
+        try:
+            for raw, parsed, first_line in _parsed_lines(path, stream):
+                num_rows += 1
+                if first_line is None and not isinstance(parsed, LineError):
+                    continue
+                num_problems += 1
+                if len(problems) < _SHOWN_PROBLEMS:
+                    problems.append(f"line {raw.number}: {_short(_problem(parsed, first_line).message)}")
+        except OSError as error:
+            raise InputError(f"--input {path} cannot be read on: {error}") from error
+    return InputScan(num_rows, num_problems, tuple(problems))
+
+
+def _parsed_lines(path: str, stream: BinaryIO) -> Iterator[tuple[RawLine, ParsedLine | LineError, int | None]]:
+    """Each line with what it asks for, or why it cannot run, and the line that had its id before."""
+    lines = read_lines(stream)
+    first = next(lines, None)
+    if first is None:
+        return
+    plain_text = is_plain_text(path, first)
+    # Default ids are line numbers and cannot collide with one another.
+    seen = None if plain_text else SeenIds()
+    for raw in chain([first], lines):
+        parsed: ParsedLine | LineError
+        try:
+            parsed = parse_line(raw, plain_text=plain_text)
+        except LineError as error:
+            parsed = error
+        yield raw, parsed, seen.first_line(parsed.id, raw.number) if seen else None
+
+
+def _problem(parsed: ParsedLine | LineError, first_line: int | None) -> RowError:
+    if first_line is not None:
+        return RowError(DUPLICATE_ID, f"id {parsed.id!r} is already that of line {first_line}")
+    assert isinstance(parsed, LineError), "there is a problem"
+    return parsed
+
+
 class FileSource:
     """Rows of a file, or of standard input for `-`. Reading starts at once, so make it when the run starts.
 
     capacity: most rows read ahead. request_rate: rows a second, arriving as a Poisson process drawn from the
-    run's seed; infinite: a row arrives when its line is read. Raises what `check_input` raises.
+    run's seed; infinite: a row arrives when its line is read. done: rows that an earlier start has answered, which are
+    left out. Raises what `check_input` raises.
     """
 
     def __init__(
-        self, path: str, maker: RequestMaker, *, clock: Clock, capacity: int, request_rate: float = math.inf
+        self,
+        path: str,
+        maker: RequestMaker,
+        *,
+        clock: Clock,
+        capacity: int,
+        request_rate: float = math.inf,
+        done: Done | None = None,
     ) -> None:
         check_input(path)
         self._path = path
         self._maker = maker
         self._clock = clock
         self._capacity = capacity
+        self._done = done or Done()
         self._arrivals = _drawn_arrivals(maker.seed, request_rate, clock.now())
         self._changed = threading.Condition()
         self._rows: deque[Row] = deque()
@@ -216,34 +299,19 @@ class FileSource:
             return not self._closed
 
     def _file_rows(self) -> Iterator[Row]:
-        lines = read_lines(self._stream)
-        first = next(lines, None)
-        if first is None:
-            return
-        plain_text = is_plain_text(self._path, first)
-        # Default ids are line numbers and cannot collide with one another.
-        seen = None if plain_text else SeenIds()
-        index = 0
-        for raw in chain([first], lines):
+        for raw, parsed, first_line in _parsed_lines(self._path, self._stream):
+            if self._done.take(parsed.id, first=first_line is None):
+                continue
             drawn_s = next(self._arrivals, None)
             arrival_s = self._clock.now() if drawn_s is None else drawn_s
-            row = self._row(raw, plain_text, seen, index, arrival_s)
-            index += row.request is not None
-            yield row
+            yield self._row(raw, parsed, first_line, arrival_s)
 
-    def _row(self, raw: RawLine, plain_text: bool, seen: SeenIds | None, index: int, arrival_s: float) -> Row:
-        parsed: ParsedLine | LineError
+    def _row(self, raw: RawLine, parsed: ParsedLine | LineError, first_line: int | None, arrival_s: float) -> Row:
+        """A request is numbered by its line: the same whichever of the lines before it are run."""
         try:
-            parsed = parse_line(raw, plain_text=plain_text)
-        except LineError as error:
-            parsed = error
-        try:
-            first_line = seen.first_line(parsed.id, raw.number) if seen else None
-            if first_line is not None:
-                raise RowError("duplicate_id", f"id {parsed.id!r} is already that of line {first_line}")
-            if isinstance(parsed, LineError):
-                raise parsed
-            request = self._maker.make(parsed, index, arrival_s)
+            if first_line is not None or isinstance(parsed, LineError):
+                raise _problem(parsed, first_line)
+            request = self._maker.make(parsed, raw.number - 1, arrival_s)
         except RowError as error:
             located = RowError(error.code, f"line {raw.number}: {_short(error.message)}")
             return Row(raw.number, parsed.id, parsed.form, error=located, arrival_s=arrival_s)

@@ -14,10 +14,14 @@ from sarathi_pp.core.plan import MicroBatch, SampledToken
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """hidden: (T, hidden_size) for the next stage, None on the last one, which draws tokens instead."""
+    """hidden: (T, hidden_size) for the next stage, None on the last one, which draws tokens instead.
+
+    bad: sequences of which not all of the output is finite; only looked for where that was asked for.
+    """
 
     hidden: Tensor | None = None
     tokens: tuple[SampledToken, ...] = ()
+    bad: tuple[int, ...] = ()
 
 
 class Compute(Protocol):
@@ -26,7 +30,8 @@ class Compute(Protocol):
     def __call__(self, hidden: Tensor | None) -> StageOutput:
         """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids.
 
-        The output shares no memory with it. A device may still be computing when this returns.
+        May be called again with the same where it found no memory. The output shares no memory with the input. A device
+        may still be computing when this returns.
         """
         ...
 
@@ -44,7 +49,7 @@ class Stage(Protocol):
     def bytes_read(self) -> int: ...
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
-        """The program's own part: page tables, indices, token ids. Returns the rest, which is timed; call it once."""
+        """The program's own part: page tables, indices, token ids. Returns the rest, which is timed."""
         ...
 
     def warm_up(self, num_tokens: int) -> None:

@@ -6,17 +6,23 @@ text is encoded without any: there is never a second beginning-of-sequence token
 
 from __future__ import annotations
 
+import hashlib
 import re
+import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import InputError, RowError, UnsafeError
+from sarathi_pp.trace.clock import SystemClock
 
 MAX_RENDERED_BYTES = 16 * 2**20
+MAX_RENDER_S = 10.0
 # A directory with none of these holds no tokenizer, whatever its config.json promises.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -27,6 +33,9 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 
+# What else decides how text becomes token ids and back.
+_BESIDE_TOKENIZER = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+
 _PARAGRAPH_BREAK = re.compile(r"(?:\r?\n){2,}")
 
 
@@ -36,6 +45,17 @@ class Encoded:
 
     token_ids: tuple[int, ...]
     paragraph_ends: tuple[int, ...] = ()
+
+
+def tokenizer_digest(model_dir: Path) -> str:
+    """Hex, equal for equal tokenizer files and chat template."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted((*_TOKENIZER_FILES, *_BESIDE_TOKENIZER)):
+        path = model_dir / name
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(b"%d %d\n" % (len(name), len(content)) + name.encode() + content)
+    return digest.hexdigest()
 
 
 class Tokenizer:
@@ -106,15 +126,18 @@ class Tokenizer:
         """The chat template's rendering of the messages, with the opening of the answer.
 
         Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or
-        failed, or wrote more than 16 MiB), `empty_prompt`, `invalid_token_id`, `invalid_parameter`.
+        failed, ran for more than 10 s or wrote more than 16 MiB), `empty_prompt`, `invalid_token_id`,
+        `invalid_parameter`.
         """
         backend = self._require("messages")
         if not backend.chat_template:
             raise RowError("no_chat_template", "the model has no chat template; give a prompt instead of messages")
         try:
-            text = backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            with _bounded_time(MAX_RENDER_S):
+                text = backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # the template is a program: anything can come out of it
-            raise RowError("chat_template_error", f"the chat template failed: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise RowError("chat_template_error", f"the chat template failed: {reason}") from error
         if len(text) > MAX_RENDERED_BYTES or len(text.encode("utf-8", "replace")) > MAX_RENDERED_BYTES:
             raise RowError(
                 "chat_template_error",
@@ -197,6 +220,28 @@ class Tokenizer:
                 "no_tokenizer", f"the model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
             )
         return self._backend
+
+
+@contextmanager
+def _bounded_time(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError inside, once this thread has run Python for longer: a template may loop for ever.
+
+    Looked at between lines of Python, so a single step of the interpreter is not interrupted.
+    """
+    clock = SystemClock()
+    end_s = clock.now() + limit_s
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        if clock.now() > end_s:
+            raise TimeoutError(f"it ran for more than {limit_s:g} s")
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _paragraph_ends(text: str, offsets: Iterable[tuple[int, int]]) -> tuple[int, ...]:

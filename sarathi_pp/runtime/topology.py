@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.runtime.place import Place
+from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.order import edges
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
@@ -37,15 +41,10 @@ class Topology:
         if place.world_size == 1:
             return
         try:
-            if place.store is None:
-                dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
-            else:
-                # Our own launcher's ranks are on one machine: no listener of theirs leaves loopback.
-                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-                store = dist.FileStore(place.store, place.world_size)  # type: ignore[attr-defined]
-                dist.init_process_group(
-                    "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
-                )
+            store = meet(_store(place), place.rank, place.world_size, _SETUP_TIMEOUT, SystemClock())
+            dist.init_process_group(
+                "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
+            )
         except (RuntimeError, ValueError) as error:
             raise PeerLostError(
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
@@ -157,6 +156,15 @@ class Topology:
     def leave(self) -> None:
         if self.place.world_size > 1:
             dist.destroy_process_group()
+
+
+def _store(place: Place) -> Store:
+    if place.store is None:
+        store: Store = next(rendezvous("env://", timeout=_SETUP_TIMEOUT))[0]
+        return store
+    # Our own launcher's ranks are on one machine: no listener of theirs leaves loopback.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return FileStore(place.store, place.world_size)
 
 
 @contextmanager

@@ -1,22 +1,24 @@
-"""Ends the process in bounded time once a peer is lost, wherever the main thread happens to be.
+"""Ends the process in bounded time once a peer is lost or a signal came, wherever the main thread happens to be.
 
 The thread that notices reports here. The main thread usually meets the same error at its next receive and
 ends in order; if it does not within the grace (a long computation, a send that nobody takes), the watchdog
-leaves the exit code and the message behind and ends the process itself.
+leaves the exit code, the message and the stacks of all threads behind and ends the process itself.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import math
 import os
-import signal
-import socket
 import threading
 from collections.abc import Callable
 
 from sarathi_pp.errors import PeerLostError, SarathiError
+from sarathi_pp.trace.clock import SystemClock
 
 GRACE_S = 2.0
 _PARENT_CHECK_S = 1.0
+_STDERR = 2
 
 
 class Watchdog:
@@ -29,16 +31,26 @@ class Watchdog:
     def __init__(self, leave: Callable[[SarathiError], None] | None) -> None:
         self._leave = leave
         self._lock = threading.Lock()
+        self._clock = SystemClock()
         self._timer: threading.Timer | None = None
+        self._end_s = math.inf
         self._dismissed = False
         self._ended = threading.Event()
 
     def report(self, error: SarathiError) -> None:
         """A peer is lost. The first report counts; the others are its echo."""
+        if not self._dismissed:
+            self.end_within(GRACE_S, error)
+
+    def end_within(self, grace_s: float, error: SarathiError) -> None:
+        """End for that reason, unless another one is due before."""
         with self._lock:
-            if self._leave is None or self._timer is not None or self._dismissed:
+            end_s = self._clock.now() + grace_s
+            if self._leave is None or end_s >= self._end_s:
                 return
-            self._timer = threading.Timer(GRACE_S, self._end, (error,))
+            self._cancel()
+            self._end_s = end_s
+            self._timer = threading.Timer(grace_s, self._end, (error, grace_s > 0))
             self._timer.daemon = True
             self._timer.start()
 
@@ -53,38 +65,23 @@ class Watchdog:
 
         threading.Thread(target=watch, name="follow parent", daemon=True).start()
 
-    def heed_sigterm(self, stage: int) -> None:
-        """Leave the exit code behind also when torchrun's agent, or a batch system, stops this process.
-
-        The agent sends SIGTERM to the survivors of a lost stage, mostly before they have noticed the loss themselves.
-        The main thread may be inside a library then, where no handler of Python's runs; the wake-up descriptor
-        is written to at once.
-        """
-        woken, wake = socket.socketpair()
-        wake.setblocking(False)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-
-        def watch() -> None:
-            with wake:
-                while signal.SIGTERM not in woken.recv(1):
-                    pass
-                self.report(PeerLostError(f"stage {stage} (rank {stage}) was stopped by SIGTERM"))
-                self._ended.wait()
-
-        threading.Thread(target=watch, name="heed SIGTERM", daemon=True).start()
-
     def dismiss(self) -> None:
         """The run is over in order, or the main thread has the error in hand."""
         with self._lock:
             self._dismissed = True
             self._ended.set()
-            if self._timer is not None:
-                self._timer.cancel()
+            self._cancel()
 
-    def _end(self, error: SarathiError) -> None:
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._end_s = None, math.inf
+
+    def _end(self, error: SarathiError, stuck: bool = False) -> None:
         try:
             if self._leave is not None:
                 self._leave(error)
+            if stuck:
+                faulthandler.dump_traceback(_STDERR, all_threads=True)
         finally:
             os._exit(error.exit_code)

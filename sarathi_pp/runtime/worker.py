@@ -6,16 +6,20 @@ over what its upstream neighbour sends.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from sarathi_pp.core.plan import MicroBatch, StageTime, StepResult
-from sarathi_pp.runtime.stage import Stage
+from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
+from sarathi_pp.errors import MemoryLostError
+from sarathi_pp.runtime.stage import Compute, Stage, StageOutput
 from sarathi_pp.trace.clock import Clock
-from sarathi_pp.trace.events import Compute, SendWait
+from sarathi_pp.trace.events import Compute as ComputeSpan
+from sarathi_pp.trace.events import SendWait
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
@@ -38,7 +42,8 @@ class _Span:
 
 
 class StageRunner:
-    """timer: of the device that the stage computes on.
+    """timer: of the device that the stage computes on. index: of the stage. debug_nan: its outputs are looked at, and
+    whose were not finite first is told.
 
     Its times may come later than the output: then a microbatch's span is recorded, and its input released, with one of
     the next microbatches. Only a result waits for the device. It says that every stage is done with the microbatch, so
@@ -46,9 +51,19 @@ class StageRunner:
     """
 
     def __init__(
-        self, stage: Stage, downstream: Sender[Tensor], recorder: Recorder, clock: Clock, timer: Timer
+        self,
+        stage: Stage,
+        downstream: Sender[Tensor],
+        recorder: Recorder,
+        clock: Clock,
+        timer: Timer,
+        *,
+        index: int = 0,
+        debug_nan: bool = False,
     ) -> None:
         self._stage = stage
+        self._index = index
+        self._debug_nan = debug_nan
         self._downstream = downstream
         self._recorder = recorder
         self._clock = clock
@@ -74,7 +89,8 @@ class StageRunner:
         clock, microbatch = self._clock, frame.microbatch
         compute = self._stage.prepare(microbatch)
         start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
-        output = compute(hidden)
+        output, retried = self._compute(compute, hidden, microbatch)
+        short = frame.short or retried
         end = self._timer.mark()
         if output.hidden is None:
             end.wait()
@@ -85,13 +101,48 @@ class StageRunner:
         stage_times = (*frame.stage_times, own)
         self._reserve()
         if output.hidden is not None:
-            self._downstream.send(MicroBatchFrame(microbatch, stage_times), output.hidden)
+            known = {sequence for sequence, _ in frame.bad}
+            bad = (*frame.bad, *((sequence, self._index) for sequence in output.bad if sequence not in known))
+            self._downstream.send(MicroBatchFrame(microbatch, stage_times, bad, short), output.hidden)
         else:
-            self._downstream.send(ResultFrame(StepResult(microbatch.index, output.tokens, stage_times)))
+            tokens = self._blamed(output.tokens, dict(frame.bad)) if self._debug_nan else output.tokens
+            self._downstream.send(ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)))
         # Sending may have waited for the device, so that it tells now, with the least room for doubt.
         self._settle()
         self._num_done += 1
         self._busy = False
+
+    def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
+        """The output, and whether it took a second attempt: the coordinator then asks for less at a time.
+
+        The same microbatch again writes the same keys and values to the same places. Raises MemoryLostError.
+        """
+        try:
+            return compute(hidden), False
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Behind the except block: the failed attempt's tensors live as long as its traceback.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            return compute(hidden), True
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryLostError(
+                f"stage {self._index} (rank {self._index}) has no memory for a microbatch of {microbatch.num_tokens} "
+                f"tokens, at a second attempt either: {str(error).splitlines()[0]}. Try a smaller --chunk-size, "
+                f"--max-num-seqs or --kv-cache-memory, and --resume"
+            ) from error
+
+    def _blamed(self, tokens: tuple[SampledToken, ...], bad: dict[int, int]) -> tuple[SampledToken, ...]:
+        """Where no stage before has noticed anything, it is this one."""
+        return tuple(
+            token._replace(first_bad=bad.get(token.sequence, self._index)) if token.failed else token
+            for token in tokens
+        )
 
     def _settle(self) -> None:
         """Record the spans that the device has ended."""
@@ -104,7 +155,7 @@ class StageRunner:
             span.release()
             microbatch = span.microbatch
             self._recorder.record(
-                Compute(microbatch.index, microbatch.issued_s, span.arrived_s, start_s, end_s, span.cpu_s)
+                ComputeSpan(microbatch.index, microbatch.issued_s, span.arrived_s, start_s, end_s, span.cpu_s)
             )
             self._untold.append(StageTime(microbatch.index, end_s - start_s))
 
@@ -136,3 +187,8 @@ class StageRunner:
             self.run(message.frame, message.payload, message.arrived_s, message.release)
         self.close()
         upstream.close()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """torch has a class of its own for it on devices only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -22,7 +22,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 3
+VERSION = 4
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
@@ -33,10 +33,15 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchFrame:
-    """A microbatch on its way through the stages; each adds a time that it computed. See StepResult."""
+    """A microbatch on its way through the stages; each adds a time that it computed. See StepResult.
+
+    bad: sequences of it whose activations are not finite, with the stage that noticed it first. short: see StepResult.
+    """
 
     microbatch: MicroBatch
     stage_times: tuple[StageTime, ...] = ()
+    bad: tuple[tuple[int, int], ...] = ()
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +128,9 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
         case MicroBatchFrame():
             return 1, _flatten_microbatch(frame)
         case ResultFrame(result):
-            tokens = [v for t in result.tokens for v in (t.sequence, t.epoch, t.token_id, int(t.failed))]
-            return 2, ([result.index, len(result.tokens), *tokens], [v for time in result.stage_times for v in time])
+            tokens = [v for t in result.tokens for v in (t.sequence, t.epoch, t.token_id, int(t.failed), t.first_bad)]
+            integers = [result.index, int(result.short), len(result.tokens), *tokens]
+            return 2, (integers, [v for time in result.stage_times for v in time])
         case Heartbeat(progress, busy):
             return 3, ([progress, int(busy)], [])
         case Goodbye():
@@ -136,11 +142,11 @@ def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
         case 1:
             return _restore_microbatch(integers, reals)
         case 2:
-            index, count, *rest = integers
-            _expect(len(rest) == 4 * count, f"{count} tokens in {len(rest)} integers")
-            rows = [rest[i : i + 4] for i in range(0, len(rest), 4)]
-            tokens = tuple(SampledToken(s, e, token, _flag(failed)) for s, e, token, failed in rows)
-            return ResultFrame(StepResult(index, tokens, _stage_times(reals)))
+            index, short, count, *rest = integers
+            _expect(len(rest) == 5 * count, f"{count} tokens in {len(rest)} integers")
+            rows = [rest[i : i + 5] for i in range(0, len(rest), 5)]
+            tokens = tuple(SampledToken(s, e, token, _flag(failed), bad) for s, e, token, failed, bad in rows)
+            return ResultFrame(StepResult(index, tokens, _stage_times(reals), _flag(short)))
         case 3:
             progress, busy = integers
             _expect(not reals, "reals in a heartbeat")
@@ -154,18 +160,20 @@ def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
 def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     """Counts, then the chunks by column, which takes a third of the time that chunk by chunk does:
 
-    integers   index | chunks | freed | sequence ... | epoch ... | start ... | num_tokens ... | flags ... | token ids
-               of each ... | new pages of each ... | freed ids | all token ids | all new pages | position ... |
-               top_k ... | seed ...
+    integers   index | short | chunks | freed | bad | sequence, stage of each bad one | sequence ... | epoch ... |
+               start ... | num_tokens ... | flags ... | token ids of each ... | new pages of each ... | freed ids |
+               all token ids | all new pages | position ... | top_k ... | seed ...
     reals      issued_s | stages | microbatch, seconds of each | temperature ... | top_p ... | min_p ...
     """
     m = frame.microbatch
     reals = [m.issued_s, float(len(frame.stage_times)), *chain.from_iterable(frame.stage_times)]
+    bad = list(chain.from_iterable(frame.bad))
     if not m.chunks:
-        return [m.index, 0, len(m.freed), *m.freed], reals
+        return [m.index, int(frame.short), 0, len(m.freed), len(frame.bad), *bad, *m.freed], reals
     sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling = zip(*m.chunks, strict=True)
     flags = [decode | (row is not None) << 1 for decode, row in zip(decodes, sampling, strict=True)]
-    integers = [m.index, len(m.chunks), len(m.freed), *sequences, *epochs, *starts, *num_tokens, *flags]
+    integers = [m.index, int(frame.short), len(m.chunks), len(m.freed), len(frame.bad), *bad]
+    integers += (*sequences, *epochs, *starts, *num_tokens, *flags)
     integers += map(len, token_ids)
     integers += map(len, new_pages)
     integers += m.freed
@@ -181,7 +189,8 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
 
 def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFrame:
     ints, floats = _Cursor(integers), _Cursor(reals)
-    index, num_chunks, num_freed = ints.take(3)
+    index, short, num_chunks, num_freed, num_bad = ints.take(5)
+    bad = tuple(zip(*[iter(ints.take(2 * num_bad))] * 2, strict=True))
     sequences, epochs, starts, num_tokens, flags, num_ids, num_pages = (ints.take(num_chunks) for _ in range(7))
     freed = tuple(ints.take(num_freed))
     (issued_s,) = floats.take(1)
@@ -195,7 +204,7 @@ def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFr
     _expect(ints.at_end and floats.at_end, "numbers left over")
     fields = zip(sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, strict=True)
     chunks = tuple(map(Chunk._make, fields))
-    return MicroBatchFrame(MicroBatch(index, chunks, freed, issued_s), stage_times)
+    return MicroBatchFrame(MicroBatch(index, chunks, freed, issued_s), stage_times, bad, _flag(short))
 
 
 def _stage_times(reals: list[float]) -> tuple[StageTime, ...]:
@@ -259,6 +268,6 @@ def max_message_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_sta
     chunks = min(max_tokens, max_seqs)
     pages = -(-max_tokens // page_size) + chunks
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
-    integers = 3 + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
+    integers = 5 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
     reals = 2 + 2 * num_stages + 3 * chunks
     return payload_start(_COUNTS.size + 8 * (integers + reals)) + max_tokens * row_bytes

@@ -23,6 +23,7 @@ GENERATE_OPTIONS = {
     *("--seed", "--request-rate", "--tbt-slo", "--dtype", "--device", "--attention", "--max-model-len"),
     *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size", "--peer-timeout"),
     *("--json", "--quiet", "-q", "--emulate", "--metrics-port", "--profile"),
+    *("--resume", "--retry-errors", "--force", "--max-restarts", "--strict", "--verify", "--debug-nan"),
 }
 
 

@@ -10,6 +10,7 @@ from sarathi_pp.cli.main import main
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, InputError, RowError
+from sarathi_pp.runtime.journal import Journal
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.sink import FileSink
 from sarathi_pp.runtime.text import Tokenizer
@@ -29,7 +30,9 @@ def asked(prompt, output, **more):
 def test_answers_are_a_workload(form, tmp_path):
     """But for lines that asked nothing of the pipeline."""
     answers = str(tmp_path / "answers.jsonl")
-    sink = FileSink(answers, tokenizer=Tokenizer(None, vocab_size=64), clock=SystemClock(), model="a model")
+    sink = FileSink(
+        Journal.open(answers), tokenizer=Tokenizer(None, vocab_size=64), clock=SystemClock(), model="a model"
+    )
     for line, (prompt, output) in enumerate(((5, 2), (16, 0), (300, 40)), start=1):
         request = Request(line, (1,) * prompt, SamplingParams(max_new_tokens=output))
         sink.finish(Row(line, str(line), form, request), Completion(request, (7,) * output, "length"), {"ttft_s": 0.1})

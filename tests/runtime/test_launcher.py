@@ -2,11 +2,13 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
 from sarathi_pp.runtime.launcher import Workers, launch
+from sarathi_pp.runtime.place import heeded_mark
 
 
 @pytest.fixture
@@ -15,7 +17,7 @@ def ends(monkeypatch):
 
     def end_by(wait):
         monkeypatch.setattr(Workers, "start", lambda workers, arguments: None)
-        monkeypatch.setattr(Workers, "wait", lambda workers, say, given_up: wait(given_up))
+        monkeypatch.setattr(Workers, "wait", lambda workers, say, noted: wait(noted))
 
     return end_by
 
@@ -26,10 +28,10 @@ def ends(monkeypatch):
 def test_a_signal_gives_up_the_run(number, code, ends):
     before = signal.getsignal(number)
 
-    def given_up_after_it(given_up):
-        assert not given_up()
+    def given_up_after_it(noted):
+        assert not noted
         os.kill(os.getpid(), number)
-        assert given_up()
+        assert noted == [number]
 
     ends(given_up_after_it)
     assert launch(2, (), print) == code
@@ -38,7 +40,7 @@ def test_a_signal_gives_up_the_run(number, code, ends):
 
 @pytest.mark.parametrize("code", [0, 3, 66])
 def test_a_signal_changes_nothing_about_a_run_that_has_ended(code, ends):
-    def ended_before_it(given_up):
+    def ended_before_it(noted):
         os.kill(os.getpid(), signal.SIGTERM)
         return code
 
@@ -49,9 +51,9 @@ def test_a_signal_changes_nothing_about_a_run_that_has_ended(code, ends):
 def test_what_is_ignored_stays_ignored(ends):
     """As under nohup."""
 
-    def hung_up(given_up):
+    def hung_up(noted):
         os.kill(os.getpid(), signal.SIGHUP)
-        assert not given_up()
+        assert not noted
         return 0
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -61,3 +63,69 @@ def test_what_is_ignored_stays_ignored(ends):
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("ended_with", "starts", "code"),
+    [([75, 75, 0], 3, 0), ([75, 75, 75, 75], 3, 75), ([75, 3], 2, 3), ([70], 1, 70), ([0], 1, 0)],
+)
+def test_only_a_lost_stage_starts_a_run_again(ended_with, starts, code, ends):
+    codes = list(ended_with)
+    said = []
+    ends(lambda noted: codes.pop(0))
+    assert launch(2, (), said.append, max_restarts=2) == code
+    assert len(ended_with) - len(codes) == starts == len(said) + 1
+
+
+def test_a_run_that_was_told_to_stop_is_not_started_again(ends):
+    def told(noted):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return PeerLostError.exit_code
+
+    ends(told)
+    assert launch(2, (), pytest.fail, max_restarts=2) == PeerLostError.exit_code
+
+
+STAND_IN = """#!{python}
+import os, pathlib, signal, sys, time
+here = pathlib.Path(os.environ["SARATHI_PP_STORE"]).parent
+rank = os.environ["RANK"]
+told = []
+signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+(here / f"ready-{{rank}}").touch()
+while not told or {stays}:
+    time.sleep(0.02)
+    if told:
+        (here / f"told-{{rank}}").touch()
+sys.exit(75)
+"""
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_first_signal_is_the_first_ranks_and_the_second_is_everybodys(stays, tmp_path, monkeypatch):
+    """stays: the first rank does not end by itself."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable, stays=stays))
+    stand_in.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    workers = Workers(tmp_path / "store", 2)
+    workers.start(())
+    heeded_mark(tmp_path / "store").touch()
+
+    class Noted(list):
+        """Signals that come once both workers heed them; the second one when the first has arrived."""
+
+        def __len__(self):
+            ready = all((tmp_path / f"ready-{rank}").exists() for rank in range(2))
+            return ready + (stays and (tmp_path / "told-0").exists())
+
+        def __getitem__(self, index):
+            return signal.SIGUSR1
+
+    try:
+        assert workers.wait(print, Noted()) == (None if stays else PeerLostError.exit_code)
+        assert not (tmp_path / "told-1").exists()
+    finally:
+        workers.stop()

@@ -10,6 +10,7 @@ import pytest
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, OutputError, RowError
+from sarathi_pp.runtime.journal import Journal, Start
 from sarathi_pp.runtime.rows import Form, Row
 from sarathi_pp.runtime.sink import FileSink, MemorySink, OutputClosedError, Sink, check_output, encode_line
 from sarathi_pp.runtime.text import Tokenizer
@@ -49,7 +50,9 @@ def ended(
 
 
 def opened(path: object, **kwargs: object) -> FileSink:
-    return FileSink(str(path), **{"tokenizer": LETTERS, "clock": SystemClock(), "model": "tiny", **kwargs})
+    """start: as Journal.open takes it; the rest is the sink's."""
+    journal = Journal.open(str(path), kwargs.pop("start", "new"))
+    return FileSink(journal, **{"tokenizer": LETTERS, "clock": SystemClock(), "model": "tiny", **kwargs})
 
 
 def records(path: Path) -> list[dict]:
@@ -139,17 +142,21 @@ def test_what_is_refused_before_anything_runs(tmp_path):
     output.write_text("kept")
     (tmp_path / "link").symlink_to(source)
 
-    def refused(kind: type[Exception], path: object, words: str, *, overwrite: bool = True) -> None:
+    def refused(kind: type[Exception], path: object, words: str, start: Start = "replace") -> None:
         with pytest.raises(kind, match=words):
-            check_output(str(path), str(source), overwrite=overwrite)
+            check_output(str(path), str(source), start)
 
     refused(ConfigError, tmp_path, "directory")
     refused(ConfigError, source, "same file as --input")
     refused(ConfigError, tmp_path / "link", "same file as --input")
-    refused(ConfigError, output, "--overwrite", overwrite=False)
+    refused(ConfigError, output, "--overwrite", "new")
+    refused(ConfigError, "-", "needs an --output file", "resume")
+    refused(ConfigError, "/dev/null", "is no file", "resume")
     refused(OutputError, tmp_path / "no" / "out", "there is no directory")
     for path in ("-", "/dev/null", str(tmp_path / "new"), str(output)):
-        check_output(path, "-", overwrite=path == str(output))
+        check_output(path, "-", "replace" if path == str(output) else "new")
+    for path in (tmp_path / "new", output):
+        check_output(str(path), "-", "resume")
     assert source.read_text() == output.read_text() == "kept"
     assert not (tmp_path / "new").exists()
 
@@ -160,13 +167,13 @@ def test_standard_input_from_the_output_file_is_seen(tmp_path, monkeypatch):
     with path.open() as stream:
         monkeypatch.setattr("sys.stdin", stream)
         with pytest.raises(ConfigError, match="same file"):
-            check_output(str(path), "-", overwrite=True)
+            check_output(str(path), "-", "replace")
 
 
 def test_an_output_that_is_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(OutputError, match="cannot be written"):
-        check_output(str(tmp_path / "new"), "-", overwrite=False)
+        check_output(str(tmp_path / "new"), "-", "new")
 
 
 def test_a_new_file_is_private_and_an_old_one_is_only_replaced_on_request(tmp_path):
@@ -177,7 +184,7 @@ def test_a_new_file_is_private_and_an_old_one_is_only_replaced_on_request(tmp_pa
     with pytest.raises(ConfigError, match="--overwrite"):
         opened(path)
     assert path.read_text() == "old\n"
-    sink = opened(path, overwrite=True)
+    sink = opened(path, start="replace")
     sink.finish(*ended(), {})
     sink.close()
     assert len(records(path)) == 1
@@ -188,10 +195,10 @@ def test_two_runs_do_not_write_one_file(tmp_path):
     first = opened(path)
     first.finish(*ended(), {})
     with pytest.raises(ConfigError, match="another run"):
-        opened(path, overwrite=True)
+        opened(path, start="replace")
     first.close()
     assert len(records(path)) == 1
-    opened(path, overwrite=True).close()
+    opened(path, start="replace").close()
 
 
 def test_a_file_system_without_locks_goes_without(tmp_path, monkeypatch):

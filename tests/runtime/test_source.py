@@ -83,7 +83,7 @@ def test_rows_come_in_order_with_errors_among_them(tmp_path):
         (6, "6", "invalid_parameter"),
     ]
     good = [row.request for row in rows if row.request]
-    assert [(request.index, request.prompt_token_ids) for request in good] == [(0, (3, 5)), (1, (7, 99))]
+    assert [(request.index, request.prompt_token_ids) for request in good] == [(0, (3, 5)), (3, (7, 99))]
     assert good[0].sampling == SamplingParams(max_new_tokens=4, seed=row_seed(5, 1))
     assert good[1].sampling == SamplingParams(max_new_tokens=4, temperature=0.5, seed=3)
     assert rows[1].error.message.startswith("line 3: ")

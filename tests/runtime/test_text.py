@@ -141,6 +141,20 @@ def test_chat_templates_that_fail_are_row_errors(template, code):
     assert code_of(tokenizer(backend).encode_chat, [{"role": "user", "content": "hello"}]) == code
 
 
+@pytest.mark.parametrize("inner", ["", "x"])
+def test_a_chat_template_that_does_not_end_is_a_row_error(inner, monkeypatch):
+    """Whether or not it writes anything meanwhile. Ten thousand million rounds would take an hour."""
+    monkeypatch.setattr("sarathi_pp.runtime.text.MAX_RENDER_S", 0.3)
+    backend = byte_level(bos=False)
+    turns = "{% for a in range(99999) %}{% for b in range(99999) %}"
+    backend.chat_template = f"{turns}{inner}{{% endfor %}}{{% endfor %}}"
+    with pytest.raises(RowError, match=r"ran for more than 0\.3 s") as refused:
+        tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}])
+    assert refused.value.code == "chat_template_error"
+    backend.chat_template = TEMPLATE  # and the next one has all its time
+    assert tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}]).token_ids
+
+
 def test_token_ids_are_those_of_the_embedding():
     assert tokenizer().check_token_ids([0, VOCAB_SIZE - 1]) == (0, VOCAB_SIZE - 1)
     with pytest.raises(RowError, match="token 1 of the prompt is 400.*0 to 399"):

@@ -24,15 +24,17 @@ chunks = st.builds(
 )
 microbatches = st.builds(MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals)
 times = st.lists(st.builds(StageTime, st.integers(0, 2**53), reals), max_size=8).map(tuple)
+bad = st.lists(st.tuples(int64, int64), max_size=3).map(tuple)
 frames = st.one_of(
-    st.builds(codec.MicroBatchFrame, microbatches, times),
+    st.builds(codec.MicroBatchFrame, microbatches, times, bad, st.booleans()),
     st.builds(
         codec.ResultFrame,
         st.builds(
             StepResult,
             st.integers(0, 2**62),
-            st.lists(st.builds(SampledToken, int64, int64, int64, st.booleans()), max_size=5).map(tuple),
+            st.lists(st.builds(SampledToken, int64, int64, int64, st.booleans(), int64), max_size=5).map(tuple),
             times,
+            st.booleans(),
         ),
     ),
     st.builds(codec.Heartbeat, st.integers(0, 2**62), st.booleans()),

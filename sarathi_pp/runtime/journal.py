@@ -1,0 +1,266 @@
+"""The output file as the journal of a batch: whole lines, appended and synced; a row is done once its line is.
+
+    first start       {"id": ...}\\n  {"id": ...}\\n  {"id": ..          <- killed in the middle of a write
+    with `resume`     `--- answered, skipped ---'  `-- torn, removed --'  `-- rows without a line are run
+
+Which rows have a line is found by reading it again, so there is no second file that could disagree with it. An id
+has as many lines as the input has rows of that name: one that answers the first of them, and an error line
+(`duplicate_id`) for each of the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import stat
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import BinaryIO, Literal
+
+from sarathi_pp.errors import ConfigError, InputError, OutputError
+from sarathi_pp.runtime.rows import DUPLICATE_ID, id_key
+
+# "new" refuses a file that is there, "replace" empties it, "resume" goes on behind its last whole line.
+Start = Literal["new", "replace", "resume"]
+
+_LINE_BEGINS = b'{"id":'
+
+
+@dataclass(slots=True)
+class Done:
+    """The rows that have a line from an earlier start. Taken out as the input is read: the same rows, in order.
+
+    answered: keys of ids whose first row is done, with an error too. duplicates: error lines of later rows, by key.
+    num_rows: lines there were. num_errors: error lines among them.
+    """
+
+    answered: set[int] = field(default_factory=set)
+    duplicates: Counter[int] = field(default_factory=Counter)
+    num_rows: int = 0
+    num_errors: int = 0
+
+    def add(self, line: _Line) -> None:
+        self.num_rows += 1
+        self.num_errors += line.code is not None
+        if line.code == DUPLICATE_ID:
+            self.duplicates[line.key] += 1
+        elif line.key in self.answered:
+            raise ValueError("it is the second one for its id")
+        else:
+            self.answered.add(line.key)
+
+    def take(self, id: object, *, first: bool) -> bool:
+        """Whether this row has its line. first: no earlier row of the input has that id."""
+        if not self.answered and not self.duplicates:
+            return False
+        key = id_key(id)
+        if first:
+            found = key in self.answered
+            self.answered.discard(key)
+            return found
+        found = self.duplicates[key] > 0
+        self.duplicates[key] -= found
+        return found
+
+
+def holds_anything(path: str) -> bool:
+    """Whether it is a file with bytes in it."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
+
+
+class Journal:
+    """A file, pipe or device that lines are appended to; a file is locked against other runs and has mode 0600.
+
+    done: what it already answers; nothing unless it was opened to resume.
+    """
+
+    def __init__(self, path: str, fd: int, done: Done) -> None:
+        self.path = path
+        self._fd = fd
+        self._regular = path != "-" and stat.S_ISREG(os.fstat(fd).st_mode)
+        self.done = done
+
+    @classmethod
+    def open(cls, path: str, start: Start = "new", *, retry_errors: bool = False) -> Journal:
+        """`-` is standard output. retry_errors: drop what resuming finds of error lines, so that those rows run again.
+
+        Raises ConfigError where the file is there and `start` is "new", or belongs to a running run; InputError where
+        it is to be resumed and holds what no run wrote; OutputError where it cannot be written.
+        """
+        if path == "-":
+            return cls(path, _standard_output(), Done())
+        fd = _open(path, start)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return cls(path, fd, Done())
+            _lock(fd, path)
+            done = Done()
+            if start == "resume":
+                done = _repair(path, fd)
+                if retry_errors and done.num_errors > sum(done.duplicates.values()):
+                    fd, done = _without_errors(path, fd)
+            else:
+                os.ftruncate(fd, 0)
+            _sync_folder(path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, done)
+
+    def append(self, data: bytes) -> None:
+        """Writes whole lines; where the disk is full, takes the torn last one back. Raises OSError."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            if self._regular:
+                whole = data.rfind(b"\n", 0, written) + 1
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - (written - whole))
+            raise
+
+    def sync(self) -> None:
+        """Raises OSError. Pipes, terminals and devices have nothing to sync."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+                raise
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """An output line: the key of its id, and the code of its error, None for an answer."""
+
+    key: int
+    code: str | None
+
+    @classmethod
+    def parse(cls, data: bytes) -> _Line:
+        """Raises ValueError."""
+        record = json.loads(data)
+        if not isinstance(record, dict) or "id" not in record:
+            raise ValueError("it is no JSON object with an id")
+        error = record.get("error")
+        code = error.get("code") if isinstance(error, dict) else None
+        return cls(id_key(record["custom_id"] if "custom_id" in record else record["id"]), code)
+
+
+def _repair(path: str, fd: int) -> Done:
+    """What the file answers; bytes behind its last whole line, which nobody was told are there, are cut off."""
+    done, end = Done(), 0
+    with open(path, "rb") as stream:
+        for number, data in enumerate(stream, 1):
+            if _is_torn(data):
+                break
+            try:
+                done.add(_Line.parse(data))
+            except (ValueError, RecursionError) as error:
+                raise InputError(
+                    f"--output {path} cannot be resumed: line {number} is no line of a run: {error}; name another file"
+                ) from None
+            end += len(data)
+        if stream.read(1):
+            raise InputError(f"--output {path} cannot be resumed: behind line {number} it goes on after a torn one")
+    if end < os.fstat(fd).st_size:
+        os.ftruncate(fd, end)
+        os.fsync(fd)
+    return done
+
+
+def _is_torn(data: bytes) -> bool:
+    """The beginning of a line without its end, or the zeros that some file systems leave after a crash."""
+    if not data.strip(b"\0\n"):
+        return True
+    return not data.endswith(b"\n") and _LINE_BEGINS.startswith(data[: len(_LINE_BEGINS)])
+
+
+def _without_errors(path: str, fd: int) -> tuple[int, Done]:
+    """The journal replaced, in one step, by one without errors of rows that may run again; the old one is closed."""
+    done = Done()
+    partial = f"{path}.{secrets.token_hex(8)}.part"
+    new = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(new, path)
+        with open(path, "rb") as stream, open(new, "wb", closefd=False) as copy:
+            for data, line in _parsed(stream):
+                if line.code is None or line.code == DUPLICATE_ID:
+                    copy.write(data)
+                    done.add(line)
+        os.fsync(new)
+        os.replace(partial, path)
+    except OSError as error:
+        os.close(new)
+        with suppress(OSError):
+            os.unlink(partial)
+        raise OutputError(f"--output {path} cannot be written without its errors: {error}") from error
+    os.close(fd)
+    return new, done
+
+
+def _parsed(stream: BinaryIO) -> Iterator[tuple[bytes, _Line]]:
+    for data in stream:
+        yield data, _Line.parse(data)
+
+
+def _standard_output() -> int:
+    try:
+        return os.dup(sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError) as error:  # sys.stdout is None where descriptor 1 is closed
+        raise OutputError(f"--output - cannot be written: {error}") from error
+
+
+def _open(path: str, start: Start) -> int:
+    try:
+        # A file is only ever made here, replaced on request or gone on with; a pipe or device is written as it is.
+        new = start == "new" and not _is_special(path)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_EXCL if new else 0), 0o600)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"--output {path} exists; name another file, go on with it by --resume, or replace it with --overwrite"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise OutputError(f"--output {path} cannot be written: {error}") from error
+
+
+def _is_special(path: str) -> bool:
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _lock(fd: int, path: str) -> None:
+    """Held until the descriptor is closed, by the process's death too. File systems without locks go without."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"--output {path} is being written by another run; name another file") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+            raise OutputError(f"--output {path} cannot be locked: {error}") from error
+
+
+def _sync_folder(path: str) -> None:
+    """Makes the file's name survive a crash, as fsync makes its contents."""
+    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise OutputError(f"--output {path} cannot be synced: {error}") from error
+    finally:
+        os.close(folder)

@@ -1,0 +1,160 @@
+"""What is known, checked and refused of a batch before any process loads a model; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.core.partition import partition
+from sarathi_pp.core.policy import make_policy, uses_chunk_size
+from sarathi_pp.core.profile import Profile
+from sarathi_pp.errors import ConfigError, InputError
+from sarathi_pp.model.support import ModelFacts, check_model
+from sarathi_pp.model.verify import verify_weights
+from sarathi_pp.runtime.fetch import find_model
+from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
+from sarathi_pp.runtime.identity import differences, identity_of
+from sarathi_pp.runtime.journal import Start, holds_anything
+from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.rundir import RunDirectory
+from sarathi_pp.runtime.sink import check_output
+from sarathi_pp.runtime.source import check_input, is_regular, scan_input
+from sarathi_pp.runtime.tuning import profile_mismatch, tuned
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """start: what becomes of an output that is there. retry_errors: when it is resumed, its errors are run again.
+
+    force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
+    weight files are read as a whole and compared with their sums.
+    """
+
+    config: RunConfig
+    input_path: str
+    output_path: str
+    start: Start = "new"
+    retry_errors: bool = False
+    force: bool = False
+    strict: bool = False
+    verify: bool = False
+    metrics_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What is known of a job before any of its processes starts.
+
+    config: the job's, with what the profile decides. model_dir: None where the stages are emulated by `profile`.
+    identity: of this start, empty where there is no output to go on with.
+    """
+
+    config: RunConfig
+    model_dir: Path | None
+    profile: Profile | None
+    facts: ModelFacts
+    defaults: GenerationDefaults
+    run_dir: RunDirectory
+    warnings: tuple[str, ...] = ()
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+
+def preflight(job: BatchJob) -> Preflight:
+    """Refuse what can be refused without torch, before a worker starts and before a file is touched."""
+    config = job.config
+    make_policy(config.policy)
+    check_input(job.input_path)
+    check_output(job.output_path, job.input_path, job.start)
+    if job.metrics_port is not None:
+        from sarathi_pp.runtime.metrics import check_port
+
+        check_port(job.metrics_port)
+    run_dir = run_directory(job)
+    RunDirectory.check(run_dir.path, overwrite=job.start == "replace", resume=job.start == "resume")
+    config, model_dir, profile, facts = open_model(config)
+    partition(facts.num_layers, config.stages, config.layer_split)
+    facts.max_model_len(config.max_model_len)
+    defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
+    defaults = defaults.with_command(config.sampling_overrides)
+    warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
+    if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
+        warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
+    identity = identity_of(config, facts, defaults, model_dir, job.input_path)
+    if job.start == "resume" and not job.force:
+        _check_resumable(job, run_dir, identity)
+    return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings), identity)
+
+
+def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Mapping[str, str]) -> None:
+    """Raises ConfigError where what is there answers something else, or nobody knows what."""
+    remedy = "name another --output, or go on all the same with --force"
+    if not is_regular(job.input_path):
+        raise ConfigError(f"--resume needs an --input that can be read again; {job.input_path} is a stream")
+    if not holds_anything(job.output_path):
+        return
+    before = (run_dir.read_run() or {}).get("identity")
+    if not isinstance(before, dict):
+        raise ConfigError(f"--resume: {run_dir.path}/run.json does not tell what {job.output_path} answers; {remedy}")
+    changed = differences(before, identity)
+    if changed:
+        raise ConfigError(f"--resume: {job.output_path} answers something else: {'; '.join(changed)}; {remedy}")
+
+
+def check_lines(job: BatchJob, warn: Callable[[str], None]) -> None:
+    """Tell what is wrong with the lines of an input file, once and before anything is loaded.
+
+    Raises InputError for any of it under --strict.
+    """
+    if not is_regular(job.input_path):
+        return
+    found = scan_input(job.input_path)
+    if not found.num_problems:
+        return
+    more = f"; and {left} more" if (left := found.num_problems - len(found.problems)) else ""
+    text = f"--input {job.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: "
+    text += "; ".join(found.problems) + more
+    if job.strict:
+        raise InputError(f"{text}. Without --strict the others are run")
+    warn(text)
+
+
+def check_weights(job: BatchJob) -> None:
+    """Under --verify, once a host. Raises InputError or MissingError."""
+    if job.verify and job.config.emulate is None:
+        verify_weights(find_model(job.config.model))
+
+
+def as_restarted(job: BatchJob, place: Place) -> BatchJob:
+    """A run that is started again goes on with what it has answered, however it was started at first."""
+    if place.restart == 0 or job.start == "resume":
+        return job
+    if (run_directory(job).read_run() or {}).get("identity") is not None:
+        return replace(job, start="resume")
+    # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
+    # line.
+    return replace(job, start="replace" if job.start == "replace" or not holds_anything(job.output_path) else "new")
+
+
+def run_directory(job: BatchJob) -> RunDirectory:
+    return RunDirectory(job.config.run_dir or RunDirectory.default_path(job.output_path))
+
+
+def follow(job: BatchJob) -> Preflight:
+    """What a rank other than 0 needs to know; it reads no input and writes no output."""
+    return Preflight(*open_model(job.config), GenerationDefaults(), run_directory(job))
+
+
+def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:
+    """The model's directory, or the profile that stands in for it, and the facts of either."""
+    if config.emulate is None:
+        model_dir = find_model(config.model)
+        facts = check_model(model_dir)
+        return tuned(config, facts), model_dir, None, facts
+    from sarathi_pp.runtime.emulated import emulated_facts, with_profile
+    from sarathi_pp.runtime.profile_file import read_profile
+
+    profile = read_profile(config.emulate)
+    facts = emulated_facts(profile, config.page_size)
+    return with_profile(tuned(config, facts), profile), None, profile, facts

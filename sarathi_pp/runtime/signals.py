@@ -1,0 +1,124 @@
+"""Signals that ask a run to end: the first one to finish what runs, the second one to end at once.
+
+    SIGINT                               nothing more is begun, what runs is finished; exit 130
+    SIGTERM, SIGUSR1, SIGHUP, SIGQUIT    the same within DRAIN_S, as batch systems give 30 s; exit 75
+    any of them a second time, or while there is nothing to finish (loading, reporting): the end
+
+A thread of its own notices them, since the main thread may be inside a library, where no handler of Python's runs:
+the wake-up descriptor is written to at once. The coordinator's rank alone drains. Others go on serving it, and end
+with it.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sarathi_pp.errors import SarathiError, StoppedError
+from sarathi_pp.trace.clock import SystemClock
+
+DRAIN_S = 20.0
+# With the time for writing down how the run ended.
+_AT_MOST_S = DRAIN_S + 5.0
+# For the main thread to end by itself; also what a lost peer takes to be noticed, whose name says more than the signal
+# that its launcher then sends.
+_GRACE_S = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A signal's number, when it came, and until when what runs may be finished; seconds of the monotonic clock."""
+
+    number: int
+    at_s: float
+    until_s: float
+
+
+class Signals:
+    """Those of this process while inside; where this is not the main thread they do what they did.
+
+    where: what ends, for messages. launched: by our own launcher and not as the first, so that it says when to end, by
+    SIGTERM alone. end_within: ends this process in so many seconds, for that reason.
+    """
+
+    def __init__(
+        self, where: str, end_within: Callable[[float, SarathiError], None], *, launched: bool = False
+    ) -> None:
+        self._where = where
+        self._launched = launched
+        self._end_within = end_within
+        self._clock = SystemClock()
+        self._asked: Asked | None = None
+        self._phase: Literal["starting", "running", "ending"] = "starting"
+
+    def asked(self) -> Asked | None:
+        """The first signal, None while there was none."""
+        return self._asked
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        ignored = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+        noticed = [number for number in _SIGNALS if number not in ignored]
+        if self._launched:
+            noticed.remove(signal.SIGTERM)
+        woken, wake = socket.socketpair()
+        wake.setblocking(False)
+        with woken, wake:
+            before = {number: signal.signal(number, self._interrupt) for number in noticed}
+            descriptor = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+            thread = threading.Thread(target=self._watch, args=(woken,), name="heed signals", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(descriptor)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                wake.shutdown(socket.SHUT_RDWR)
+                thread.join()
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        """In the main thread, once it is back from wherever it is."""
+        if number == signal.SIGINT and self._phase != "running" and not self._launched:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def draining(self) -> Iterator[None]:
+        """While inside, whoever asks `asked` finishes what runs, or the rank that this one serves does."""
+        self._phase = "running"
+        try:
+            yield
+        finally:
+            self._phase = "ending"
+
+    def _watch(self, woken: socket.socket) -> None:
+        with suppress(OSError):
+            while numbers := woken.recv(64):
+                for number in numbers:
+                    if number in _SIGNALS and not self._launched:
+                        self._heed(number)
+
+    def _heed(self, number: int) -> None:
+        error, now_s, first = StoppedError.by(number, self._where), self._clock.now(), self._asked is None
+        patient = number == signal.SIGINT
+        if self._asked is None:
+            self._asked = Asked(number, now_s, math.inf if patient else now_s + DRAIN_S)
+        else:
+            self._asked = replace(self._asked, until_s=now_s)
+        if self._phase == "running":
+            if not (first and patient):
+                self._end_within(_AT_MOST_S if first else _GRACE_S, error)
+        elif self._phase == "ending" and first:
+            self._end_within(_GRACE_S if patient else _AT_MOST_S, error)
+        else:
+            self._end_within(_GRACE_S if first else 0.0, error)

@@ -1,0 +1,132 @@
+"""The faults and bad inputs that a run must survive, and the tests that make each of them happen.
+
+Numbered as in the project's list of them. A test is named by its file and, behind the colons, its function.
+"""
+
+from __future__ import annotations
+
+_ROWS, _SOURCE, _SINK = "runtime/test_rows.py::test_", "runtime/test_source.py::test_", "runtime/test_sink.py::test_"
+_TEXT, _REFUSED = "runtime/test_text.py::test_", "runtime/test_generate_refusals.py::test_"
+_WEIGHTS, _SUPPORT = "model/test_weights.py::test_", "model/test_support.py::test_"
+_RESUME, _SIGNALS, _INSIDE = (
+    "faults/test_resume.py::test_",
+    "faults/test_signals.py::test_",
+    "faults/test_inside.py::test_",
+)
+_KILL, _CODES, _SECURITY = (
+    "faults/test_kill.py::test_",
+    "faults/test_exit_codes.py::test_",
+    "faults/test_security.py::test_",
+)
+_BAD, _FUZZ, _WIRE = "faults/test_bad_values.py::test_", "faults/test_fuzz.py::test_", "wire/test_codec.py::test_"
+_SOAK = "faults/test_soak.py::test_every_row_is_accounted_for"
+
+CASES: dict[int, tuple[str, tuple[str, ...]]] = {
+    1: ("a line that is no JSON", (
+        f"{_ROWS}a_bad_line_names_what_is_wrong",
+        f"{_RESUME}strict_refuses_a_file_with_a_bad_line_before_anything_runs", _SOAK)),
+    2: ("ids that are missing or occur twice", (
+        f"{_SOURCE}an_id_that_was_seen_gives_an_error_with_both_lines", _SOAK)),
+    3: ("blank lines, BOM, CRLF, no final newline, invalid UTF-8", (
+        f"{_ROWS}lines_with_bom_crlf_blanks_and_no_final_newline",
+        f"{_ROWS}invalid_utf8_keeps_an_id_that_can_be_read")),
+    4: ("an empty file", (f"{_SOURCE}an_empty_file_is_exhausted_at_once",)),
+    5: ("a line of gigabytes", (
+        f"{_ROWS}a_line_over_the_cap_is_cut_and_skipped_without_being_held",
+        f"{_SOURCE}memory_does_not_grow_with_the_file")),
+    6: ("an empty prompt", (f"{_TEXT}an_empty_prompt_is_bos_or_an_error", _SOAK)),
+    7: ("a prompt above the model's length", (
+        f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not", _SOAK)),
+    8: ("a prompt of just that length, an output beyond it", (
+        f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not",
+        "runtime/test_exactness.py::test_outputs_end_at_the_longest_legal_sequence")),
+    9: ("a prompt above the whole KV pool", (
+        f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not",)),
+    10: ("sampling parameters out of range, or unknown", (
+        f"{_REFUSED}bad_rows_get_their_error_and_the_others_their_answer",
+        "runtime/test_generation_config.py::test_values_out_of_range_blame_the_command_or_the_line", _SOAK)),
+    11: ("parameters that others know and this runtime does not", (
+        f"{_ROWS}a_bad_line_names_what_is_wrong", _SOAK)),
+    12: ("token ids that the embedding does not have", (
+        f"{_TEXT}token_ids_are_those_of_the_embedding", f"{_TEXT}a_tokenizer_of_another_model_is_refused", _SOAK)),
+    13: ("chat templates that are missing, fail or do not end", (
+        f"{_TEXT}chat_templates_that_fail_are_row_errors", f"{_TEXT}a_chat_template_that_does_not_end_is_a_row_error")),
+    14: ("stop strings across borders, and empty ones", (
+        f"{_TEXT}a_stop_string_is_seen_across_tokens_and_split_characters",
+        f"{_TEXT}incremental_stops_are_those_of_the_full_decode")),
+    15: ("an output that is the input, a directory, there already or not writable", (
+        f"{_SINK}what_is_refused_before_anything_runs", f"{_REFUSED}files_that_are_not_there_or_in_the_way")),
+    16: ("a disk that fills up in mid-run", ("faults/test_full_disk.py::test_a_full_disk_loses_nothing",)),
+    17: ("half a last line after a kill", (
+        "runtime/test_journal.py::test_a_kill_at_any_byte_loses_at_most_the_torn_line",
+        f"{_RESUME}a_job_that_is_killed_as_a_whole_goes_on")),
+    18: ("going on with another model, other parameters, another input", (
+        f"{_RESUME}another_question_is_refused_with_what_is_different",
+        f"{_RESUME}force_goes_on_with_other_parameters",
+        "runtime/test_identity.py::test_another_model_is_another_run")),
+    19: ("two runs on one output", (f"{_RESUME}two_starts_do_not_go_on_with_one_output",)),
+    20: ("a reader that goes away", (f"{_CODES}a_reader_that_leaves_ends_the_run_without_a_traceback",)),
+    21: ("Ctrl-C, once and twice", (
+        f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}the_second_signal_ends_it_at_once")),
+    22: ("SIGTERM and SIGUSR1, also while nothing comes back", (
+        f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}a_stage_that_is_silent_is_not_waited_for",
+        f"{_SIGNALS}under_torchrun_too")),
+    23: ("SIGKILL of a stage, each of them", (
+        f"{_KILL}a_killed_stage_ends_the_run_with_75", f"{_RESUME}a_stage_that_is_killed_is_started_again",
+        f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again",
+        f"{_SECURITY}no_shared_memory_is_left")),
+    24: ("a stage that is stopped or hangs", (
+        f"{_CODES}a_stopped_stage_is_named_when_the_timeout_is_over",
+        f"{_INSIDE}a_stage_that_hangs_is_named_and_shows_its_stacks")),
+    26: ("an exception in a layer", (f"{_INSIDE}an_exception_in_a_layer_is_shown_as_it_was",)),
+    28: ("a port that is taken, a store that is stale", (
+        "runtime/test_metrics.py::test_a_taken_port_is_refused_with_its_number_and_a_way_out",
+        f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again")),
+    29: ("ranks of other releases or with other options", (
+        f"{_INSIDE}ranks_of_another_release_do_not_mix", f"{_INSIDE}ranks_with_other_options_do_not_mix")),
+    30: ("ranks with other model files", (f"{_INSIDE}ranks_with_other_weights_do_not_mix",)),
+    31: ("wire messages that are short, long, replayed or damaged", (
+        f"{_FUZZ}the_frame_decoder_survives_any_bytes", f"{_WIRE}any_damaged_byte_of_head_or_body_is_seen",
+        f"{_WIRE}a_cut_message_is_refused", "wire/test_channel.py::test_repeated_and_lost_frames_are_refused")),
+    32: ("shards and tensors that are missing or of another shape", (
+        f"{_WEIGHTS}a_missing_shard_is_named", f"{_WEIGHTS}a_tensor_that_its_shard_lacks_is_named")),
+    33: ("safetensors that are cut short or damaged", (
+        f"{_WEIGHTS}a_corrupt_file_is_named", f"{_WEIGHTS}no_damage_to_a_header_gets_through",
+        "model/test_verify.py::test_a_flipped_bit_is_found")),
+    34: ("pickled weights", (f"{_WEIGHTS}pickled_weights_are_refused_with_a_way_out",)),
+    35: ("paths that leave the model directory", (
+        f"{_WEIGHTS}an_index_cannot_point_out_of_the_model", f"{_WEIGHTS}a_link_out_of_the_model_is_refused")),
+    36: ("code that comes with a model", (f"{_SUPPORT}custom_code_is_refused",)),
+    37: ("models that are not proven", (f"{_SUPPORT}what_is_not_proven_is_refused_with_what_is",)),
+    39: ("values that are not finite", (
+        f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),
+    40: ("no memory in mid-run", (
+        f"{_INSIDE}no_memory_once_costs_no_answer", "runtime/test_out_of_memory.py::test_there_is_no_third")),
+    41: ("a KV pool that decodes exhaust", (
+        "runtime/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),
+    42: ("pages that are lost or freed twice", (
+        "core/test_pages.py::test_giving_back_twice_fails_at_once",
+        "core/test_coordinator.py::test_drains_conserves_and_never_changes_an_output")),
+    43: ("one endless request among short ones", (
+        "core/test_policies.py::test_with_endless_newcomers_the_oldest_request_finishes_within_a_bound",)),
+    44: ("stages of unequal speed", ("report/test_advice.py::test_stages_of_unequal_speed_are_cut_anew",)),
+    45: ("clocks that differ", (
+        "trace/test_bubbles.py::test_clock_offsets_are_applied_and_interpolated",
+        "runtime/test_align.py::test_the_uncertainty_holds_where_one_way_takes_all_the_time")),
+    46: ("a run without a microbatch, or with one", (
+        "trace/test_summary.py::test_run_without_a_result_is_null_not_an_error",
+        "trace/test_summary.py::test_one_microbatch", f"{_RESUME}what_is_done_is_not_done_again")),
+    47: ("the same seed, cut and batched in other ways", (
+        "runtime/test_sampling_invariance.py::test_samples_do_not_depend_on_how_the_work_is_cut",
+        f"{_RESUME}a_job_that_is_killed_as_a_whole_goes_on")),
+    48: ("prompts in logs, open ports, readable outputs", (
+        f"{_SECURITY}prompts_are_in_no_log", f"{_SECURITY}nobody_outside_this_machine_can_connect",
+        f"{_SECURITY}what_is_left_is_private", "runtime/test_metrics.py::test_only_loopback_is_served")),
+}  # fmt: skip
+
+# Not made to happen by a test yet, with what there is.
+OPEN: dict[int, str] = {
+    25: "a network that swallows packets: on one machine SIGSTOP looks the same to a peer (24)",
+    27: "a rank that never comes: torch's own error after 300 s",
+    38: "a model hub that cannot be reached",
+}

@@ -1,0 +1,78 @@
+"""Makes one stage of a run fail from inside, where no signal or file can: on the PYTHONPATH of its processes.
+
+    SARATHI_PP_TEST_FAULT=stage=1:step=7:raise
+
+stage: whose process. step: of its microbatches, counted from 0. Then raise, hang or memory (no memory, the first time
+it computes that microbatch); `versions` makes it say that it is another release. Nothing of this is in the package.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+import time
+
+FAULT = os.environ.get("SARATHI_PP_TEST_FAULT", "")
+TARGET = "sarathi_pp.runtime.model_stage"
+
+
+def fail(what):
+    if what == "raise":
+        raise RuntimeError("injected into a layer")
+    if what == "hang":
+        while True:
+            time.sleep(1000)
+    if what == "memory":
+        import torch
+
+        raise torch.OutOfMemoryError("injected: out of memory")
+
+
+def spoil(module, step, what):
+    prepare, steps = module.ModelStage.prepare, []
+
+    def prepare_and_fail(self, microbatch):
+        compute, number = prepare(self, microbatch), len(steps)
+        steps.append([])
+
+        def compute_or_fail(hidden):
+            steps[number].append(hidden is None)
+            if number == step and len(steps[number]) == 1:
+                fail(what)
+            return compute(hidden)
+
+        return compute_or_fail
+
+    module.ModelStage.prepare = prepare_and_fail
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the module as everybody does, and spoils it once it is there."""
+
+    def __init__(self, step, what):
+        self.step, self.what = step, what
+
+    def find_spec(self, name, path, target=None):
+        if name != TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            spoil(module, self.step, self.what)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if FAULT:
+    stage, step, what = (part.rpartition("=")[2] for part in FAULT.split(":"))
+    if os.environ.get("RANK", "0") == stage:
+        if what == "versions":
+            import sarathi_pp
+
+            sarathi_pp.__version__ = "9.9.9"
+        else:
+            sys.meta_path.insert(0, Finder(int(step), what))

@@ -1,0 +1,110 @@
+"""A `generate` that is killed, stopped and gone on with, and what its output says afterwards."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.runtime.processes import COMMAND, Files, environment
+from tests.runtime.references import Tokens
+
+# What an answer is: the rest of a line tells of its times.
+Answers = dict[str, tuple[Tokens, str]]
+
+
+@dataclass
+class Started:
+    """A command that runs. family: it and all that it has started by now."""
+
+    process: subprocess.Popen[str]
+    files: Files
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        try:
+            first = psutil.Process(self.process.pid)
+            return [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def stage(self, rank: int) -> psutil.Process:
+        """The process of one stage, once it is there."""
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            for process in self.family:
+                try:
+                    if process.environ().get("RANK") == str(rank) and process.pid != self.process.pid:
+                        return process
+                except psutil.Error:
+                    continue
+            time.sleep(0.02)
+        raise AssertionError(f"stage {rank} is not there within 60 s")
+
+    def wait_for_lines(self, count: int) -> None:
+        deadline_s = time.monotonic() + 100
+        while num_lines(self.files.output) < count:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline_s, f"{num_lines(self.files.output)} of {count} lines within 100 s"
+            time.sleep(0.01)
+
+    def kill_all(self) -> None:
+        """As a machine that loses power: nobody can tell anybody."""
+        family = self.family
+        for process in family:
+            process.suspend()
+        for process in family:
+            process.kill()
+        self.process.communicate()
+        psutil.wait_procs(family, timeout=10)
+
+    def end(self, timeout_s: float = 100) -> str:
+        """What it has said by its end."""
+        return self.process.communicate(timeout=timeout_s)[1]
+
+
+@contextmanager
+def started(files: Files, model: Path, *options: str, front: Sequence[str] = COMMAND, **more: str) -> Iterator[Started]:
+    """front: what runs the command's options. more: additions to its environment."""
+    command = (*front, *files.options(model, "--quiet", *options))
+    process = subprocess.Popen(
+        command,
+        cwd=files.folder,
+        env={**environment(), **more},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run = Started(process, files)
+    family = [psutil.Process(process.pid)]
+    try:
+        yield run
+    finally:
+        family += run.family
+        for member in family:
+            if member.is_running():
+                member.send_signal(signal.SIGKILL)
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def answers(files: Files) -> Answers:
+    """By id, each of which has one line."""
+    found: Answers = {}
+    for line in files.output.read_text().splitlines():
+        row = json.loads(line)
+        assert row["id"] not in found, f"two lines for {row['id']}"
+        found[row["id"]] = (tuple(row["token_ids"]), row["finish_reason"])
+    return found

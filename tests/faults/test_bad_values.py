@@ -1,0 +1,105 @@
+"""Values that are not finite end the request that has them, with the stage where they began, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.model.families import write_checkpoint
+from tests.runtime.processes import COMMAND, Files, environment
+
+pytestmark = pytest.mark.timeout(120)
+
+POISON = 9
+# Of the same prompts, one with the token whose embedding is not finite, in its middle and at its end.
+CLEAN = [(3, 4, 5, 6), (5, 5, 5), (7, 8, 3, 4, 5), (4,), (6, 5, 4, 3, 3, 3)] * 6
+POISONED = {2: (3, POISON, 5), 9: (7, 3, POISON), 17: (POISON,)}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+def write_model(directory: Path) -> Path:
+    """A family whose head is not its embedding: a tied one would have the bad token in every row of logits.
+
+    The bad token's logit is 0, which is never the largest, so that no output has it by itself.
+    """
+    directory.mkdir()
+    write_checkpoint("mistral", directory)
+    spoil(directory, "lm_head.weight", POISON, 0.0)
+    return directory
+
+
+def spoil(model: Path, name: str, row: int | None, value: float) -> None:
+    """Overwrites a float32 tensor of the checkpoint, or one row of it, where it lies."""
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    entry = json.loads(data[8 : 8 + length])[name]
+    assert entry["dtype"] == "F32"
+    begin, end = (8 + length + offset for offset in entry["data_offsets"])
+    if row is not None:
+        width = (end - begin) // entry["shape"][0]
+        begin, end = begin + row * width, begin + (row + 1) * width
+    data[begin:end] = struct.pack("<f", value) * ((end - begin) // 4)
+    path.write_bytes(data)
+
+
+def generate(files: Files, model: Path, *options: str) -> list[dict]:
+    command = (*COMMAND, *files.options(model, "--quiet", "--overwrite", "--max-new-tokens", "8", "--ignore-eos"))
+    done = subprocess.run(
+        (*command, "--dtype", "float32", *options),
+        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode in (0, 3), done.stderr
+    return files.rows()
+
+
+def tokens(rows: list[dict]) -> dict[str, list[int]]:
+    return {row["id"]: row["token_ids"] for row in rows if "error" not in row}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_the_neighbours_are_unharmed(value, stages, model, tmp_path):
+    """Also those that get the pages which such a request has filled: the pool holds a handful of sequences."""
+    files = Files(tmp_path)
+    few = ("--stages", stages, "--max-num-seqs", "4", "--max-model-len", "16", "--kv-cache-memory", "64KiB")
+    files.write_prompts(CLEAN)
+    expected = tokens(generate(files, model, *few))
+    spoil(model, "model.embed_tokens.weight", POISON, value)
+    mixed = [POISONED.get(place, prompt) for place, prompt in enumerate(CLEAN)]
+    files.write_prompts(mixed)
+    rows = generate(files, model, *few, "--debug-nan")
+    bad = {str(place + 1) for place in POISONED}
+    assert tokens(rows) == {id: ids for id, ids in expected.items() if id not in bad}
+    for row in rows:
+        if row["id"] in bad:
+            assert row["error"]["code"] == "non_finite_logits"
+            assert "token 1 had NaN or infinite logits; stage 0 (rank 0) was the first" in row["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("model.layers.0.mlp.down_proj.weight", 0),
+        ("model.layers.{last}.mlp.down_proj.weight", 1),
+        ("lm_head.weight", 1),
+        ("model.norm.weight", 1),
+    ],
+)
+def test_the_first_bad_stage_is_named(name, stage, model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    spoil(model, name.format(last=config["num_hidden_layers"] - 1), None, float("nan"))
+    files = Files(tmp_path)
+    files.write_prompts(CLEAN[:3])
+    told = [row["error"]["message"] for row in generate(files, model, "--stages", "2", "--debug-nan")]
+    assert len(told) == 3 and all(f"stage {stage} (rank {stage}) was the first" in message for message in told)
+    untold = [row["error"]["message"] for row in generate(files, model, "--stages", "2")]
+    assert all("--debug-nan tells at which stage" in message for message in untold)

@@ -1,0 +1,159 @@
+"""Damaged bytes, by the hundred thousand: each is refused as what it is, or read as what it says."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
+from sarathi_pp.errors import ProtocolError, RowError
+from sarathi_pp.runtime.generation_config import GenerationDefaults
+from sarathi_pp.runtime.rows import LineError, is_plain_text, parse_line, read_lines
+from sarathi_pp.runtime.sink import encode_line
+from sarathi_pp.wire import codec
+from tests import thinning
+
+pytestmark = pytest.mark.timeout(600)
+
+# Messages of each kind, thinned.
+CASES = 1_000_000 if thinning.full else 60_000
+LIMIT = 4096
+
+EXTREMES = (0, 1, 255, 2**15, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1)
+
+
+def mutated(rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    """One of the seeds, changed in one to four places."""
+    data = bytearray(rng.choice(seeds))
+    for _ in range(rng.randint(1, 4)):
+        MUTATIONS[rng.randrange(len(MUTATIONS))](rng, data, seeds)
+    return bytes(data)
+
+
+def flip(rng: random.Random, data: bytearray, seeds: Sequence[bytes]) -> None:
+    if data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def set_number(rng: random.Random, data: bytearray, seeds: Sequence[bytes]) -> None:
+    width = rng.choice((1, 2, 4, 8))
+    if len(data) >= width:
+        at = rng.randrange(len(data) - width + 1)
+        data[at : at + width] = (rng.choice(EXTREMES) % 256**width).to_bytes(width, "little")
+
+
+def cut(rng: random.Random, data: bytearray, seeds: Sequence[bytes]) -> None:
+    if data:
+        begin = rng.randrange(len(data))
+        del data[begin : begin + rng.choice((1, 8, len(data)))]
+
+
+def insert(rng: random.Random, data: bytearray, seeds: Sequence[bytes]) -> None:
+    at = rng.randrange(len(data) + 1)
+    data[at:at] = rng.randbytes(rng.choice((1, 3, 8, 64)))
+
+
+def splice(rng: random.Random, data: bytearray, seeds: Sequence[bytes]) -> None:
+    other = rng.choice(seeds)
+    begin = rng.randrange(len(other) + 1)
+    at = rng.randrange(len(data) + 1)
+    data[at:] = other[begin:]
+
+
+def repeat(rng: random.Random, data: bytearray, seeds: Sequence[bytes]) -> None:
+    if data and len(data) < LIMIT:
+        begin = rng.randrange(len(data))
+        piece = data[begin : begin + rng.randint(1, 40)]
+        data[begin:begin] = piece * rng.choice((1, 2, 9))
+
+
+MUTATIONS: tuple[Callable[[random.Random, bytearray, Sequence[bytes]], None], ...] = (
+    flip, set_number, cut, insert, splice, repeat,
+)  # fmt: skip
+
+ROW = SamplingRow(130, 0.7, 5, 0.9, 0.0, 7)
+CHUNKS = (
+    Chunk(3, 0, 128, 2, False, (5, 6), (9, 10), None),
+    Chunk(1, 2, 129, 1, True, (4,), (), ROW),
+    Chunk(2, 0, 0, 3, False, (1, 2, 3), (0,), ROW),
+)
+FRAMES = (
+    codec.MicroBatchFrame(MicroBatch(7, CHUNKS, (4, 5), 1.5), (StageTime(7, 0.25),), ((3, 0),)),
+    codec.MicroBatchFrame(MicroBatch(0, (), (2,), 0.0)),
+    codec.ResultFrame(StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, True, 1)), (StageTime(6, 0.5),))),
+    codec.Heartbeat(12, True),
+    codec.Goodbye(),
+)
+
+
+def signed(message: bytes) -> bytes:
+    """With the checksum that belongs to it, so that what is behind the checksum is reached."""
+    head, data = struct.Struct("<4sHHQIQ"), bytearray(message)
+    if len(data) < codec.HEAD_BYTES:
+        return message
+    body = int.from_bytes(data[16:20], "little")
+    end = min(len(data), codec.HEAD_BYTES + body)
+    checksum = zlib.crc32(data[codec.HEAD_BYTES : end], zlib.crc32(data[: head.size]))
+    data[head.size : codec.HEAD_BYTES] = checksum.to_bytes(4, "little")
+    return bytes(data)
+
+
+def test_the_frame_decoder_survives_any_bytes() -> None:
+    rng = random.Random("frames")
+    seeds = [codec.encode(frame, number) for number, frame in enumerate(FRAMES)]
+    read = 0
+    for case in range(CASES):
+        message = mutated(rng, seeds)
+        try:
+            envelope = codec.decode(signed(message) if case % 4 else message)
+        except ProtocolError:
+            continue
+        read += 1
+        # What was read is what would be written: no second meaning of the same bytes.
+        again = codec.decode(codec.encode(envelope.frame, envelope.number))
+        assert repr(again.frame) == repr(envelope.frame)
+    # The fuzzer gets behind the checksum, and not only there.
+    assert CASES // 1000 < read < CASES
+
+
+LINES = (
+    {"id": "a", "prompt": "1+1=", "max_new_tokens": 5, "temperature": 0.5, "stop": ["\n", "x"]},
+    {"prompt_token_ids": [1, 2, 3, 250], "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True},
+    {"id": 12, "messages": [{"role": "user", "content": [{"type": "text", "text": "h\u00e9"}]}]},
+    {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions",
+     "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 3, "n": 1}},
+    {"custom_id": "r-2", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p", "logprobs": None}},
+)  # fmt: skip
+
+
+def test_the_input_reader_survives_any_bytes() -> None:
+    """And each line that is none has an error line that is one."""
+    rng = random.Random("lines")
+    texts = [json.dumps(line, ensure_ascii=rng.random() < 0.5).encode() + b"\n" for line in LINES]
+    seeds = [*texts, b"".join(texts), b"\xef\xbb\xbf" + texts[0], b'{"prompt": ' + b"[" * 300 + b"\r\n", b"1e999\n"]
+    defaults = GenerationDefaults({"temperature": 0.0})
+    asked = failed = lines = 0
+    while lines < CASES:
+        data = mutated(rng, seeds)
+        plain_text = rng.random() < 0.1
+        found = list(read_lines(io.BytesIO(data), LIMIT))
+        is_plain_text("-", found[0] if found else None)
+        for raw in found:
+            lines += 1
+            assert len(raw.data) <= max(LIMIT, 64 * 2**10)
+            try:
+                defaults.params(parse_line(raw, plain_text=plain_text, max_line_bytes=LIMIT).overrides)
+                asked += 1
+            except RowError as error:
+                failed += 1
+                name = error.id if isinstance(error, LineError) else "1"
+                line = encode_line({"id": name, "error": {"code": error.code, "message": error.message}})
+                assert line.count(b"\n") == 1 and json.loads(line)["error"]["code"] == error.code
+        lines += not found
+    assert min(asked, failed) > CASES // 100

@@ -1,0 +1,142 @@
+"""What goes wrong inside a stage: the message names the stage and the cause, all end in time, the code says what to do.
+
+Faults come from inject/sitecustomize.py, since nothing outside a process can make one of its layers fail.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.jobs import answers, started
+from tests.model.families import write_checkpoint
+from tests.runtime.processes import COMMAND, Files, environment
+
+pytestmark = pytest.mark.timeout(200)
+
+INJECT = Path(__file__).with_name("inject")
+STAGES = 3
+OPTIONS = ("--max-new-tokens", "8", "--ignore-eos", "--chunk-size", "32")
+PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(200)]
+# Twice the timeout that is asked for and what it takes to end, three times over.
+HANG_END_S = 3 * (2 * 2.0 + 5.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    write_checkpoint("llama", directory)
+    return directory
+
+
+@pytest.fixture
+def files(tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    return files
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    files = Files(tmp_path_factory.mktemp("undisturbed"))
+    files.write_prompts(PROMPTS)
+    with started(files, model, *OPTIONS) as run:
+        assert run.end() == "" and run.process.returncode == 0
+    return answers(files)
+
+
+def fault(stage: int, what: str, step: int = 7) -> dict[str, str]:
+    path = os.pathsep.join([str(INJECT), environment()["PYTHONPATH"]])
+    return {"PYTHONPATH": path, "SARATHI_PP_TEST_FAULT": f"stage={stage}:step={step}:{what}"}
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_an_exception_in_a_layer_is_shown_as_it_was(stage, files, model):
+    with started(files, model, *OPTIONS, "--stages", str(STAGES), **fault(stage, "raise")) as run:
+        run.stage(2)
+        family = run.family
+        said = run.end()
+        assert run.process.returncode == 70, said
+        assert not psutil.wait_procs(family, timeout=2)[1]
+    assert f"stage {stage} (rank {stage}) failed:\nTraceback" in said
+    assert said.count("RuntimeError: injected into a layer") == 1 and said.count("Traceback") == 1
+    assert files.exit_code() == 70
+    if files.output.exists():
+        assert len(answers(files)) < len(PROMPTS)
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_a_stage_that_hangs_is_named_and_shows_its_stacks(stage, files, model):
+    options = (*OPTIONS, "--stages", str(STAGES), "--peer-timeout", "2")
+    with started(files, model, *options, **fault(stage, "hang")) as run:
+        run.stage(2)
+        family = run.family
+        while not list(files.run.glob("attempt-0000/trace-*")):
+            time.sleep(0.05)
+        began_s = time.monotonic()
+        said = run.end()
+        assert time.monotonic() - began_s < HANG_END_S
+        assert run.process.returncode == 75, said
+        assert not psutil.wait_procs(family, timeout=2)[1]
+    assert f"stage {stage} (rank {stage}" in said and "it hangs, or --peer-timeout is too short" in said
+    # Its own threads, down to the line that does not return.
+    assert "most recent call first" in said and "sitecustomize.py" in said
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_no_memory_once_costs_no_answer(stage, files, model, undisturbed):
+    with started(files, model, *OPTIONS, "--stages", str(STAGES), **fault(stage, "memory")) as run:
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert "a stage had no memory for microbatch 7 at first; from here on at most 16 tokens a microbatch" in said
+    assert answers(files) == undisturbed
+
+
+def two_ranks(files: Files, models: tuple[Path, Path], options: tuple[tuple[str, ...], ...], **more: str) -> list[str]:
+    """What two ranks say, started by nobody's launcher, each with a model directory and options of its own."""
+    (files.folder / "meeting").mkdir(mode=0o700)
+    store = str(files.folder / "meeting" / "store")
+    processes = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        processes.append(
+            subprocess.Popen(
+                (*COMMAND, *files.options(models[rank], "--quiet", *options[rank])),
+                cwd=files.folder,
+                env={**environment(), **more, **place, "SARATHI_PP_STORE": store},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [2, 2], said
+    assert not files.output.exists()
+    return said
+
+
+def test_ranks_of_another_release_do_not_mix(files, model):
+    said = two_ranks(files, (model, model), ((), ()), **fault(1, "versions"))[0]
+    assert "sarathi_pp differs: rank 0 has 0.1.0, rank 1 has 9.9.9" in said
+
+
+def test_ranks_with_other_options_do_not_mix(files, model):
+    said = two_ranks(files, (model, model), ((), ("--chunk-size", "8")))[0]
+    assert "option chunk_size differs: rank 0 has None, rank 1 has 8" in said
+
+
+def test_ranks_with_other_weights_do_not_mix(files, model, tmp_path):
+    """The same shapes and sizes: only the values tell."""
+    other = tmp_path / "other"
+    other.mkdir()
+    write_checkpoint("llama", other, seed=1)
+    said = two_ranks(files, (model, other), ((), ()))[0]
+    assert "model differs: rank 0 has " in said

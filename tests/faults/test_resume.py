@@ -1,0 +1,255 @@
+"""A batch that is killed goes on where it was: in the end every row has the answer of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import thinning
+from tests.faults.jobs import Answers, answers, num_lines, started
+from tests.model.families import write_checkpoint
+from tests.runtime.processes import COMMAND, Files, console_script, environment, torchrun
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_ROWS = 600
+# Sampled: what a row draws must depend neither on the start in which it runs nor on the rows beside it.
+OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--dtype", "float32", "--chunk-size", "32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    write_checkpoint("llama", directory)
+    return directory
+
+
+def files_of(folder: Path) -> Files:
+    files = Files(folder)
+    files.write_prompts([tuple(range(3, 4 + row % 40)) for row in range(NUM_ROWS)])
+    return files
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    files = files_of(tmp_path_factory.mktemp("undisturbed"))
+    with started(files, model, *OPTIONS) as run:
+        assert run.end() == "" and run.process.returncode == 0
+    found = answers(files)
+    assert len(found) == NUM_ROWS
+    return found
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, undisturbed, tmp_path):
+    files = files_of(tmp_path)
+    moments = random.Random(f"moments {stages}")
+    lines = 0
+    for _ in range(3 if thinning.full else 2):
+        lines += moments.randrange(1, 120)
+        with started(files, model, *OPTIONS, "--stages", stages, "--resume") as run:
+            run.wait_for_lines(lines)
+            run.kill_all()
+        # As if it had been killed in the middle of a write, at some byte.
+        data = files.output.read_bytes()
+        files.output.write_bytes(data[: len(data) - moments.randrange(200)])
+        lines = num_lines(files.output)
+    with started(files, model, *OPTIONS, "--stages", "2" if stages == "1" else "1", "--resume") as run:
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert answers(files) == undisturbed
+    report = files.report()
+    assert (report["resumed"], report["requests"]) == ({"rows": lines, "failed": 0}, NUM_ROWS - lines)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_stage_that_is_killed_is_started_again(stage, model, undisturbed, tmp_path):
+    files = files_of(tmp_path)
+    with started(files, model, *OPTIONS, "--stages", "3", "--max-restarts", "1") as run:
+        run.wait_for_lines(40)
+        run.stage(stage).kill()
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert f"stage {stage} (rank {stage}) was killed by SIGKILL" in said
+    assert "a stage was lost: restart 1 of 1" in said
+    assert answers(files) == undisturbed
+    assert files.exit_code() == 0
+    assert sorted(path.name for path in files.run.glob("attempt-*")) == ["attempt-0000", "attempt-0001"]
+    assert files.report()["resumed"]["rows"] >= 40
+
+
+def test_stages_that_are_killed_at_random_moments_again_and_again(model, undisturbed, tmp_path):
+    files = files_of(tmp_path)
+    kills = 20 if thinning.full else 4
+    moments = random.Random("again and again")
+    with started(files, model, *OPTIONS, "--stages", "2", "--max-restarts", str(kills)) as run:
+        for _ in range(kills):
+            victim = run.stage(moments.randrange(2))
+            # From its start over its set-up into its work.
+            try:
+                victim.wait(moments.uniform(0.5, 7.0))
+            except psutil.TimeoutExpired:
+                victim.kill()
+            if run.process.poll() is not None:
+                break
+            victim.wait(30)
+        said = run.end(250)
+        assert run.process.returncode == 0, said
+    assert answers(files) == undisturbed
+
+
+def test_a_lost_stage_without_a_restart_is_75_and_can_be_resumed(model, undisturbed, tmp_path):
+    files = files_of(tmp_path)
+    with started(files, model, *OPTIONS, "--stages", "2") as run:
+        run.wait_for_lines(20)
+        run.stage(1).kill()
+        run.end()
+        assert (run.process.returncode, files.exit_code()) == (75, 75)
+    with started(files, model, *OPTIONS, "--stages", "2", "--resume") as run:
+        assert run.end() == "" and run.process.returncode == 0
+    assert (answers(files), files.exit_code()) == (undisturbed, 0)
+
+
+@pytest.mark.parametrize("earlier", [None, "--overwrite"])
+def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, model, undisturbed, tmp_path):
+    """Also where it was to replace an earlier output: not the part of it that it has written itself."""
+    files = files_of(tmp_path)
+    options = OPTIONS
+    if earlier:
+        files.output.write_text('{"id": "of another run"}\n')
+        options = (*OPTIONS, earlier)
+    front = torchrun(2, console_script(tmp_path))
+    front = (*front[:1], "--max-restarts", "1", *front[1:])
+    with started(files, model, *options, front=front) as run:
+        run.wait_for_lines(40)
+        run.stage(1).kill()
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert answers(files) == undisturbed
+    assert (files.exit_code(), files.report()["resumed"]["rows"] >= 40) == (0, True)
+
+
+def generate(files: Files, model: Path, *options: str) -> tuple[int, str]:
+    done = subprocess.run(
+        (*COMMAND, *files.options(model, "--quiet", *options)),
+        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.fixture(scope="module")
+def ended(model, tmp_path_factory):
+    """A small run that has ended."""
+    files = Files(tmp_path_factory.mktemp("ended"))
+    files.write_prompts([(5, 6), (7,), (8, 9, 10)])
+    assert generate(files, model, "--max-new-tokens", "4") == (0, "")
+    return files
+
+
+@pytest.fixture
+def finished(ended, tmp_path):
+    """The same for each test to go on with."""
+    return Files(shutil.copytree(ended.folder, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_another_question_is_refused_with_what_is_different(stages, finished, model):
+    before = finished.output.read_bytes()
+    code, said = generate(finished, model, "--resume", "--max-new-tokens", "5", "--seed", "1", "--stages", stages)
+    assert code == 2
+    assert "answers something else: seed was 0 and is 1; max_new_tokens was 4 and is 5; name another" in said
+    assert finished.output.read_bytes() == before
+    finished.write_prompts([(5, 6)])
+    assert "input was " in generate(finished, model, "--resume", "--max-new-tokens", "4")[1]
+    assert finished.output.read_bytes() == before
+
+
+def test_what_is_done_is_not_done_again(finished, model):
+    before = finished.output.read_bytes()
+    assert generate(finished, model, "--resume", "--max-new-tokens", "4") == (0, "")
+    assert finished.output.read_bytes() == before
+    report = finished.report()
+    assert (report["resumed"]["rows"], report["requests"], report["microbatches"]) == (3, 0, 0)
+
+
+def test_force_goes_on_with_other_parameters(finished, model):
+    with finished.input.open("a") as file:
+        file.write('{"prompt_token_ids": [11]}\n')
+    assert generate(finished, model, "--resume", "--force", "--max-new-tokens", "2") == (0, "")
+    assert [len(tokens) for tokens in finished.tokens()] == [4, 4, 4, 2]
+
+
+def test_without_a_run_json_nobody_knows_what_the_output_answers(finished, model):
+    (finished.run / "run.json").unlink()
+    code, said = generate(finished, model, "--resume", "--max-new-tokens", "4")
+    assert code == 2 and "run.json does not tell what" in said
+
+
+def test_errors_count_until_they_are_run_again(model, tmp_path):
+    files = Files(tmp_path)
+    files.input.write_text(
+        '{"id": "good", "prompt_token_ids": [5]}\n{"id": "long", "prompt_token_ids": [6, 7, 8, 9]}\n'
+    )
+    short = ("--max-new-tokens", "2", "--kv-cache-memory")
+    assert generate(files, model, "--max-model-len", "3", *short, "16MiB")[0] == 3
+    again = ("--resume", "--force", *short, "16MiB")
+    assert generate(files, model, *again)[0] == 3
+    assert {json.loads(line)["id"] for line in files.output.read_text().splitlines()} == {"good", "long"}
+    assert generate(files, model, "--retry-errors", *again) == (0, "")
+    assert set(answers(files)) == {"good", "long"}
+
+
+def test_a_stream_cannot_be_resumed(model, tmp_path):
+    files = Files(tmp_path)
+    command = (*COMMAND, "generate", "--model", str(model), "--input", "-", "--output", str(files.output), "--resume")
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), input="", capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "needs an --input that can be read again" in done.stderr
+    assert not files.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--resume", "--overwrite"), "give one of them"),
+        (("--retry-errors",), "give --resume too"),
+        (("--force",), "give --resume too"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(options, says, finished, model):
+    code, said = generate(finished, model, *options)
+    assert code == 2 and says in said
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_strict_refuses_a_file_with_a_bad_line_before_anything_runs(stages, model, tmp_path):
+    files = Files(tmp_path)
+    files.input.write_text('{"id": 1, "prompt_token_ids": [5]}\n{nonsense\n{"id": 1, "prompt_token_ids": [6]}\n')
+    code, said = generate(files, model, "--strict", "--stages", stages)
+    assert code == 65
+    assert "of 3 rows 2 cannot run: line 2: " in said and "line 3: id 1 is already that of line 1" in said
+    assert not files.output.exists() and not files.run.exists()
+    code, said = generate(files, model, "--stages", stages, "--max-new-tokens", "1")
+    assert code == 3 and said.count("of 3 rows 2 cannot run") == 1
+    assert len(files.output.read_text().splitlines()) == 3
+
+
+def test_two_starts_do_not_go_on_with_one_output(model, tmp_path):
+    files = files_of(tmp_path)
+    with started(files, model, *OPTIONS) as run:
+        run.wait_for_lines(1)
+        code, said = generate(files, model, *OPTIONS, "--resume")
+        assert code == 2 and "another run is using" in said
+        elsewhere = ("--run-dir", str(tmp_path / "elsewhere"))
+        code, said = generate(files, model, *OPTIONS, "--resume", "--force", *elsewhere)
+        assert code == 2 and "is being written by another run" in said
+        run.end()
+        assert run.process.returncode == 0
+    assert len(answers(files)) == NUM_ROWS

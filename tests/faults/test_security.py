@@ -1,0 +1,116 @@
+"""What a run on one machine shows to others: nothing. And what it leaves: private files."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.jobs import Started, started
+from tests.model.families import write_checkpoint
+from tests.runtime.processes import Files
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(6000)]
+OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--max-num-seqs", "16")
+LISTENING = "0A"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    write_checkpoint("llama", directory)
+    return directory
+
+
+def listeners(run: Started) -> list[str]:
+    """The addresses at which its processes listen, as the kernel writes them: in hexadecimal."""
+    inodes = set()
+    for process in run.family:
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            try:
+                target = descriptor.readlink().name
+            except OSError:
+                continue  # closed meanwhile
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{run.process.pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_nobody_outside_this_machine_can_connect(stages, model, tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    with started(files, model, *OPTIONS, "--stages", stages, "--metrics-port", "0") as run:
+        run.wait_for_lines(5)
+        found = listeners(run)
+        # The metrics, and what ranks connect to.
+        assert len(found) >= int(stages)
+        assert set(found) <= LOOPBACK, found
+
+
+def test_a_listener_on_every_interface_would_be_seen(tmp_path):
+    """The test above can fail."""
+
+    program = "import socket, sys; s = socket.create_server(('0.0.0.0', 0)); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        (sys.executable, "-c", program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert socket.inet_aton("0.0.0.0").hex() in listeners(Started(process, Files(tmp_path)))
+        process.communicate("")
+
+
+def test_what_is_left_is_private(model, tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    with started(files, model, *OPTIONS, "--stages", "2") as run:
+        run.wait_for_lines(5)
+        stores = {process.environ().get("SARATHI_PP_STORE") for process in run.family} - {None}
+        assert len(stores) == 1
+        assert stat.S_IMODE(Path(stores.pop()).parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(files.output.stat().st_mode) == 0o600
+        assert stat.S_IMODE(files.run.stat().st_mode) == 0o700
+
+
+def test_no_shared_memory_is_left(model, tmp_path):
+    before = set(Path("/dev/shm").iterdir())
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    with started(files, model, *OPTIONS, "--stages", "2") as run:
+        run.wait_for_lines(5)
+        family = run.family
+        run.stage(1).kill()
+        run.end()
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_prompts_are_in_no_log(model, tmp_path):
+    """Neither what is said nor what is traced holds a prompt's text or ids."""
+    files = Files(tmp_path)
+    secret = "61, 62, 63, 61, 60, 59"
+    files.input.write_text(f'{{"prompt_token_ids": [{secret}]}}\n{{"prompt_token_ids": [{secret}, 99999999]}}\n')
+    with started(files, model, *OPTIONS, "--stages", "2") as run:
+        said = run.end()
+        assert run.process.returncode == 3
+    texts = [said, *(path.read_text() for path in files.run.rglob("*") if path.is_file())]
+    assert len(texts) > 4
+    for text in texts:
+        assert "61, 62" not in text and "61,62" not in text

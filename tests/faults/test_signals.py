@@ -1,0 +1,154 @@
+"""A run that is told to stop finishes what runs, writes it down and says with its code that it can be gone on with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.jobs import Started, answers, started
+from tests.model.families import write_checkpoint
+from tests.runtime.processes import Files, console_script, torchrun
+
+pytestmark = pytest.mark.timeout(200)
+
+# Far more rows than a test lets finish.
+PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(6000)]
+NUM_TOKENS = 24
+OPTIONS = ("--max-new-tokens", str(NUM_TOKENS), "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32")
+# What is promised, three times over: a busy machine takes longer.
+PROMPT_END_S, SILENT_END_S = 3 * 5.0, 3 * 7.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    write_checkpoint("llama", directory)
+    return directory
+
+
+@pytest.fixture
+def files(tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    return files
+
+
+def expect_drained(run: Started, number: int, code: int) -> None:
+    """What had begun is answered, the rest is left for another start, nobody is left behind."""
+    found = answers(run.files)
+    report = run.files.report()
+    assert report["stopped_by"] == signal.Signals(number).name
+    assert report["completed"] == len(found) < len(PROMPTS)
+    assert all(len(tokens) == NUM_TOKENS for tokens, _ in found.values())
+    # No request had been given a microbatch and then up.
+    last = sorted(int(id) for id in found)
+    assert last == list(range(1, len(last) + 1))
+    assert run.files.exit_code() == code
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_what_runs_is_finished(number, code, stages, files, model):
+    with started(files, model, *OPTIONS, "--stages", stages) as run:
+        run.wait_for_lines(30)
+        family = run.family
+        run.process.send_signal(number)
+        began_s = time.monotonic()
+        said = run.end()
+        assert time.monotonic() - began_s < PROMPT_END_S
+        assert run.process.returncode == code, said
+        assert f"stopped by {signal.Signals(number).name}" in said and "Traceback" not in said
+        assert not psutil.wait_procs(family, timeout=1)[1]
+    expect_drained(run, number, code)
+
+
+def test_under_torchrun_too(files, model, tmp_path):
+    with started(files, model, *OPTIONS, front=torchrun(2, console_script(tmp_path))) as run:
+        run.wait_for_lines(30)
+        family = run.family
+        run.process.terminate()
+        run.end()
+        assert not psutil.wait_procs(family, timeout=1)[1]
+    expect_drained(run, signal.SIGTERM, 75)
+
+
+def test_a_signal_to_every_process_is_one_signal(files, model):
+    """As a batch system sends it to all processes of a job."""
+    with started(files, model, *OPTIONS, "--stages", "2") as run:
+        run.wait_for_lines(30)
+        for process in run.family[1:]:
+            process.send_signal(signal.SIGUSR1)
+        said = run.end()
+        assert run.process.returncode == 75, said
+    expect_drained(run, signal.SIGUSR1, 75)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_the_second_signal_ends_it_at_once(number, stages, files, model):
+    """Outputs so long that nobody would wait for their end. What is written by then is whole lines."""
+    options = ("--max-new-tokens", "100000", "--max-model-len", "512", "--ignore-eos", "--max-num-seqs", "16")
+    with started(files, model, *options, "--stages", stages) as run:
+        run.wait_for_lines(1)
+        run.process.send_signal(number)
+        time.sleep(0.5)
+        began_s = time.monotonic()
+        if run.process.poll() is None:
+            run.process.send_signal(number)
+        said = run.end()
+        assert time.monotonic() - began_s < PROMPT_END_S
+        assert run.process.returncode == (130 if number == signal.SIGINT else 75), said
+        assert "Traceback" not in said
+    assert len(answers(files)) >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, model):
+    with started(files, model, *OPTIONS, "--stages", "2") as run:
+        run.stage(1)
+        began_s = time.monotonic()
+        run.process.send_signal(number)
+        said = run.end()
+        assert time.monotonic() - began_s < PROMPT_END_S
+        assert run.process.returncode == (130 if number == signal.SIGINT else 75), said
+    assert not files.output.exists()
+
+
+def test_a_stage_that_is_silent_is_not_waited_for(files, model):
+    """The coordinator is blocked on a stage that is stopped, for a minute by its own timeout."""
+    with started(files, model, *OPTIONS, "--stages", "2") as run:
+        run.wait_for_lines(30)
+        silent = run.stage(1)
+        silent.suspend()
+        time.sleep(1)
+        began_s = time.monotonic()
+        run.process.terminate()
+        said = run.end()
+        assert time.monotonic() - began_s < SILENT_END_S
+        assert run.process.returncode == 75, said
+        assert "unfinished, was stopped by SIGTERM" in said
+        assert not silent.is_running()
+    assert len(answers(files)) >= 30
+
+
+def test_a_run_that_waits_for_its_input_ends_too(model, tmp_path):
+    files = Files(tmp_path)
+    os.mkfifo(files.input)
+    with started(files, model, *OPTIONS) as run:
+        with files.input.open("w") as stream:
+            stream.write('{"prompt_token_ids": [5]}\n')
+            stream.flush()
+            run.wait_for_lines(1)
+            began_s = time.monotonic()
+            run.process.terminate()
+            run.end()
+        assert time.monotonic() - began_s < PROMPT_END_S
+        assert run.process.returncode == 75
+    assert len(answers(files)) == 1

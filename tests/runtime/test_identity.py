@@ -1,0 +1,104 @@
+"""What two starts must have alike for their answers to belong into one file."""
+
+import json
+import shutil
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.model.support import check_model
+from sarathi_pp.runtime.generation_config import read_generation_config
+from sarathi_pp.runtime.identity import differences, identity_of, input_digest
+
+ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
+CONFIG = RunConfig(model=str(ADDER))
+
+
+@pytest.fixture
+def model(tmp_path):
+    return shutil.copytree(ADDER, tmp_path / "model")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "1+1="}\n')
+    return path
+
+
+def identity(model, prompts, config=CONFIG, **sampling):
+    defaults = read_generation_config(model).with_command(sampling)
+    return identity_of(config, check_model(model), defaults, model, str(prompts))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"stages": 2}, {"policy": "orca"}, {"chunk_size": 7}, {"max_num_seqs": 3}, {"inflight": 4}, {"page_size": 32}],
+)
+def test_what_changes_no_answer_may_change(change, model, prompts):
+    assert identity(model, prompts) == identity(model, prompts, replace(CONFIG, **change))
+
+
+def weights_trained_on(model):
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    (header,) = struct.unpack("<Q", data[:8])
+    for place in range(8 + header, len(data), 2):
+        data[place] ^= 1
+    path.write_bytes(data)
+
+
+def another_template(model):
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def another_end(model):
+    path = model / "generation_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "eos_token_id": [5, 7]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [(weights_trained_on, "model"), (another_template, "tokenizer"), (another_end, "eos_token_ids")]
+)
+def test_another_model_is_another_run(change, what, model, prompts):
+    before = identity(model, prompts)
+    change(model)
+    (found,) = differences(before, identity(model, prompts))
+    assert found.startswith(f"{what} was ")
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling", "says"),
+    [
+        ({"seed": 1}, {}, "seed was 0 and is 1"),
+        ({"dtype": "bfloat16"}, {}, "dtype was float32 and is bfloat16"),
+        ({"max_model_len": 16}, {}, "max_model_len was "),
+        ({}, {"max_new_tokens": 5}, "max_new_tokens was "),
+        ({}, {"temperature": 0.5}, "temperature was 0.0 and is 0.5"),
+        ({}, {"stop": ["x"]}, 'stop was nothing and is ["x"]'),
+    ],
+)
+def test_other_parameters_are_another_run(config, sampling, says, model, prompts):
+    changed = identity(model, prompts, replace(CONFIG, **config), **sampling)
+    (found,) = differences(identity(model, prompts), changed)
+    assert found.startswith(says)
+
+
+def test_another_input_is_another_run(model, prompts):
+    before = identity(model, prompts)
+    prompts.write_text('{"prompt": "1+2="}\n')
+    (found,) = differences(before, identity(model, prompts))
+    assert found.startswith("input was ")
+
+
+def test_a_stream_has_no_digest():
+    assert input_digest("-") == input_digest("/dev/null") == "a stream"
+
+
+def test_what_the_run_json_holds_is_compared_as_it_was(model, prompts):
+    found = identity(model, prompts, temperature=0.25)
+    assert differences(json.loads(json.dumps(found)), found) == []

@@ -1,0 +1,162 @@
+"""What a journal makes of what an earlier start has left: nothing lost, nothing answered twice, nobody else's file."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sarathi_pp.errors import ConfigError, InputError, OutputError
+from sarathi_pp.runtime.journal import Done, Journal
+from sarathi_pp.runtime.sink import encode_line
+from tests.thinning import examples
+
+
+def answer(id: object) -> bytes:
+    return encode_line({"id": id, "text": "a\u2028b", "token_ids": [1, 2], "finish_reason": "stop"})
+
+
+def openai(id: object, line: int, code: str | None = None) -> bytes:
+    error = {"code": code, "message": "m"} if code else None
+    return encode_line({"id": f"batch_req_{line}", "custom_id": id, "response": None, "error": error})
+
+
+def failed(id: object, code: str = "invalid_json") -> bytes:
+    return encode_line({"id": id, "error": {"code": code, "message": "line 3: no"}})
+
+
+def resumed(path: Path, **options: bool) -> Done:
+    journal = Journal.open(str(path), "resume", **options)
+    journal.close()
+    return journal.done
+
+
+def test_what_is_there_is_done_and_goes_on(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer("a") + failed(["b", 1]) + openai("c", 3) + openai("a", 4, "duplicate_id"))
+    journal = Journal.open(str(path), "resume")
+    done = journal.done
+    assert (done.num_rows, done.num_errors) == (4, 2)
+    assert done.take("a", first=True) and not done.take("a", first=True)
+    assert done.take("a", first=False) and not done.take("a", first=False)
+    assert done.take(["b", 1], first=True) and done.take("c", first=True)
+    assert not done.take("batch_req_3", first=True) and not done.take("d", first=True)
+    before = path.read_bytes()
+    journal.append(answer("d"))
+    journal.close()
+    assert path.read_bytes() == before + answer("d")
+
+
+def test_ids_are_told_apart_by_type(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"".join(map(answer, [1, "1", True, 1.5])))
+    done = resumed(path)
+    assert [done.take(id, first=True) for id in (1.0, False, 1, "1", True, 1.5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(data=st.data(), ids=st.lists(st.text() | st.integers(), unique=True, min_size=1, max_size=4))
+def test_a_kill_at_any_byte_loses_at_most_the_torn_line(data, ids, tmp_path_factory):
+    lines = [failed(id) if data.draw(st.booleans()) else answer(id) for id in ids]
+    whole = b"".join(lines)
+    cut = data.draw(st.integers(0, len(whole)))
+    path = tmp_path_factory.mktemp("journal") / "out.jsonl"
+    path.write_bytes(whole[:cut])
+    done = resumed(path)
+    kept = whole[:cut].count(b"\n")
+    assert path.read_bytes() == b"".join(lines[:kept])
+    assert [done.take(id, first=True) for id in ids] == [number < kept for number in range(len(ids))]
+
+
+def test_zeros_that_a_crash_has_left_are_no_line(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer("a") + bytes(700))
+    assert resumed(path).num_rows == 1
+    assert path.read_bytes() == answer("a")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a letter\n", b"a letter without an end", b'{"id": 1\n', b"[1]\n", b'{"text": "no id"}\n', b"\xff\n", b"\n{}\n"],
+)
+@pytest.mark.parametrize("before", [b"", answer("a")])
+def test_what_no_run_wrote_is_left_alone(content, before, tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(before + content)
+    with pytest.raises(InputError, match="cannot be resumed"):
+        Journal.open(str(path), "resume")
+    assert path.read_bytes() == before + content
+
+
+def test_two_answers_for_one_id_are_not_gone_on_with(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer("a") + answer("a"))
+    with pytest.raises(InputError, match="line 2 .* second one for its id"):
+        Journal.open(str(path), "resume")
+
+
+def test_errors_are_run_again_where_that_is_asked_for(tmp_path):
+    """But a row with an earlier row's id stays an error whenever it is run."""
+    path = tmp_path / "out.jsonl"
+    twice = failed("a", "duplicate_id")
+    path.write_bytes(answer("a") + failed("b") + twice + answer("c") + b'{"id":"d')
+    journal = Journal.open(str(path), "resume", retry_errors=True)
+    done = journal.done
+    assert (done.num_rows, done.num_errors) == (3, 1)
+    assert not done.take("b", first=True) and done.take("a", first=False)
+    journal.append(answer("b"))
+    with pytest.raises(ConfigError, match="another run"):  # the file that took its place is locked like it
+        Journal.open(str(path), "resume")
+    journal.close()
+    assert path.read_bytes() == answer("a") + twice + answer("c") + answer("b")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+def test_without_errors_nothing_is_copied(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer("a"))
+    inode = path.stat().st_ino
+    assert resumed(path, retry_errors=True).num_rows == 1
+    assert path.stat().st_ino == inode
+
+
+def test_a_full_disk_while_errors_are_taken_out_leaves_all_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer("a") + failed("b"))
+
+    def full(old: str, new: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OutputError, match="No space left"):
+        Journal.open(str(path), "resume", retry_errors=True)
+    assert path.read_bytes() == answer("a") + failed("b")
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+    assert resumed(path).num_rows == 2  # and it is not locked
+
+
+def test_a_new_journal_answers_nothing(tmp_path):
+    path = tmp_path / "out.jsonl"
+    assert resumed(path).num_rows == 0
+    path.write_bytes(answer("a"))
+    with pytest.raises(ConfigError, match="--resume, or replace"):
+        Journal.open(str(path))
+    Journal.open(str(path), "replace").close()
+    assert path.read_bytes() == b""
+
+
+def test_an_answer_is_what_a_sink_writes(tmp_path):
+    """The tests above make lines of their own."""
+    for line in (answer("x"), failed("x"), openai("x", 1)):
+        assert line.startswith(b'{"id":') and json.loads(line)

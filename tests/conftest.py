@@ -5,6 +5,7 @@ one that fails is found by whoever runs the tests at home, not by luck on anothe
 """
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -17,6 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     thinning.full = config.getoption("--full")
     fixed = bool(os.environ.get("CI"))
     # No deadline: on a busy machine an example takes as long as it takes.

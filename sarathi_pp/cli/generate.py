@@ -179,6 +179,8 @@ def generate(**options: Any) -> int:
         console, quiet=options["quiet"], as_json=options["as_json"], metrics_port=options["metrics_port"]
     )
     restarts = options["max_restarts"]
+    if restarts and "-" in (job.input_path, job.output_path):
+        raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
     if place is None and (job.config.stages > 1 or restarts):
         return _launch(job, display, restarts)
     if place is not None and place.store is None and restarts:
@@ -206,7 +208,7 @@ def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
     check_weights(job)
     code = launch(job.config.stages, sys.argv[1:], display.error, max_restarts=max_restarts)
     if code:
-        run_dir.write_exit_code(code)
+        run_dir.write_end(code)
     return code
 
 

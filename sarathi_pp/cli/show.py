@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import click
@@ -16,7 +16,10 @@ from sarathi_pp.runtime.snapshot import Snapshot
 
 
 class BatchDisplay:
-    """Human text goes to the console on standard error; only the JSON document to standard output."""
+    """Human text goes to the console on standard error; only the JSON document to standard output.
+
+    A terminal that was closed ends no run: what cannot be shown is not.
+    """
 
     def __init__(self, console: Console, *, quiet: bool, as_json: bool, metrics_port: int | None) -> None:
         self._console = console
@@ -25,10 +28,12 @@ class BatchDisplay:
         self._as_json = as_json
 
     def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):
+            self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
-        click.echo(text.rstrip(), err=True)
+        with suppress(OSError):
+            click.echo(text.rstrip(), err=True)
 
     @contextmanager
     def progress(self, num_stages: int) -> Iterator[Callable[[Snapshot], None]]:
@@ -47,12 +52,14 @@ class BatchDisplay:
 
             def show(snapshot: Snapshot) -> None:
                 for watch in watchers:
-                    watch(snapshot)
+                    with suppress(OSError):
+                        watch(snapshot)
 
             yield show
 
     def report(self, report: dict[str, Any]) -> None:
         if not self._quiet:
-            self._console.print(render(report))
+            with suppress(OSError):
+                self._console.print(render(report))
         if self._as_json:
             click.echo(json.dumps(report))

@@ -95,6 +95,11 @@ class Coordinator:
         return len(self._inflight)
 
     @property
+    def num_issued(self) -> int:
+        """Microbatches so far: the index of the next one."""
+        return self._next_index
+
+    @property
     def unfinished(self) -> bool:
         return bool(self._waiting or self._running or self._inflight)
 

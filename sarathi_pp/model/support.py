@@ -18,8 +18,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Dynamic and longrope rotate by the longest position of the whole batch, so a sequence's result would depend
 # on its batch mates; the others are fixed tables.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Of each weight file, for the fingerprint.
-_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
+# Of each tensor, for the fingerprint.
+_SAMPLE_BYTES = 256
 # No kernel here computes in float64; float32 holds what a language model's weights have to say.
 _DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -198,17 +198,18 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _fingerprint(directory: Path, checkpoint: Checkpoint) -> str:
-    """Over config.json and every weight file's name, header, size and some of its blocks.
+    """Over config.json, every weight file's name, header and size, and some bytes from the middle of every tensor.
 
-    Training changes all values, so that blocks which are cheap to read tell; a single changed value may be missed.
+    Training changes all values of a tensor, so that few tell; a single changed value is missed.
     """
     digest = hashlib.sha256(safe_path(directory, "config.json").read_bytes())
     for name, header in sorted(checkpoint.headers.items()):
         file = safe_path(directory, name)
         size = file.stat().st_size
         digest.update(b"%d %d %d\n" % (len(name.encode()), len(header), size) + name.encode() + header)
+        stored = sorted((entry.begin, entry.num_bytes) for entry in checkpoint.tensors.values() if entry.file == file)
         with file.open("rb") as stream:
-            for block in range(_SAMPLED_BLOCKS):
-                stream.seek(block * size // _SAMPLED_BLOCKS)
-                digest.update(stream.read(_BLOCK_BYTES))
+            for begin, num_bytes in stored:
+                stream.seek(begin + num_bytes // 2)
+                digest.update(stream.read(min(_SAMPLE_BYTES, num_bytes - num_bytes // 2)))
     return digest.hexdigest()

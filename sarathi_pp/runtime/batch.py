@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.policy import wants_paragraphs
-from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, SarathiError, StoppedError
+from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults
@@ -25,6 +25,7 @@ from sarathi_pp.runtime.preflight import (
     check_lines,
     check_weights,
     follow,
+    is_restart,
     open_model,
     preflight,
     run_directory,
@@ -59,10 +60,14 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     analyse: makes the report of the run's traces.
     """
     rank = place or Place()
-    job = as_restarted(job, rank)
+    again = is_restart(job, rank)
+    ended = run_directory(job).read_exit_code() if again else None
+    if ended is not None and ended != PeerLostError.exit_code:
+        return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
     try:
+        job = as_restarted(job, rank)
         checked = preflight(job) if rank.rank == 0 else follow(job)
-        if rank.store is None:  # else our launcher has done it
+        if rank.store is None and not again:  # else our launcher, or the first start, has done it
             if rank.rank == 0:
                 check_lines(job, display.warn)
             if rank.local_rank == 0:
@@ -74,8 +79,12 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
         raise
     with ExitStack() as held:
         if rank.rank == 0:
-            keep = job.start == "resume" or rank.restart > 0
-            claimed = RunDirectory.claim(checked.run_dir.path, overwrite=job.start == "replace", resume=keep)
+            claimed = RunDirectory.claim(
+                checked.run_dir.path,
+                overwrite=job.start == "replace",
+                resume=job.start == "resume" or again,
+                job=rank.job,
+            )
             checked = replace(checked, run_dir=held.enter_context(claimed))
             for warning in checked.warnings:
                 display.warn(warning)
@@ -97,7 +106,7 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
             return EXIT_OK
         display.report(report)
         if report["stopped_by"] is not None:
-            display.warn(f"stopped by {report['stopped_by']}: the same command with --resume answers the rest")
+            display.warn(f"stopped by {report['stopped_by']}; with --resume a file of rows is gone on with")
             return StoppedError.by(Signal[report["stopped_by"]], "the run").exit_code
         return EXIT_ROWS_FAILED if report["failed"] or report["resumed"]["failed"] else EXIT_OK
 

@@ -44,7 +44,8 @@ _IDLE_WAIT_S = 1.0
 _ARRIVAL_CHECK_S = 0.005
 # How often it looks for a signal while only a result can help.
 _SIGNAL_CHECK_S = 0.2
-# Told to stop, it gives up what is in flight where no result has come for so long.
+# Told to stop, it gives up what is in flight where no result has come for so long, and for three times as long as the
+# longest wait for one before.
 _SILENT_S = 5.0
 
 
@@ -107,6 +108,8 @@ class Engine:
         self._observed_compute_s = self._stage_compute_s
         self._first_issue_s = math.inf
         self._last_result_s = 0.0
+        self._longest_wait_s = 0.0  # between two results
+        self._shrunk_at = 0  # microbatches from here on were issued after it
         self._chunks_inflight: deque[int] = deque()  # prefill chunks of each microbatch in flight
         self._chunks_done = 0
 
@@ -122,11 +125,11 @@ class Engine:
             if told is not None:
                 if before is None:
                     self._withdraw(source)
-                if self._clock.now() > min(told.until_s, max(told.at_s, self._last_result_s) + _SILENT_S):
-                    unfinished = self._coordinator.num_running
-                    raise StoppedError.by(told.number, f"the run, with {unfinished} requests unfinished,")
             self._admit(source, sink)
             self._collect(sink, timeout_s=0)
+            if told is not None and self._coordinator.unfinished and self._clock.now() > self._given_up_s(told):
+                unfinished = self._coordinator.num_running
+                raise StoppedError.by(told.number, f"the run, with {unfinished} requests unfinished,")
             if self._issue():
                 continue
             if self._coordinator.num_inflight:
@@ -150,6 +153,10 @@ class Engine:
         self._tell(force=True)
         self._runner.close()
         self._results.close()
+
+    def _given_up_s(self, told: Asked) -> float:
+        """When no more results are waited for."""
+        return min(told.until_s, max(told.at_s, self._last_result_s) + max(_SILENT_S, 3 * self._longest_wait_s))
 
     def _withdraw(self, source: Source) -> None:
         source.close()
@@ -208,14 +215,16 @@ class Engine:
             total + time.seconds for total, time in zip(self._stage_compute_s, result.stage_times, strict=True)
         )
         self._chunks_done += self._chunks_inflight.popleft()
+        self._longest_wait_s = max(self._longest_wait_s, arrived_s - max(self._last_result_s, self._first_issue_s))
         self._last_result_s = self._token_s = arrived_s
         for completion in self._coordinator.complete(result):
             self._finish(completion, arrived_s, sink)
-        if result.short:
+        if result.short and result.index >= self._shrunk_at:
             limits = self._coordinator.shrink()
+            self._shrunk_at = self._coordinator.num_issued
             self._warn(
-                f"a stage had no memory for microbatch {result.index} at first; from here on at most "
-                f"{limits.chunk_size} tokens a microbatch and {limits.max_num_seqs} running sequences"
+                f"a stage had no memory for microbatch {result.index} at first; from here on chunks of "
+                f"{limits.chunk_size} tokens, where the policy has any, and {limits.max_num_seqs} running sequences"
             )
         self._tell(force=False)
 

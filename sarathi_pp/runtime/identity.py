@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from sarathi_pp.config import RunConfig
@@ -31,9 +32,10 @@ def identity_of(
         "dtype": facts.dtype if config.dtype == "auto" else config.dtype,
         "max_model_len": str(facts.max_model_len(config.max_model_len)),
         "input": input_digest(input_path),
+        "input_name": Path(input_path).suffix.lower(),  # which may say that it is plain text
         "seed": str(config.seed),
         "eos_token_ids": json.dumps(sorted(defaults.eos_token_ids)),
-        **{name: json.dumps(value) for name, value in sorted(defaults.sampling.items())},
+        **{name: json.dumps(value) for name, value in asdict(defaults.params({})).items() if name != "seed"},
     }
 
 

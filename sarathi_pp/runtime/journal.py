@@ -79,7 +79,7 @@ def holds_anything(path: str) -> bool:
 
 
 class Journal:
-    """A file, pipe or device that lines are appended to; a file is locked against other runs and has mode 0600.
+    """A file, pipe or device that lines are appended to; a file is locked against other runs, a new one has mode 0600.
 
     done: what it already answers; nothing unless it was opened to resume.
     """
@@ -104,6 +104,8 @@ class Journal:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return cls(path, fd, Done())
             _lock(fd, path)
+            if not os.path.samestat(os.fstat(fd), os.stat(path)):  # another run has just put another file in its place
+                raise ConfigError(f"--output {path} is being written by another run; name another file")
             done = Done()
             if start == "resume":
                 done = _repair(path, fd)
@@ -112,8 +114,10 @@ class Journal:
             else:
                 os.ftruncate(fd, 0)
             _sync_folder(path)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError) and not isinstance(error, OutputError):
+                raise OutputError(f"--output {path} cannot be gone on with: {error}") from error
             raise
         return cls(path, fd, done)
 
@@ -191,9 +195,11 @@ def _is_torn(data: bytes) -> bool:
 def _without_errors(path: str, fd: int) -> tuple[int, Done]:
     """The journal replaced, in one step, by one without errors of rows that may run again; the old one is closed."""
     done = Done()
+    path = os.path.realpath(path)  # where it is a link, that stays one
     partial = f"{path}.{secrets.token_hex(8)}.part"
     new = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
+        os.fchmod(new, stat.S_IMODE(os.fstat(fd).st_mode))
         _lock(new, path)
         with open(path, "rb") as stream, open(new, "wb", closefd=False) as copy:
             for data, line in _parsed(stream):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sarathi_pp.errors import PeerLostError, StoppedError
-from sarathi_pp.runtime.place import RESTART_VARIABLE, STORE_VARIABLE, Place, heeded_mark
+from sarathi_pp.runtime.place import RESTART_VARIABLE, STORE_VARIABLE, Place, heeded_mark, stopped_mark
 from sarathi_pp.runtime.signals import DRAIN_S
 from sarathi_pp.trace.clock import SystemClock
 
@@ -34,18 +34,20 @@ Process = subprocess.Popen[bytes]
 class Workers:
     """The ranks [first_rank, world_size) of one run, as processes of this one.
 
-    restart: how often the run was started before, each time with a store of its own.
+    restart: how often the run was started before, each time with a store of its own. told_to_stop: whether rank 0 got a
+    signal that was none of ours.
     """
 
     def __init__(self, store: Path, world_size: int, *, first_rank: int = 0, restart: int = 0) -> None:
-        self._store = store
+        self.store = store
         self._world_size = world_size
         self._first_rank = first_rank
         self._restart = restart
+        self.told_to_stop = False
         self._processes: dict[int, Process] = {}
 
     def place(self, rank: int) -> Place:
-        return Place(rank, self._world_size, rank, self._world_size, store=str(self._store))
+        return Place(rank, self._world_size, rank, self._world_size, store=str(self.store))
 
     def start(self, arguments: Sequence[str]) -> None:
         """Run `sarathi-pp ARGUMENTS` as every rank."""
@@ -72,7 +74,7 @@ class Workers:
             if any(code for code in codes.values()) or None not in codes.values():
                 break
             if noted and told_s is None:
-                if not heeded_mark(self._store).exists():
+                if not heeded_mark(self.store).exists():
                     return None
                 told_s = clock.now()
                 self._processes[self._first_rank].send_signal(noted[0])
@@ -86,6 +88,7 @@ class Workers:
                 return None
             clock.sleep(_POLL_S)
             codes = self._codes()
+        self.told_to_stop = stopped_mark(self.store).exists()  # by others: what follows is a signal of ours
         self.stop()
         for rank, code in codes.items():
             if code is not None and code < 0:
@@ -99,9 +102,14 @@ class Workers:
         return {rank: process.poll() for rank, process in self._processes.items()}
 
     def stop(self) -> None:
-        """None of them is left when this returns, but one that not even SIGKILL ends, stuck inside the kernel."""
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            running = [process for process in self._processes.values() if process.poll() is None]
+        """None of them is left when this returns, but one that not even SIGKILL ends, stuck inside the kernel.
+
+        Rank 0 may have lines to write, and is asked. The others hold nothing: they heed no other signal, so that one to
+        all of a job's processes is rank 0's affair.
+        """
+        for ranks, how in (({0}, signal.SIGTERM), (self._processes.keys(), signal.SIGKILL)):
+            running = [self._processes[rank] for rank in ranks & self._processes.keys()]
+            running = [process for process in running if process.poll() is None]
             for process in running:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, how)
@@ -114,7 +122,7 @@ class Workers:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
-            STORE_VARIABLE: str(self._store),
+            STORE_VARIABLE: str(self.store),
             RESTART_VARIABLE: str(self._restart),
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(threads)),
         }
@@ -133,7 +141,8 @@ def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None]
                 code = workers.wait(say, noted)
             finally:
                 workers.stop()
-            if code != PeerLostError.exit_code or noted or restart == max_restarts:
+            stopped = bool(noted) or workers.told_to_stop
+            if code != PeerLostError.exit_code or stopped or restart == max_restarts:
                 break
             say(f"a stage was lost: restart {restart + 1} of {max_restarts}")
     if noted and code in (None, PeerLostError.exit_code):

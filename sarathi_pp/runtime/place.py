@@ -24,6 +24,7 @@ class Place:
     local_world_size: int = 1
     store: str | None = None
     restart: int = 0  # how often the run was started before
+    job: str = ""  # the same for all starts of one launcher or agent, and no other's
 
     @property
     def under_torchrun(self) -> bool:
@@ -53,14 +54,34 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
             store=environment.get(STORE_VARIABLE),
             restart=int(environment.get(RESTART_VARIABLE, "0")),
+            job=_job(environment),
         )
     except ValueError as error:
         raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from None
 
 
+def _job(environment: Mapping[str, str]) -> str:
+    """By our launcher's directory, or by torchrun's agent, which is this process's parent."""
+    store = environment.get(STORE_VARIABLE)
+    if store is not None:
+        return str(Path(store).parent)
+    parent = os.getppid()
+    try:
+        # The time at which it started, since numbers of processes come again: field 22, behind a name in brackets.
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        started = ""
+    return f"{environment.get('TORCHELASTIC_RUN_ID', '')} {os.uname().nodename} {parent} {started}"
+
+
 def heeded_mark(store: str | Path) -> Path:
     """The file that is there once rank 0, started by our launcher, heeds signals."""
     return Path(f"{store}.heeded")
+
+
+def stopped_mark(store: str | Path) -> Path:
+    """The file that is there once a signal has ended what our launcher started, and not a lost stage."""
+    return Path(f"{store}.stopped")
 
 
 def inherited(additions: Mapping[str, str]) -> dict[str, str]:

@@ -126,9 +126,24 @@ def check_weights(job: BatchJob) -> None:
         verify_weights(find_model(job.config.model))
 
 
+def is_restart(job: BatchJob, place: Place) -> bool:
+    """Whether the run directory is that of an earlier start of this very job."""
+    return place.restart > 0 and run_directory(job).is_of(place.job)
+
+
 def as_restarted(job: BatchJob, place: Place) -> BatchJob:
-    """A run that is started again goes on with what it has answered, however it was started at first."""
+    """A run that is started again goes on with what it has answered, however it was started at first.
+
+    Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
+    """
     if place.restart == 0 or job.start == "resume":
+        return job
+    if not is_restart(job, place):
+        if job.start == "replace" and holds_anything(job.output_path):
+            raise ConfigError(
+                f"a restart does not replace {job.output_path}: it may be what this job has answered before it was "
+                f"lost; start it again with --resume or with --overwrite"
+            )
         return job
     if (run_directory(job).read_run() or {}).get("identity") is not None:
         return replace(job, start="resume")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
-from sarathi_pp.runtime.place import Place, heeded_mark
+from sarathi_pp.runtime.place import Place, heeded_mark, stopped_mark
 from sarathi_pp.runtime.preflight import Preflight
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.signals import Signals
@@ -38,11 +38,17 @@ def run_rank(
     if place.store is not None:
         watchdog.follow_parent()
     launched = place.store is not None and place.rank > 0
-    signals = Signals(f"stage {place.rank} (rank {place.rank})", watchdog.end_within, launched=launched)
-    with signals.heeded():
-        if place.store is not None and place.rank == 0:
-            heeded_mark(place.store).touch()
-        return _run_heeded(checked, place, watchdog, lambda this: drive(this, signals), located, analyse)
+    where = f"stage {place.rank} (rank {place.rank})"
+    signals = Signals(where, watchdog.end_within, launched=launched, hurried=place.under_torchrun)
+    try:
+        with signals.heeded():
+            if place.store is not None and place.rank == 0:
+                heeded_mark(place.store).touch()
+            return _run_heeded(checked, place, watchdog, lambda this: drive(this, signals), located, analyse)
+    finally:
+        watchdog.close()
+        if place.store is not None and signals.asked() is not None:
+            stopped_mark(place.store).touch()
 
 
 def _run_heeded(
@@ -102,6 +108,7 @@ def end(work: Callable[[], int], place: Place, say: Callable[[str], None], note:
     A rank among others that ends by an error does not come back from here: its communication threads are still
     inside gloo, and an interpreter that is torn down under them aborts.
     """
+    message = ""
     try:
         code = work()
         note(code)
@@ -112,13 +119,14 @@ def end(work: Callable[[], int], place: Place, say: Callable[[str], None], note:
         code = error.exit_code  # whoever read our output has left, and needs no message
     except SarathiError as error:
         code = error.exit_code
-        if place.rank == 0 or not error.agreed:
-            say(f"{type(error).__name__}: {error}")
+        message = f"{type(error).__name__}: {error}" if place.rank == 0 or not error.agreed else ""
     except Exception:
         code = SarathiError.exit_code
         where = f"stage {place.rank} (rank {place.rank}) failed:\n" if place.world_size > 1 else ""
-        say(where + traceback.format_exc())
+        message = where + traceback.format_exc()
     try:
+        if message:
+            say(message)
         note(code)
     finally:
         if place.world_size > 1:

@@ -4,6 +4,7 @@ RUN/run.json                                      resolved configuration, versio
 RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace a stage, one directory a start
 RUN/report.json                                   the figures of the last attempt
 RUN/exit_code                                     how it ended: torchrun itself returns 1 for any failure
+RUN/job                                           who started it, so that a restart knows its own
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
 from sarathi_pp.runtime.whole_file import write_whole
 from sarathi_pp.trace.recorder import trace_name
 
-_ENTRY = re.compile(r"run\.json|report\.json|exit_code|\..*\.part|attempt-\d{4,}")
+_ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d{4,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,11 @@ class RunDirectory:
 
     @classmethod
     @contextmanager
-    def claim(cls, path: Path, *, overwrite: bool, resume: bool = False) -> Iterator[RunDirectory]:
+    def claim(cls, path: Path, *, overwrite: bool, resume: bool = False, job: str = "") -> Iterator[RunDirectory]:
         """A fresh directory, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
 
         resume: or an earlier run's with its traces, to which this start adds its own; how that one ended is removed.
+        job: who starts it; empty where nobody would start it again.
         Raises ConfigError, also where another run has it, or OutputError.
         """
         cls.check(path, overwrite=overwrite, resume=resume)
@@ -74,7 +76,10 @@ class RunDirectory:
                 path.chmod(0o700)
             except OSError as error:
                 raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
-            yield cls(path, max(attempts, default=-1) + 1)
+            claimed = cls(path, max(attempts, default=-1) + 1)
+            if job:
+                claimed._write("job", job + "\n")
+            yield claimed
 
     def joining(self, leader: Path, attempt: int, *, own: bool) -> RunDirectory:
         """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
@@ -97,6 +102,20 @@ class RunDirectory:
         status = self.attempt_path.stat()
         return f"{os.uname().nodename}:{status.st_dev}:{status.st_ino}"
 
+    def is_of(self, job: str) -> bool:
+        """Whether an earlier start of that job has claimed it."""
+        try:
+            return bool(job) and (self.path / "job").read_text() == job + "\n"
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def read_exit_code(self) -> int | None:
+        """None where none is there."""
+        try:
+            return int((self.path / "exit_code").read_text())
+        except (OSError, ValueError):
+            return None
+
     def read_run(self) -> dict[str, Any] | None:
         """What `write_run` wrote; None where nothing, or nothing that can be read, is there."""
         try:
@@ -118,6 +137,13 @@ class RunDirectory:
         """
         with suppress(OutputError):
             self._write("exit_code", f"{code}\n", replace=code != PeerLostError.exit_code)
+
+    def write_end(self, code: int) -> None:
+        """The code of a run whose processes have all ended, unless another run has this directory by now."""
+        with suppress(OSError, ConfigError), ExitStack() as held:
+            if self.path.exists():
+                held.callback(os.close, _locked(self.path))
+            self.write_exit_code(code)
 
     def write_refusal(self, code: int, *, overwrite: bool) -> None:
         """The code of a start that was refused before it claimed this directory.
@@ -175,6 +201,8 @@ def _holds_no_run(path: Path) -> bool:
         return True
     ended = entries.pop("exit_code", None) is not None
     return ended and all(
-        name.endswith(".part") or (name.startswith("attempt-") and entry.is_dir() and not any(entry.iterdir()))
+        name == "job"
+        or name.endswith(".part")
+        or (name.startswith("attempt-") and entry.is_dir() and not any(entry.iterdir()))
         for name, entry in entries.items()
     )

@@ -2,7 +2,7 @@
 
     SIGINT                               nothing more is begun, what runs is finished; exit 130
     SIGTERM, SIGUSR1, SIGHUP, SIGQUIT    the same within DRAIN_S, as batch systems give 30 s; exit 75
-    any of them a second time, or while there is nothing to finish (loading, reporting): the end
+    any of them a second time, or while there is nothing to finish yet: the end
 
 A thread of its own notices them, since the main thread may be inside a library, where no handler of Python's runs:
 the wake-up descriptor is written to at once. The coordinator's rank alone drains. Others go on serving it, and end
@@ -29,6 +29,8 @@ _AT_MOST_S = DRAIN_S + 5.0
 # For the main thread to end by itself; also what a lost peer takes to be noticed, whose name says more than the signal
 # that its launcher then sends.
 _GRACE_S = 2.0
+# A batch system tells every process of a job, and the launcher that is among them tells rank 0 once more.
+_ECHO_S = 0.3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -45,14 +47,21 @@ class Signals:
     """Those of this process while inside; where this is not the main thread they do what they did.
 
     where: what ends, for messages. launched: by our own launcher and not as the first, so that it says when to end, by
-    SIGTERM alone. end_within: ends this process in so many seconds, for that reason.
+    SIGKILL. hurried: by an agent that waits 30 s whatever the signal. end_within: ends this process in so many seconds,
+    for that reason.
     """
 
     def __init__(
-        self, where: str, end_within: Callable[[float, SarathiError], None], *, launched: bool = False
+        self,
+        where: str,
+        end_within: Callable[[float, SarathiError], None],
+        *,
+        launched: bool = False,
+        hurried: bool = False,
     ) -> None:
         self._where = where
         self._launched = launched
+        self._hurried = hurried
         self._end_within = end_within
         self._clock = SystemClock()
         self._asked: Asked | None = None
@@ -69,28 +78,30 @@ class Signals:
             return
         ignored = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         noticed = [number for number in _SIGNALS if number not in ignored]
-        if self._launched:
-            noticed.remove(signal.SIGTERM)
         woken, wake = socket.socketpair()
         wake.setblocking(False)
         with woken, wake:
-            before = {number: signal.signal(number, self._interrupt) for number in noticed}
             descriptor = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
             thread = threading.Thread(target=self._watch, args=(woken,), name="heed signals", daemon=True)
             thread.start()
+            before = {number: signal.signal(number, self._interrupt) or signal.SIG_DFL for number in noticed}
             try:
                 yield
             finally:
-                signal.set_wakeup_fd(descriptor)
                 for number, handler in before.items():
                     signal.signal(number, handler)
+                signal.set_wakeup_fd(descriptor)
                 wake.shutdown(socket.SHUT_RDWR)
                 thread.join()
 
     def _interrupt(self, number: int, frame: object) -> None:
         """In the main thread, once it is back from wherever it is."""
-        if number == signal.SIGINT and self._phase != "running" and not self._launched:
+        if self._launched or self._phase == "running":
+            return
+        if number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._phase == "starting":
+            raise StoppedError.by(number, self._where)
 
     @contextmanager
     def draining(self) -> Iterator[None]:
@@ -110,7 +121,10 @@ class Signals:
 
     def _heed(self, number: int) -> None:
         error, now_s, first = StoppedError.by(number, self._where), self._clock.now(), self._asked is None
-        patient = number == signal.SIGINT
+        patient = number == signal.SIGINT and not self._hurried
+        if self._asked is not None and number == self._asked.number != signal.SIGINT:
+            if now_s < self._asked.at_s + _ECHO_S:
+                return
         if self._asked is None:
             self._asked = Asked(number, now_s, math.inf if patient else now_s + DRAIN_S)
         else:

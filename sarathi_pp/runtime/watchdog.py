@@ -8,13 +8,11 @@ leaves the exit code, the message and the stacks of all threads behind and ends 
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import threading
 from collections.abc import Callable
 
 from sarathi_pp.errors import PeerLostError, SarathiError
-from sarathi_pp.trace.clock import SystemClock
 
 GRACE_S = 2.0
 _PARENT_CHECK_S = 1.0
@@ -31,28 +29,32 @@ class Watchdog:
     def __init__(self, leave: Callable[[SarathiError], None] | None) -> None:
         self._leave = leave
         self._lock = threading.Lock()
-        self._clock = SystemClock()
-        self._timer: threading.Timer | None = None
-        self._end_s = math.inf
+        self._peer: threading.Timer | None = None
+        self._signal: threading.Timer | None = None
         self._dismissed = False
         self._ended = threading.Event()
 
     def report(self, error: SarathiError) -> None:
         """A peer is lost. The first report counts; the others are its echo."""
-        if not self._dismissed:
-            self.end_within(GRACE_S, error)
+        with self._lock:
+            if self._leave is None or self._peer is not None or self._dismissed:
+                return
+            self._peer = self._started(GRACE_S, error)
 
     def end_within(self, grace_s: float, error: SarathiError) -> None:
-        """End for that reason, unless another one is due before."""
+        """A signal asks for it, whatever else is going on. The last one counts."""
         with self._lock:
-            end_s = self._clock.now() + grace_s
-            if self._leave is None or end_s >= self._end_s:
+            if self._leave is None:
                 return
-            self._cancel()
-            self._end_s = end_s
-            self._timer = threading.Timer(grace_s, self._end, (error, grace_s > 0))
-            self._timer.daemon = True
-            self._timer.start()
+            if self._signal is not None:
+                self._signal.cancel()
+            self._signal = self._started(grace_s, error)
+
+    def _started(self, grace_s: float, error: SarathiError) -> threading.Timer:
+        timer = threading.Timer(grace_s, self._end, (error, grace_s > 0))
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def follow_parent(self) -> None:
         """End with the launcher that started this process, even if it was killed and could tell nobody."""
@@ -66,16 +68,19 @@ class Watchdog:
         threading.Thread(target=watch, name="follow parent", daemon=True).start()
 
     def dismiss(self) -> None:
-        """The run is over in order, or the main thread has the error in hand."""
+        """The run is over in order, or the main thread has the error in hand: peers may leave."""
         with self._lock:
             self._dismissed = True
             self._ended.set()
-            self._cancel()
+            if self._peer is not None:
+                self._peer.cancel()
 
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._end_s = None, math.inf
+    def close(self) -> None:
+        """This process goes on with something else."""
+        self.dismiss()
+        with self._lock:
+            if self._signal is not None:
+                self._signal.cancel()
 
     def _end(self, error: SarathiError, stuck: bool = False) -> None:
         try:

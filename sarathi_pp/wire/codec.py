@@ -109,7 +109,7 @@ def decode(message: memoryview | bytes) -> Envelope:
         raise ProtocolError(f"frame {number}: checksum mismatch")
     try:
         frame = _restore(kind, *_read_numbers(body))
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise ProtocolError(f"frame {number} of kind {kind} has a malformed body: {error}") from error
     return Envelope(frame, number, start, payload_bytes)
 

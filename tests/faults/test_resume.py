@@ -117,15 +117,15 @@ def test_a_lost_stage_without_a_restart_is_75_and_can_be_resumed(model, undistur
 
 
 @pytest.mark.parametrize("earlier", [None, "--overwrite"])
-def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, model, undisturbed, tmp_path):
+def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, model, undisturbed, ended, tmp_path):
     """Also where it was to replace an earlier output: not the part of it that it has written itself."""
     files = files_of(tmp_path)
     options = OPTIONS
     if earlier:
-        files.output.write_text('{"id": "of another run"}\n')
+        shutil.copy(ended.output, files.output)
+        shutil.copytree(ended.run, files.run)
         options = (*OPTIONS, earlier)
-    front = torchrun(2, console_script(tmp_path))
-    front = (*front[:1], "--max-restarts", "1", *front[1:])
+    front = restarting_torchrun(tmp_path)
     with started(files, model, *options, front=front) as run:
         run.wait_for_lines(40)
         run.stage(1).kill()
@@ -133,6 +133,22 @@ def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, model, undist
         assert run.process.returncode == 0, said
     assert answers(files) == undisturbed
     assert (files.exit_code(), files.report()["resumed"]["rows"] >= 40) == (0, True)
+
+
+def restarting_torchrun(folder: Path) -> tuple[str, ...]:
+    front = torchrun(2, console_script(folder))
+    return (*front[:1], "--max-restarts", "1", *front[1:])
+
+
+def test_under_torchrun_only_a_lost_stage_is_worth_a_restart(model, tmp_path):
+    """torchrun starts again whatever does not end with 0; a finished run with a bad row keeps its report and code."""
+    files = Files(tmp_path)
+    files.write_prompts([(5, 6), (), (8, 9, 10)])
+    with started(files, model, "--max-new-tokens", "4", front=restarting_torchrun(tmp_path)) as run:
+        run.end()
+        assert run.process.returncode == 1
+    assert (files.exit_code(), files.report()["requests"], num_lines(files.output)) == (3, 3, 3)
+    assert [path.name for path in files.run.glob("attempt-*")] == ["attempt-0000"]
 
 
 def generate(files: Files, model: Path, *options: str) -> tuple[int, str]:

@@ -79,15 +79,17 @@ def test_under_torchrun_too(files, model, tmp_path):
     expect_drained(run, signal.SIGTERM, 75)
 
 
-def test_a_signal_to_every_process_is_one_signal(files, model):
-    """As a batch system sends it to all processes of a job."""
-    with started(files, model, *OPTIONS, "--stages", "2") as run:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_signal_to_every_process_is_one_signal(first, number, files, model):
+    """As a batch system sends it to all processes of a job; first: with the launcher among them, or only the stages."""
+    with started(files, model, *OPTIONS, "--stages", "2", "--max-restarts", "1") as run:
         run.wait_for_lines(30)
-        for process in run.family[1:]:
-            process.send_signal(signal.SIGUSR1)
+        for process in run.family[first:]:
+            process.send_signal(number)
         said = run.end()
         assert run.process.returncode == 75, said
-    expect_drained(run, signal.SIGUSR1, 75)
+    expect_drained(run, number, 75)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -106,6 +108,7 @@ def test_the_second_signal_ends_it_at_once(number, stages, files, model):
         assert time.monotonic() - began_s < PROMPT_END_S
         assert run.process.returncode == (130 if number == signal.SIGINT else 75), said
         assert "Traceback" not in said
+        assert "unfinished, was stopped by" in said
     assert len(answers(files)) >= 1
 
 

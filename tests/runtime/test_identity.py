@@ -79,7 +79,7 @@ def test_another_model_is_another_run(change, what, model, prompts):
         ({"max_model_len": 16}, {}, "max_model_len was "),
         ({}, {"max_new_tokens": 5}, "max_new_tokens was "),
         ({}, {"temperature": 0.5}, "temperature was 0.0 and is 0.5"),
-        ({}, {"stop": ["x"]}, 'stop was nothing and is ["x"]'),
+        ({}, {"stop": ["x"]}, 'stop was [] and is ["x"]'),
     ],
 )
 def test_other_parameters_are_another_run(config, sampling, says, model, prompts):

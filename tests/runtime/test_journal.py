@@ -1,5 +1,6 @@
 """What a journal makes of what an earlier start has left: nothing lost, nothing answered twice, nobody else's file."""
 
+import fcntl
 import json
 import os
 import stat
@@ -110,6 +111,7 @@ def test_errors_are_run_again_where_that_is_asked_for(tmp_path):
     path = tmp_path / "out.jsonl"
     twice = failed("a", "duplicate_id")
     path.write_bytes(answer("a") + failed("b") + twice + answer("c") + b'{"id":"d')
+    path.chmod(0o640)
     journal = Journal.open(str(path), "resume", retry_errors=True)
     done = journal.done
     assert (done.num_rows, done.num_errors) == (3, 1)
@@ -119,8 +121,31 @@ def test_errors_are_run_again_where_that_is_asked_for(tmp_path):
         Journal.open(str(path), "resume")
     journal.close()
     assert path.read_bytes() == answer("a") + twice + answer("c") + answer("b")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+def test_a_link_to_an_output_stays_one(tmp_path):
+    path, link = tmp_path / "out.jsonl", tmp_path / "link"
+    path.write_bytes(answer("a") + failed("b"))
+    link.symlink_to(path)
+    assert resumed(link, retry_errors=True).num_rows == 1
+    assert link.is_symlink() and path.read_bytes() == answer("a")
+
+
+def test_a_file_that_was_replaced_meanwhile_is_not_written(tmp_path, monkeypatch):
+    """By a run that has just taken errors out: what is open by then is nobody's output."""
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer("a"))
+
+    def flock_late(fd: int, how: int) -> None:
+        other = tmp_path / "other"
+        other.write_bytes(answer("a"))
+        other.replace(path)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    with pytest.raises(ConfigError, match="another run"):
+        Journal.open(str(path), "resume")
 
 
 def test_without_errors_nothing_is_copied(tmp_path):

@@ -120,7 +120,7 @@ class NappingChannel(QueueChannel):
         self.clock.notify()
 
     def receive(self, timeout_s=None):
-        if timeout_s is None:
+        if timeout_s != 0:
             self.clock.wait_for(lambda: not self._messages.empty())
         message = super().receive(0)
         if message is not None:

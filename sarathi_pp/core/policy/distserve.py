@@ -49,7 +49,7 @@ class DistServe:
         grants: list[Grant] = []
         num_tokens = 0
         for sequence in view.waiting:
-            full = self._seats == 0 or view.free_tokens - num_tokens < reserve
+            full = self._seats <= 0 or view.free_tokens - num_tokens < reserve
             if full or (grants and num_tokens + sequence.remaining > limits.chunk_size):
                 break
             grants.append(Grant(sequence, sequence.remaining))

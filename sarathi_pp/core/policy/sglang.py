@@ -59,7 +59,7 @@ class SGLang:
         grants: list[Grant] = []
         for sequence in (*view.prefills, *view.waiting):
             comes = self._slots.get(sequence.index) != slot
-            if budget == 0 or (comes and seats == 0):
+            if budget == 0 or (comes and seats <= 0):
                 break
             seats -= comes
             self._slots[sequence.index] = slot

@@ -1,0 +1,69 @@
+"""What a start does with what is there, when it is a restart: it goes on with its own and touches nobody else's."""
+
+import pytest
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.runtime.place import Place, find_place
+from sarathi_pp.runtime.preflight import BatchJob, as_restarted, is_restart
+from sarathi_pp.runtime.rundir import RunDirectory
+
+AGAIN = Place(world_size=2, restart=1, job="this one")
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def job(output, start="new"):
+    return BatchJob(RunConfig(model="m"), "in.jsonl", str(output), start=start)
+
+
+def leave(output, *, by, identity=True, lines="line\n"):
+    """What a start of that job has left."""
+    with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=True, job=by) as run_dir:
+        if identity:
+            run_dir.write_run({"identity": {"model": "m"}})
+    if lines is not None:
+        output.write_text(lines)
+
+
+@pytest.mark.parametrize("start", ["new", "replace", "resume"])
+def test_what_this_job_has_answered_is_gone_on_with(start, output):
+    leave(output, by="this one")
+    assert is_restart(job(output, start), AGAIN)
+    assert as_restarted(job(output, start), AGAIN).start == "resume"
+
+
+@pytest.mark.parametrize(
+    ("start", "lines", "then"),
+    [("new", None, "replace"), ("new", "", "replace"), ("new", "line\n", "new"), ("replace", "line\n", "replace")],
+)
+def test_a_start_that_had_not_opened_its_output_begins_again(start, lines, then, output):
+    leave(output, by="this one", identity=False, lines=lines)
+    assert as_restarted(job(output, start), AGAIN).start == then
+
+
+@pytest.mark.parametrize("by", ["", "another one"])
+def test_another_jobs_output_is_not_gone_on_with(by, output):
+    leave(output, by=by)
+    assert not is_restart(job(output), AGAIN)
+    assert as_restarted(job(output), AGAIN).start == "new"
+    with pytest.raises(ConfigError, match="a restart does not replace"):
+        as_restarted(job(output, "replace"), AGAIN)
+
+
+def test_a_first_start_does_what_it_was_told(output):
+    leave(output, by="this one")
+    first = Place(world_size=2, restart=0, job="this one")
+    assert [as_restarted(job(output, start), first).start for start in ("new", "replace")] == ["new", "replace"]
+
+
+def test_starts_of_one_agent_are_one_job():
+    """Whose process is our parent; of one launcher, whose directory it is."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    first, second = find_place(ranks), find_place({**ranks, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert first.job == second.job != find_place({**ranks, "TORCHELASTIC_RUN_ID": "y"}).job
+    stores = [find_place({**ranks, "SARATHI_PP_STORE": f"/tmp/{name}"}).job for name in ("a/s-0", "a/s-1", "b/s-0")]
+    assert stores[0] == stores[1] != stores[2]

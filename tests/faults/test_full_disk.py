@@ -9,20 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import answers, num_lines, started
-from tests.model.families import write_checkpoint
 from tests.runtime.processes import Files
 
 pytestmark = pytest.mark.timeout(200)
 
 NUM_ROWS = 400
 OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--dtype", "float32")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    write_checkpoint("llama", directory)
-    return directory
 
 
 @pytest.fixture

@@ -27,13 +27,6 @@ PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(200)]
 HANG_END_S = 3 * (2 * 2.0 + 5.0)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    write_checkpoint("llama", directory)
-    return directory
-
-
 @pytest.fixture
 def files(tmp_path):
     files = Files(tmp_path)

@@ -9,13 +9,11 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
 
 from sarathi_pp.errors import PeerLostError
-from tests.model.families import write_checkpoint
 from tests.runtime.processes import COMMAND, Files, console_script, environment, run, torchrun
 
 # Far more work than any of these tests lets finish.
@@ -25,13 +23,6 @@ STAGES = 3
 MOST_S = 15
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    write_checkpoint("llama", directory)
-    return directory
 
 
 def answering(files: Files) -> bool:

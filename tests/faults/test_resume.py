@@ -13,7 +13,6 @@ import pytest
 
 from tests import thinning
 from tests.faults.jobs import Answers, answers, num_lines, started
-from tests.model.families import write_checkpoint
 from tests.runtime.processes import COMMAND, Files, console_script, environment, torchrun
 
 pytestmark = pytest.mark.timeout(300)
@@ -21,13 +20,6 @@ pytestmark = pytest.mark.timeout(300)
 NUM_ROWS = 600
 # Sampled: what a row draws must depend neither on the start in which it runs nor on the rows beside it.
 OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--dtype", "float32", "--chunk-size", "32")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    write_checkpoint("llama", directory)
-    return directory
 
 
 def files_of(folder: Path) -> Files:

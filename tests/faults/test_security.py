@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from tests.faults.jobs import Started, started
-from tests.model.families import write_checkpoint
 from tests.runtime.processes import Files
 
 pytestmark = pytest.mark.timeout(120)
@@ -20,13 +19,6 @@ pytestmark = pytest.mark.timeout(120)
 PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(6000)]
 OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--max-num-seqs", "16")
 LISTENING = "0A"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    write_checkpoint("llama", directory)
-    return directory
 
 
 def listeners(run: Started) -> list[str]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.faults.jobs import Started, answers, started
-from tests.model.families import write_checkpoint
 from tests.runtime.processes import Files, console_script, torchrun
 
 pytestmark = pytest.mark.timeout(200)
@@ -22,13 +20,6 @@ NUM_TOKENS = 24
 OPTIONS = ("--max-new-tokens", str(NUM_TOKENS), "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32")
 # What is promised, three times over: a busy machine takes longer.
 PROMPT_END_S, SILENT_END_S = 3 * 5.0, 3 * 7.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    write_checkpoint("llama", directory)
-    return directory
 
 
 @pytest.fixture

@@ -76,10 +76,13 @@ class TorchSender:
         self._on_failure = on_failure
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
-        self._outbox: queue.SimpleQueue[tuple[torch.Tensor, int] | None] = queue.SimpleQueue()
+        # A message and the buffer to which it belongs; a heartbeat has none.
+        self._outbox: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None] | None] = queue.SimpleQueue()
         self._failure: SarathiError | None = None
         self._number = 0
-        self._order = threading.Lock()  # numbers leave in the order in which they were drawn
+        # Numbers leave in the order in which they were drawn. Never held through a transfer, which a peer that is
+        # stopped can keep for a minute: the compute thread would wait with it, deaf to whoever tells it to stop.
+        self._order = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"send to {edge.peer_name}", daemon=True)
         self._thread.start()
 
@@ -104,7 +107,7 @@ class TorchSender:
             if payload is not None:
                 buffer[len(head) : size].view(payload.dtype).view(payload.shape).copy_(payload)
             self._number += 1
-            self._outbox.put((buffer, size))
+            self._outbox.put((buffer[:size], buffer))
 
     def close(self) -> None:
         if self._failure is None and self._thread.is_alive():
@@ -119,14 +122,15 @@ class TorchSender:
                 try:
                     item = self._outbox.get(timeout=HEARTBEAT_S)
                 except queue.Empty:
-                    self._send_heartbeat()
+                    self._queue_heartbeat()
                     continue
                 if item is None:
                     return
-                buffer, size = item
-                self._transfer(buffer[:size])
-                self._spare.append(buffer)
-                self._free.release()
+                message, buffer = item
+                self._transfer(message)
+                if buffer is not None:
+                    self._spare.append(buffer)
+                    self._free.release()
         except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
             self._failure = _as_sarathi_error(error)
             self._free.release(self._num_buffers)
@@ -138,14 +142,13 @@ class TorchSender:
         except RuntimeError as error:
             raise _peer_lost(self._edge, error) from error
 
-    def _send_heartbeat(self) -> None:
+    def _queue_heartbeat(self) -> None:
         with self._order:
             if not self._outbox.empty():
                 return  # a frame was queued meanwhile and says as much
             head = codec.encode(Heartbeat(*self._progress()), self._number)
             self._number += 1
-            # Sent under the lock: no frame with a later number can overtake it.
-            self._transfer(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+            self._outbox.put((torch.frombuffer(bytearray(head), dtype=torch.uint8), None))
 
 
 class TorchReceiver:

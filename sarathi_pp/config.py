@@ -93,6 +93,10 @@ def _demand(legal: bool, name: str, value: object, allowed: str) -> None:
         raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; it must be {allowed}")
 
 
+# Of a wait for other processes.
+_LONGEST_S = 7 * 86400.0
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -105,10 +109,11 @@ def _is_real(value: object) -> bool:
 class RunConfig:
     """One run as the user asked for it. `None` means "decide for me".
 
-    Sizes ending in _bytes are bytes. debug_nan: find the first stage whose output is not finite. emulate: a profile
-    whose stages sleep their modelled time, in place of a model. profile: what was measured of the model, which then
-    decides layer split, chunk size and inflight where they are None. `sampling_overrides` holds only what the user
-    named on the command line; the model's generation_config.json fills what is left.
+    Sizes ending in _bytes are bytes. join_timeout_s: how long a rank waits for the others to come. debug_nan: find the
+    first stage whose output is not finite. emulate: a profile whose stages sleep their modelled time, in place of a
+    model. profile: what was measured of the model, which then decides layer split, chunk size and inflight where they
+    are None. `sampling_overrides` holds only what the user named on the command line; the model's
+    generation_config.json fills what is left.
     """
 
     model: str
@@ -128,6 +133,7 @@ class RunConfig:
     request_rate: float = math.inf
     seed: int = 0
     peer_timeout_s: float = 60.0
+    join_timeout_s: float = 300.0
     debug_nan: bool = False
     run_dir: Path | None = None
     emulate: Path | None = None
@@ -156,8 +162,9 @@ class RunConfig:
             raise ConfigError(f"--request-rate is {self.request_rate}; it must be above 0 (inf: all at once)")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        if not self.peer_timeout_s > 0:
-            raise ConfigError(f"--peer-timeout is {self.peer_timeout_s}; it must be above 0 seconds")
+        for option, seconds in (("--peer-timeout", self.peer_timeout_s), ("--join-timeout", self.join_timeout_s)):
+            if not 0 < seconds <= _LONGEST_S:
+                raise ConfigError(f"{option} is {seconds}; it must be above 0 seconds and at most {_LONGEST_S:.0f}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,9 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     help="Seconds of silence after which a stage counts as lost.",
 )
 @click.option(
+    "--join-timeout", type=float, default=300.0, show_default=True, help="Seconds in which all ranks must have come."
+)
+@click.option(
     "--verify",
     type=click.Choice(["sha256"]),
     help="Compare weight files with their published sums, or those in the model's SHA256SUMS.",
@@ -243,6 +246,7 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         request_rate=options["request_rate"],
         seed=options["seed"],
         peer_timeout_s=options["peer_timeout"],
+        join_timeout_s=options["join_timeout"],
         debug_nan=options["debug_nan"],
         run_dir=options["run_dir"],
         sampling_overrides=named,

@@ -16,6 +16,7 @@ from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, PeerLostEr
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults
+from sarathi_pp.runtime.interface import exposure
 from sarathi_pp.runtime.journal import Journal
 from sarathi_pp.runtime.place import Place, find_place
 from sarathi_pp.runtime.preflight import (
@@ -86,7 +87,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
                 job=rank.job,
             )
             checked = replace(checked, run_dir=held.enter_context(claimed))
-            for warning in checked.warnings:
+            for warning in filter(None, (*checked.warnings, exposure(rank))):
                 display.warn(warning)
         return _run_checked(job, checked, rank, display, analyse)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sarathi_pp.errors import MissingError
 
+_ANSWER_S = 10.0
 # Weights in one format only, and never code.
 _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 
@@ -22,11 +23,28 @@ def find_model(name: str) -> Path:
         raise MissingError(f"--model {name}: there is no such directory")
     from huggingface_hub import snapshot_download
 
+    silence = _silence(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=silence is not None))
     except Exception as error:  # no network, no such repository, no permission: one answer
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = silence or error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
         raise MissingError(
             f"--model {name} is no directory here and could not be fetched from the Hub ({reason}); give a directory, "
             f"or check the name, the network and `hf auth login`"
         ) from error
+
+
+def _silence(name: str) -> Exception | None:
+    """Why the Hub does not answer within a time, None where it does: its own client would wait for ever."""
+    from huggingface_hub import HfApi, get_session
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    get_session().timeout = _ANSWER_S  # of what has no limit of its own, like lists of files
+    try:
+        HfApi().model_info(name, timeout=_ANSWER_S)
+    except (HfHubHTTPError, OfflineModeIsEnabled):
+        return None  # the download says what is wrong better, or finds what is needed in the cache
+    except Exception as error:
+        return error
+    return None

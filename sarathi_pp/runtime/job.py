@@ -367,8 +367,11 @@ def choose_device(wish: str, place: Place) -> torch.device:
 
 def _passport(config: RunConfig, facts: ModelFacts) -> dict[str, Any]:
     """What must be the same on every rank."""
-    # Where the files lie may differ (what the profile decided may not), and sampling is rank 0's own affair.
-    options = dataclasses.replace(config, model="", run_dir=None, profile=None, sampling_overrides={})
+    # Where the files lie may differ (what the profile decided may not); sampling is rank 0's own affair, and how long a
+    # rank waits each rank's.
+    options = dataclasses.replace(
+        config, model="", run_dir=None, profile=None, sampling_overrides={}, join_timeout_s=1.0
+    )
     return {
         **_software(),
         "wire version": codec.VERSION,

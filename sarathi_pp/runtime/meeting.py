@@ -2,11 +2,13 @@
 
 torchrun's static rendezvous keeps one store over its restarts, and the ranks of a second start would read addresses of
 processes that have ended (torch 2.13; they then wait for ever). So rank 0 draws a name for each start, every other rank
-answers with one of its own, and what rank 0 writes down at the end of it shows a rank whether it was meant:
+answers with a token of its own, and what rank 0 writes down at the end of it shows a rank whether it was meant:
 
     rank 0   name = N                         all there?   N/met = [B, C]
     rank 1            N/1 = B                                             B is in it: go on below N
     rank 2            N/2 = C    (of an old N: C is not in it, so look for a new name)
+
+Answers say how many ranks each was told of, and where it talks. Where these do not fit, N/met says so to all.
 """
 
 from __future__ import annotations
@@ -14,50 +16,106 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from sarathi_pp.errors import PeerLostError
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.trace.clock import Clock
 
 _LOOK_S = 0.02
+_HEARD_S = 2.0
+# In the place of a rank: one that was told of another number of ranks.
+_STRANGER = "stranger"
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: timedelta, clock: Clock) -> Store:
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta, clock: Clock, interface: Interface) -> Store:
     """The part of the store that belongs to this start alone; returns when all ranks are there.
 
-    Raises PeerLostError, on rank 0 with the ranks that are missing.
+    Raises ConfigError, on rank 0 with the ranks that are missing, on all where they were started for different runs.
     """
-    end_s = clock.now() + timeout.total_seconds()
+    # Rank 0 knows who is missing, and tells those who still listen.
+    end_s = clock.now() + timeout.total_seconds() + (_HEARD_S if rank else 0.0)
     shared = PrefixStore("sarathi_pp", store)
-    name = (_call if rank == 0 else _answer)(shared, rank, world_size, lambda: clock.now() < end_s, clock)
+    mine = {"rank": rank, "world_size": world_size, **asdict(interface), "loopback": interface.is_loopback}
+    name = (_call if rank == 0 else _answer)(shared, mine, lambda: clock.now() < end_s, clock)
     return PrefixStore(name, shared)
 
 
-def _call(store: Store, rank: int, world_size: int, in_time: Callable[[], bool], clock: Clock) -> str:
-    name = secrets.token_hex(8)
-    store.set("name", name)
-    missing = list(range(1, world_size))
-    while missing := [one for one in missing if not store.check([f"{name}/{one}"])]:
-        if not in_time():
-            raise PeerLostError(
-                f"{world_size - len(missing)} of {world_size} ranks have come, missing: "
-                f"{', '.join(map(str, missing))}; were all started, with the same rendezvous?"
+def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
+    name, world_size = secrets.token_hex(8), mine["world_size"]
+    store.set("name", json.dumps({"name": name, "world_size": world_size}))
+    came: dict[str, dict[str, Any]] = {}
+    awaited = [*map(str, range(1, world_size)), _STRANGER]
+    while awaited != [_STRANGER]:
+        on_time = in_time()
+        for key in [key for key in awaited if store.check([f"{name}/{key}"])]:
+            came[key] = json.loads(store.get(f"{name}/{key}"))
+            awaited.remove(key)
+        refusal = next(filter(None, (_misfit(mine, other) for other in came.values())), None)
+        if refusal is None and awaited != [_STRANGER] and not on_time:
+            refusal = (
+                f"{1 + len(came)} of {world_size} ranks have come within --join-timeout, missing: "
+                f"{', '.join(awaited[:-1])}; were all started, with the same rendezvous?"
             )
+        if refusal is not None:
+            _tell(store, name, came, refusal)
+            _wait_until_heard(store, name, came, clock)
+            raise ConfigError(refusal)
         clock.sleep(_LOOK_S)
-    store.set(f"{name}/met", json.dumps([store.get(f"{name}/{one}").decode() for one in range(1, world_size)]))
+    _tell(store, name, came, None)
     return name
 
 
-def _answer(store: Store, rank: int, world_size: int, in_time: Callable[[], bool], clock: Clock) -> str:
-    mine, answered = secrets.token_hex(8), set[str]()
-    while in_time():
-        name = store.get("name").decode() if store.check(["name"]) else None
-        if name is not None and name not in answered:
-            store.set(f"{name}/{rank}", mine)
-            answered.add(name)
-        if name is not None and store.check([f"{name}/met"]) and mine in json.loads(store.get(f"{name}/met")):
-            return name
+def _tell(store: Store, name: str, came: dict[str, dict[str, Any]], refusal: str | None) -> None:
+    tokens = [one["token"] for one in came.values()]
+    store.set(f"{name}/met", json.dumps({"tokens": tokens, "refusal": refusal}))
+
+
+def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], clock: Clock) -> None:
+    """The store may end with this rank."""
+    end_s = clock.now() + _HEARD_S
+    while clock.now() < end_s and not store.check([f"{name}/heard/{one['token']}" for one in came.values()]):
         clock.sleep(_LOOK_S)
-    raise PeerLostError(f"rank {rank} of {world_size} was not met by rank 0; was that one started, and all others?")
+
+
+def _misfit(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Why these cannot be two ranks of one run."""
+    if other["world_size"] != first["world_size"]:
+        return (
+            f"rank {other['rank']} was started as one of {other['world_size']} ranks, rank 0 as one of "
+            f"{first['world_size']}; start all with the same number"
+        )
+    if other["loopback"] != first["loopback"]:
+        here, there = (f"{one['name']} ({one['address']})" for one in (first, other))
+        return (
+            f"rank 0 talks on {here}, rank {other['rank']} on {there}, and one of them stays inside its host; give a "
+            f"MASTER_ADDR that is no loopback address on rank 0's host, or name interfaces in GLOO_SOCKET_IFNAME"
+        )
+    return None
+
+
+def _answer(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
+    token, answered = secrets.token_hex(8), set[str]()
+    while in_time():
+        call = json.loads(store.get("name")) if store.check(["name"]) else None
+        if call is not None and call["name"] not in answered:
+            # A rank of another run may have a number that rank 0 does not wait for.
+            key = mine["rank"] if mine["world_size"] == call["world_size"] else _STRANGER
+            store.set(f"{call['name']}/{key}", json.dumps({**mine, "token": token}))
+            answered.add(call["name"])
+        if call is not None and store.check([f"{call['name']}/met"]):
+            met = json.loads(store.get(f"{call['name']}/met"))
+            if token in met["tokens"] and met["refusal"] is None:
+                return str(call["name"])
+            if token in met["tokens"]:
+                store.set(f"{call['name']}/heard/{token}", "")
+                raise ConfigError(met["refusal"])
+        clock.sleep(_LOOK_S)
+    raise ConfigError(
+        f"rank {mine['rank']} of {mine['world_size']} was not met by rank 0 within --join-timeout; was that one "
+        f"started, and all others?"
+    )

@@ -16,7 +16,12 @@ RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the run's. store: path of the FileStore where our own launcher started it."""
+    """This process among the run's.
+
+    store: path of the FileStore where our own launcher started it. master: host and port at which the others meet rank
+    0. agent_store: torchrun's agent listens there, and not rank 0 itself. interface: the one on which the user wants
+    ranks to talk.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -25,6 +30,9 @@ class Place:
     store: str | None = None
     restart: int = 0  # how often the run was started before
     job: str = ""  # the same for all starts of one launcher or agent, and no other's
+    master: tuple[str, int] | None = None
+    agent_store: bool = False
+    interface: str | None = None
 
     @property
     def under_torchrun(self) -> bool:
@@ -55,9 +63,19 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             store=environment.get(STORE_VARIABLE),
             restart=int(environment.get(RESTART_VARIABLE, "0")),
             job=_job(environment),
+            master=_master(environment),
+            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            interface=environment.get("GLOO_SOCKET_IFNAME") or None,
         )
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}") from None
+        names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT"
+        raise ConfigError(f"{names} must be integers: {error}") from None
+
+
+def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    if STORE_VARIABLE in environment or "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
+        return None
+    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
 
 
 def _job(environment: Mapping[str, str]) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.store import open_store
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.order import edges
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
@@ -32,20 +32,24 @@ _PIECE_BYTES = 4 << 20
 class Topology:
     """The run's processes: one control group for set-up and the end, one group per directed edge in between."""
 
-    def __init__(self, place: Place) -> None:
-        """Join the others; returns when all are there. Raises PeerLostError when they are not within 300 s."""
+    def __init__(self, place: Place, join_timeout_s: float) -> None:
+        """Join the others; returns when all are there. Raises ConfigError when they are not within that time."""
         self.place = place
         self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
         self.hosts = [socket.gethostname()]
         self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         if place.world_size == 1:
             return
+        interface = choose_interface(place)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface.name
+        timeout = timedelta(seconds=join_timeout_s)
         try:
-            store = meet(_store(place), place.rank, place.world_size, _SETUP_TIMEOUT, SystemClock())
+            store = open_store(place, timeout)
+            store = meet(store, place.rank, place.world_size, timeout, SystemClock(), interface)
             dist.init_process_group(
                 "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
             )
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             raise PeerLostError(
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
             ) from error
@@ -156,15 +160,6 @@ class Topology:
     def leave(self) -> None:
         if self.place.world_size > 1:
             dist.destroy_process_group()
-
-
-def _store(place: Place) -> Store:
-    if place.store is None:
-        store: Store = next(rendezvous("env://", timeout=_SETUP_TIMEOUT))[0]
-        return store
-    # Our own launcher's ranks are on one machine: no listener of theirs leaves loopback.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return FileStore(place.store, place.world_size)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ GENERATE_OPTIONS = {
     *("--policy", "--chunk-size", "--max-num-batched-tokens", "--max-num-seqs", "--inflight"),
     *("--max-new-tokens", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--ignore-eos"),
     *("--seed", "--request-rate", "--tbt-slo", "--dtype", "--device", "--attention", "--max-model-len"),
-    *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size", "--peer-timeout"),
+    *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size"),
+    *("--peer-timeout", "--join-timeout"),
     *("--json", "--quiet", "-q", "--emulate", "--metrics-port", "--profile"),
     *("--resume", "--retry-errors", "--force", "--max-restarts", "--strict", "--verify", "--debug-nan"),
 }

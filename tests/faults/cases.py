@@ -19,6 +19,7 @@ _KILL, _CODES, _SECURITY = (
     "faults/test_security.py::test_",
 )
 _BAD, _FUZZ, _WIRE = "faults/test_bad_values.py::test_", "faults/test_fuzz.py::test_", "wire/test_codec.py::test_"
+_NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
 _SOAK = "faults/test_soak.py::test_every_row_is_accounted_for"
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
@@ -78,8 +79,18 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     24: ("a stage that is stopped or hangs", (
         f"{_CODES}a_stopped_stage_is_named_when_the_timeout_is_over",
         f"{_INSIDE}a_stage_that_hangs_is_named_and_shows_its_stacks")),
+    25: ("a network that swallows packets", (
+        f"{_NETWORK}a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_with",
+        f"{_NETWORK}a_network_that_comes_back_in_time_costs_no_answer")),
     26: ("an exception in a layer", (f"{_INSIDE}an_exception_in_a_layer_is_shown_as_it_was",)),
+    27: ("a rank that never comes, another number of ranks, more stages than layers", (
+        f"{_NETWORK}a_rank_that_never_comes_is_missed_in_time",
+        f"{_NETWORK}ranks_that_were_told_of_other_numbers_are_refused",
+        "runtime/test_meeting.py::test_who_is_missing_is_named_to_all_that_came",
+        "core/test_partition.py::test_errors_name_the_numbers")),
     28: ("a port that is taken, a store that is stale", (
+        f"{_NETWORK}an_address_where_rank_0_cannot_be_met_is_refused",
+        "runtime/test_meeting.py::test_all_have_one_part_and_no_start_has_anothers",
         "runtime/test_metrics.py::test_a_taken_port_is_refused_with_its_number_and_a_way_out",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again")),
     29: ("ranks of other releases or with other options", (
@@ -98,6 +109,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_WEIGHTS}an_index_cannot_point_out_of_the_model", f"{_WEIGHTS}a_link_out_of_the_model_is_refused")),
     36: ("code that comes with a model", (f"{_SUPPORT}custom_code_is_refused",)),
     37: ("models that are not proven", (f"{_SUPPORT}what_is_not_proven_is_refused_with_what_is",)),
+    38: ("a hub that cannot be reached, a repository that is missing or gated", (
+        f"{_HUB}no_network", f"{_HUB}a_repository_that_is_missing_or_gated_or_a_hub_that_is_ill",
+        f"{_HUB}a_hub_that_does_not_answer", f"{_HUB}a_model_is_fetched_once_and_then_needs_no_hub")),
     39: ("values that are not finite", (
         f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),
     40: ("no memory in mid-run", (
@@ -123,10 +137,3 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SECURITY}prompts_are_in_no_log", f"{_SECURITY}nobody_outside_this_machine_can_connect",
         f"{_SECURITY}what_is_left_is_private", "runtime/test_metrics.py::test_only_loopback_is_served")),
 }  # fmt: skip
-
-# Not made to happen by a test yet, with what there is.
-OPEN: dict[int, str] = {
-    25: "a network that swallows packets: on one machine SIGSTOP looks the same to a peer (24)",
-    27: "a rank that never comes: torch's own error after 300 s",
-    38: "a model hub that cannot be reached",
-}

@@ -8,19 +8,20 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from sarathi_pp.errors import PeerLostError
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.trace.clock import SystemClock
 
-SOON = timedelta(seconds=0.3)
+LOOPBACK, NETWORK = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1")
+SOON, LATER = timedelta(seconds=0.3), timedelta(seconds=20)
 
 
-def start(store, world_size, ranks=None, timeout=timedelta(seconds=20)):
+def start(store, world_size, ranks=None, timeout=LATER):
     """Each rank's part of the store, of those that come, in the order in which they are told to."""
     ranks = list(range(world_size)) if ranks is None else ranks
     with ThreadPoolExecutor(len(ranks)) as pool:
-        found = {rank: pool.submit(meet, store, rank, world_size, timeout, SystemClock()) for rank in ranks}
-    return found
+        return {rank: pool.submit(meet, store, rank, world_size, timeout, SystemClock(), LOOPBACK) for rank in ranks}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -37,13 +38,39 @@ def test_all_have_one_part_and_no_start_has_anothers(order):
 def test_what_a_start_has_left_that_never_met_is_in_nobodys_way(came):
     store = HashStore()
     for met in start(store, 3, came, SOON).values():
-        assert isinstance(met.exception(), PeerLostError)
+        assert isinstance(met.exception(), ConfigError)
     parts = [met.result() for met in start(store, 3).values()]
     parts[1].set("key", "again")
     assert parts[2].get("key") == b"again"
 
 
-def test_who_is_missing_is_named():
+def test_who_is_missing_is_named_to_all_that_came():
     found = start(HashStore(), 4, [0, 2], SOON)
-    assert "2 of 4 ranks have come, missing: 1, 3;" in str(found[0].exception())
-    assert "rank 2 of 4 was not met by rank 0" in str(found[2].exception())
+    for met in found.values():
+        assert "2 of 4 ranks have come within --join-timeout, missing: 1, 3;" in str(met.exception())
+
+
+def test_without_rank_0_the_others_say_so():
+    met = start(HashStore(), 3, [2], SOON)[2]
+    assert "rank 2 of 3 was not met by rank 0 within --join-timeout" in str(met.exception())
+
+
+@pytest.mark.parametrize("stranger", [1, 2])
+def test_ranks_of_another_number_are_refused_by_all(stranger):
+    """Also one whose own number rank 0 does not know of."""
+    store, clock = HashStore(), SystemClock()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, store, 0, 2, LATER, clock, LOOPBACK)
+        other = pool.submit(meet, store, stranger, 3, LATER, clock, LOOPBACK)
+    message = f"rank {stranger} was started as one of 3 ranks, rank 0 as one of 2; start all with the same number"
+    assert [str(met.exception()) for met in (first, other)] == [message] * 2
+
+
+def test_ranks_that_cannot_hear_each_other_are_refused():
+    store, clock = HashStore(), SystemClock()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, store, 0, 2, LATER, clock, LOOPBACK)
+        other = pool.submit(meet, store, 1, 2, LATER, clock, NETWORK)
+    for met in (first, other):
+        assert isinstance(met.exception(), ConfigError)
+        assert "rank 0 talks on lo (127.0.0.1), rank 1 on eth0 (10.0.0.1)" in str(met.exception())

@@ -1,0 +1,80 @@
+"""The one network interface on which this rank talks to the others: the one on which it reaches rank 0.
+
+gloo by itself listens wherever the host's own name leads: on Debian to 127.0.1.1, where no other host gets through.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.runtime.place import Place
+
+_LOOPBACK = "lo"
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """name: as the kernel calls it. address: this host's on it, of the family in which rank 0 is reached."""
+
+    name: str
+    address: str
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.address).is_loopback
+
+
+def choose_interface(place: Place) -> Interface:
+    """The user's, where GLOO_SOCKET_IFNAME names one; loopback, where all ranks are on this host.
+
+    Raises ConfigError where there is no such interface, or no way to rank 0.
+    """
+    if place.interface is not None:
+        return Interface(place.interface, _address_of(place.interface))
+    if place.master is None or place.local_world_size == place.world_size:
+        return Interface(_LOOPBACK, "127.0.0.1")
+    host, port = place.master
+    try:
+        family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing: asks for the way
+            own = _plain(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR={host}: rank {place.rank} finds no way to it ({error.strerror})") from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(_plain(one.address) == own for one in addresses):
+            return Interface(name, own)
+    if ipaddress.ip_address(own).is_loopback:  # of 127.0.0.0/8 the kernel lists one
+        return Interface(_LOOPBACK, own)
+    raise ConfigError(f"{own}, from which {host} is reached, is on no interface; name one in GLOO_SOCKET_IFNAME")
+
+
+def exposure(place: Place) -> str | None:
+    """What a user should know of a run whose ranks talk over a network; None where nothing leaves this host."""
+    if place.world_size == 1:
+        return None
+    interface = choose_interface(place)
+    if interface.is_loopback:
+        return None
+    return (
+        f"stages talk over {interface.name} ({interface.address}), neither encrypted nor authenticated: keep others "
+        f"off that network"
+    )
+
+
+def _address_of(name: str) -> str:
+    found = psutil.net_if_addrs()
+    for one in found.get(name, ()):
+        if one.family in (socket.AF_INET, socket.AF_INET6):
+            return _plain(one.address)
+    raise ConfigError(f"GLOO_SOCKET_IFNAME={name}: no such interface with an address; there are {', '.join(found)}")
+
+
+def _plain(address: str) -> str:
+    """Without the interface that an address of one link only is written with."""
+    return address.partition("%")[0]

@@ -1,0 +1,221 @@
+"""Ranks on two hosts: a network that swallows packets, ranks that do not come, addresses that do not fit."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.faults.hosts import ADDRESSES, INTERFACES, Hosts, two_hosts
+from tests.faults.jobs import Started, answers, num_lines
+from tests.faults.test_security import listeners
+from tests.runtime.processes import COMMAND, TORCHRUN, Files, console_script, environment, free_port
+from tests.runtime.references import Tokens
+
+pytestmark = pytest.mark.timeout(200)
+
+PROMPTS: list[Tokens] = [tuple(range(3, 4 + row % 40)) for row in range(600)]
+OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32", "--quiet")
+PORT = 29500
+PEER_TIMEOUT_S, JOIN_TIMEOUT_S = 4.0, 3.0
+# What is promised, three times over: a timeout and what it takes to end.
+SILENT_END_S = 3 * (PEER_TIMEOUT_S + 5.0)
+JOIN_END_S = 3 * (JOIN_TIMEOUT_S + 2.0 + 5.0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    return files
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as hosts:
+        yield hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What was started, in the order of ranks."""
+
+    processes: list[subprocess.Popen[str]]
+    began_s: float
+
+    def end(self, timeout_s: float = 150) -> list[str]:
+        """What each has said by its end."""
+        return [process.communicate(timeout=timeout_s)[1] for process in self.processes]
+
+    @property
+    def codes(self) -> list[int]:
+        return [process.returncode for process in self.processes]
+
+
+@contextmanager
+def started(
+    files: Files, model: Path, ranks: dict[int, tuple[str, ...]], *options: str, **place: str
+) -> Iterator[Ranks]:
+    """Those ranks by hand, as a batch system starts them; each with what runs a command on its host."""
+    processes = []
+    for rank, on in ranks.items():
+        mine = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **place}
+        own = () if rank == 0 else ("--run-dir", str(files.folder / f"run-of-{rank}"))
+        command = (*on, *COMMAND, *files.options(model, *OPTIONS, *own, *options))
+        processes.append(
+            subprocess.Popen(
+                command, cwd=files.folder, env={**environment(), **mine}, stderr=subprocess.PIPE, text=True
+            )
+        )
+    try:
+        yield Ranks(processes, time.monotonic())
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def on_both(hosts: Hosts) -> dict[int, tuple[str, ...]]:
+    return {host: hosts.on(host) for host in range(2)}
+
+
+def wait_for_lines(ranks: Ranks, files: Files, count: int) -> None:
+    deadline_s = time.monotonic() + 100
+    while num_lines(files.output) < count:
+        assert ranks.processes[0].poll() is None, ranks.processes[0].communicate()[1]
+        assert time.monotonic() < deadline_s, f"{num_lines(files.output)} of {count} lines within 100 s"
+        time.sleep(0.01)
+
+
+MEET = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hosts, model, tmp_path_factory):
+    files = Files(tmp_path_factory.mktemp("undisturbed"))
+    files.write_prompts(PROMPTS)
+    with started(files, model, on_both(hosts), **MEET) as ranks:
+        said = ranks.end()
+        assert ranks.codes == [0, 0], said
+    found = answers(files)
+    assert len(found) == len(PROMPTS)
+    return found
+
+
+@pytest.mark.parametrize("unplugged", [0, 1])
+def test_a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_with(
+    unplugged, hosts, files, model, undisturbed
+):
+    timeout = ("--peer-timeout", str(PEER_TIMEOUT_S))
+    try:
+        with started(files, model, on_both(hosts), *timeout, **MEET) as ranks:
+            wait_for_lines(ranks, files, 30)
+            hosts.unplug(unplugged)
+            began_s = time.monotonic()
+            said = ranks.end()
+            assert time.monotonic() - began_s < SILENT_END_S
+            assert ranks.codes == [75, 75], said
+    finally:
+        hosts.plug(unplugged)
+    for rank, text in enumerate(said):
+        assert f"PeerLostError: stage {1 - rank} (rank {1 - rank}, " in text
+        assert "has been silent for longer than --peer-timeout" in text
+    assert files.exit_code() == 75
+    assert 30 <= len(answers(files)) < len(PROMPTS)
+    with started(files, model, on_both(hosts), "--resume", *timeout, **MEET) as ranks:
+        said = ranks.end()
+        assert ranks.codes == [0, 0], said
+    assert answers(files) == undisturbed
+
+
+def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, model, undisturbed):
+    with started(files, model, on_both(hosts), **MEET) as ranks:
+        wait_for_lines(ranks, files, 30)
+        hosts.unplug(1)
+        time.sleep(2)
+        hosts.plug(1)
+        said = ranks.end()
+        assert ranks.codes == [0, 0], said
+    assert answers(files) == undisturbed
+
+
+def test_ranks_listen_at_the_one_address_where_they_meet_and_say_so(hosts, files, model):
+    with started(files, model, on_both(hosts), **MEET) as ranks:
+        wait_for_lines(ranks, files, 5)
+        for process, address in zip(ranks.processes, ADDRESSES, strict=True):
+            found = listeners(Started(process, files))
+            assert set(found) == {socket.inet_aton(address)[::-1].hex().upper()}
+        ranks.processes[0].terminate()
+        said = ranks.end()
+    assert f"stages talk over {INTERFACES[0]} ({ADDRESSES[0]}), neither encrypted nor authenticated" in said[0]
+    assert "encrypted" not in said[1]
+
+
+def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, model, undisturbed, tmp_path):
+    script = console_script(tmp_path)
+    agents = []
+    for host in range(2):
+        meet = ("--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(PORT))
+        own = () if host == 0 else ("--run-dir", str(tmp_path / "elsewhere"))
+        command = (str(TORCHRUN), "--nproc-per-node", "1", *meet, str(script), *files.options(model, *OPTIONS, *own))
+        agents.append(
+            subprocess.Popen(
+                (*hosts.on(host), *command), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+            )
+        )
+    said = [agent.communicate(timeout=150)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert answers(files) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (0, "1 of 2 ranks have come within --join-timeout, missing: 1; were all started"),
+        (1, "rank 1 of 2 could not reach MASTER_ADDR=127.0.0.1"),
+    ],
+)
+def test_a_rank_that_never_comes_is_missed_in_time(rank, message, files, model):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started(files, model, {rank: ()}, "--join-timeout", str(JOIN_TIMEOUT_S), **place) as ranks:
+        said = ranks.end()
+        assert time.monotonic() - ranks.began_s < JOIN_END_S
+        assert ranks.codes == [2] and message in said[0], said
+    assert not files.output.exists()
+
+
+def test_ranks_that_were_told_of_other_numbers_are_refused(files, model):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started(files, model, {0: ()}, **place) as first:
+        with started(files, model, {1: ()}, **{**place, "WORLD_SIZE": "3"}) as second:
+            said = [*first.end(), *second.end()]
+        assert [*first.codes, *second.codes] == [2, 2], said
+    for text in said:
+        assert "rank 1 was started as one of 3 ranks, rank 0 as one of 2" in text
+
+
+def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, model):
+    """A port that is taken, and the other host's address."""
+    on = hosts.on(0)
+    program = f"import socket, sys; s = socket.create_server(('{ADDRESSES[0]}', {PORT})); print(flush=True); input()"
+    with subprocess.Popen(
+        (*on, sys.executable, "-c", program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        for address, message in (
+            (ADDRESSES[0], "another process listens there; give another MASTER_PORT"),
+            (ADDRESSES[1], "that is no address of rank 0's host; give one that all ranks reach"),
+        ):
+            with started(files, model, {0: on}, **{**MEET, "MASTER_ADDR": address}) as ranks:
+                said = ranks.end()
+                assert ranks.codes == [2], said
+            assert f"MASTER_ADDR={address} MASTER_PORT={PORT}: {message}" in said[0] and "Traceback" not in said[0]
+        other.communicate("\n")

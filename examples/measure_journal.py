@@ -38,7 +38,7 @@ def make_checkpoint(directory: Path) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512,
+        vocab_size=32_000,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

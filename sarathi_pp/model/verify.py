@@ -33,8 +33,11 @@ def verify_weights(directory: Path) -> None:
                 f"--verify: no SHA-256 of {name} is known; where the file is good, write it down with "
                 f"`cd {directory} && sha256sum *.safetensors > {SUMS_FILE}`"
             )
-        with file.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            with file.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise InputError(f"{directory / name} cannot be read: {error.strerror}") from error
         if found != expected:
             raise InputError(f"{directory / name} is damaged: SHA-256 {found}, expected {expected}; download it again")
 

@@ -66,8 +66,10 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
     try:
-        job = as_restarted(job, rank)
+        if rank.rank == 0:
+            job = as_restarted(job, rank)  # the output is its own; other hosts may not even see it
         checked = preflight(job) if rank.rank == 0 else follow(job)
+        exposed = exposure(rank) if rank.rank == 0 else None
         if rank.store is None and not again:  # else our launcher, or the first start, has done it
             if rank.rank == 0:
                 check_lines(job, display.warn)
@@ -87,7 +89,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
                 job=rank.job,
             )
             checked = replace(checked, run_dir=held.enter_context(claimed))
-            for warning in filter(None, (*checked.warnings, exposure(rank))):
+            for warning in filter(None, (*checked.warnings, exposed)):
                 display.warn(warning)
         return _run_checked(job, checked, rank, display, analyse)
 

@@ -21,8 +21,10 @@ def find_model(name: str) -> Path:
         return path
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise MissingError(f"--model {name}: there is no such directory")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import get_session, snapshot_download
 
+    session = get_session()
+    before, session.timeout = session.timeout, _ANSWER_S  # by itself it waits for ever
     silence = _silence(name)
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=silence is not None))
@@ -33,14 +35,15 @@ def find_model(name: str) -> Path:
             f"--model {name} is no directory here and could not be fetched from the Hub ({reason}); give a directory, "
             f"or check the name, the network and `hf auth login`"
         ) from error
+    finally:
+        session.timeout = before
 
 
 def _silence(name: str) -> Exception | None:
-    """Why the Hub does not answer within a time, None where it does: its own client would wait for ever."""
-    from huggingface_hub import HfApi, get_session
+    """Why the Hub does not answer in time, None where it does; the download asks this without a limit of its own."""
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    get_session().timeout = _ANSWER_S  # of what has no limit of its own, like lists of files
     try:
         HfApi().model_info(name, timeout=_ANSWER_S)
     except (HfHubHTTPError, OfflineModeIsEnabled):

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import psutil
 
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place
 
 _LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """name: as the kernel calls it. address: this host's on it, of the family in which rank 0 is reached."""
+    """name: as the kernel calls it. address: this host's on it, from which rank 0 is reached where nobody named it."""
 
     name: str
     address: str
@@ -30,17 +30,21 @@ class Interface:
 
 
 def choose_interface(place: Place) -> Interface:
-    """The user's, where GLOO_SOCKET_IFNAME names one; loopback, where all ranks are on this host.
+    """Loopback among our own launcher's ranks, the user's where GLOO_SOCKET_IFNAME names one, loopback on one host.
 
     Raises ConfigError where there is no such interface, or no way to rank 0.
     """
+    if place.store is not None:
+        return Interface(_LOOPBACK, "127.0.0.1")
     if place.interface is not None:
         return Interface(place.interface, _address_of(place.interface))
     if place.master is None or place.local_world_size == place.world_size:
         return Interface(_LOOPBACK, "127.0.0.1")
     host, port = place.master
     try:
-        family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        # IPv4 first, which is what gloo takes of an interface that has both.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, *_, target = min(found, key=lambda one: one[0] != socket.AF_INET)
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing: asks for the way
             own = _plain(probe.getsockname()[0])
@@ -51,7 +55,7 @@ def choose_interface(place: Place) -> Interface:
             return Interface(name, own)
     if ipaddress.ip_address(own).is_loopback:  # of 127.0.0.0/8 the kernel lists one
         return Interface(_LOOPBACK, own)
-    raise ConfigError(f"{own}, from which {host} is reached, is on no interface; name one in GLOO_SOCKET_IFNAME")
+    raise ConfigError(f"{own}, from which {host} is reached, is on no interface; name one in {INTERFACE_VARIABLE}")
 
 
 def exposure(place: Place) -> str | None:
@@ -72,7 +76,7 @@ def _address_of(name: str) -> str:
     for one in found.get(name, ()):
         if one.family in (socket.AF_INET, socket.AF_INET6):
             return _plain(one.address)
-    raise ConfigError(f"GLOO_SOCKET_IFNAME={name}: no such interface with an address; there are {', '.join(found)}")
+    raise ConfigError(f"{INTERFACE_VARIABLE}={name}: no such interface with an address; name one of {', '.join(found)}")
 
 
 def _plain(address: str) -> str:

@@ -17,7 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sarathi_pp.errors import PeerLostError, StoppedError
-from sarathi_pp.runtime.place import RESTART_VARIABLE, STORE_VARIABLE, Place, heeded_mark, stopped_mark
+from sarathi_pp.runtime.place import (
+    LAUNCHER_VARIABLE,
+    RESTART_VARIABLE,
+    STORE_VARIABLE,
+    Place,
+    heeded_mark,
+    stopped_mark,
+)
 from sarathi_pp.runtime.signals import DRAIN_S
 from sarathi_pp.trace.clock import SystemClock
 
@@ -123,6 +130,7 @@ class Workers:
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(self._world_size),
             STORE_VARIABLE: str(self.store),
+            LAUNCHER_VARIABLE: str(os.getpid()),
             RESTART_VARIABLE: str(self._restart),
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(threads)),
         }

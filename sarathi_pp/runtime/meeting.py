@@ -14,16 +14,20 @@ Answers say how many ranks each was told of, and where it talks. Where these do 
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import socket
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+import sarathi_pp
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.runtime.interface import Interface
+from sarathi_pp.runtime.place import INTERFACE_VARIABLE
 from sarathi_pp.trace.clock import Clock
 
 _LOOK_S = 0.02
@@ -32,40 +36,56 @@ _HEARD_S = 2.0
 _STRANGER = "stranger"
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: timedelta, clock: Clock, interface: Interface) -> Store:
-    """The part of the store that belongs to this start alone; returns when all ranks are there.
+def meet(store: Store, rank: int, world_size: int, end_s: float, clock: Clock, interface: Interface) -> Store:
+    """The part of the store that belongs to this start alone; returns when all ranks are there, until end_s.
 
-    Raises ConfigError, on rank 0 with the ranks that are missing, on all where they were started for different runs.
+    Raises ConfigError, with the ranks that are missing, or why those that came do not fit; on every rank that rank 0
+    has heard of by then.
     """
-    # Rank 0 knows who is missing, and tells those who still listen.
-    end_s = clock.now() + timeout.total_seconds() + (_HEARD_S if rank else 0.0)
     shared = PrefixStore("sarathi_pp", store)
-    mine = {"rank": rank, "world_size": world_size, **asdict(interface), "loopback": interface.is_loopback}
+    mine = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
+    mine["reach"] = _reach(interface)
+    # Rank 0 knows who is missing, and tells those who still listen.
+    end_s += _HEARD_S if rank else 0.0
     name = (_call if rank == 0 else _answer)(shared, mine, lambda: clock.now() < end_s, clock)
     return PrefixStore(name, shared)
+
+
+def _reach(interface: Interface) -> str:
+    """What has to be the same where two ranks are to hear each other: on loopback the host, and its namespace."""
+    if not interface.is_loopback:
+        return ""
+    try:
+        booted, space = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()
+    return f"{booted.strip()} {space}"
 
 
 def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
     name, world_size = secrets.token_hex(8), mine["world_size"]
     store.set("name", json.dumps({"name": name, "world_size": world_size}))
+    ranks = [str(rank) for rank in range(1, world_size)]
     came: dict[str, dict[str, Any]] = {}
-    awaited = [*map(str, range(1, world_size)), _STRANGER]
-    while awaited != [_STRANGER]:
+    while not came.keys() >= set(ranks):
         on_time = in_time()
-        for key in [key for key in awaited if store.check([f"{name}/{key}"])]:
-            came[key] = json.loads(store.get(f"{name}/{key}"))
-            awaited.remove(key)
+        # All of them again: one that has given up takes its answer back.
+        keys = [key for key in (*ranks, _STRANGER) if store.check([f"{name}/{key}"])]
+        answers = {key: store.get(f"{name}/{key}") for key in keys}
+        came = {key: json.loads(answer) for key, answer in answers.items() if answer}
         refusal = next(filter(None, (_misfit(mine, other) for other in came.values())), None)
-        if refusal is None and awaited != [_STRANGER] and not on_time:
+        missing = [rank for rank in ranks if rank not in came]
+        if refusal is None and missing and not on_time:
             refusal = (
-                f"{1 + len(came)} of {world_size} ranks have come within --join-timeout, missing: "
-                f"{', '.join(awaited[:-1])}; were all started, with the same rendezvous?"
+                f"{world_size - len(missing)} of {world_size} ranks have come within --join-timeout, missing: "
+                f"{', '.join(missing)}; were all started, with the same rendezvous?"
             )
         if refusal is not None:
             _tell(store, name, came, refusal)
             _wait_until_heard(store, name, came, clock)
             raise ConfigError(refusal)
-        clock.sleep(_LOOK_S)
+        if missing:
+            clock.sleep(_LOOK_S)
     _tell(store, name, came, None)
     return name
 
@@ -84,16 +104,20 @@ def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], 
 
 def _misfit(first: dict[str, Any], other: dict[str, Any]) -> str | None:
     """Why these cannot be two ranks of one run."""
+    rank = other["rank"]
+    if other["version"] != first["version"]:
+        return f"rank {rank} has sarathi_pp {other['version']}, rank 0 {first['version']}: install one version on all"
     if other["world_size"] != first["world_size"]:
         return (
-            f"rank {other['rank']} was started as one of {other['world_size']} ranks, rank 0 as one of "
-            f"{first['world_size']}; start all with the same number"
+            f"rank {rank} was started as one of {other['world_size']} ranks, rank 0 as one of {first['world_size']}; "
+            f"start all with the same number"
         )
-    if other["loopback"] != first["loopback"]:
+    if other["reach"] != first["reach"]:
         here, there = (f"{one['name']} ({one['address']})" for one in (first, other))
         return (
-            f"rank 0 talks on {here}, rank {other['rank']} on {there}, and one of them stays inside its host; give a "
-            f"MASTER_ADDR that is no loopback address on rank 0's host, or name interfaces in GLOO_SOCKET_IFNAME"
+            f"rank 0 talks on {here}, rank {rank} on {there}, and they do not reach each other; give an address of "
+            f"rank 0's host that is no loopback address (torchrun: --master-addr, --local-addr), or name interfaces in "
+            f"{INTERFACE_VARIABLE}"
         )
     return None
 
@@ -115,6 +139,8 @@ def _answer(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clo
                 store.set(f"{call['name']}/heard/{token}", "")
                 raise ConfigError(met["refusal"])
         clock.sleep(_LOOK_S)
+    for name in answered:
+        store.set(f"{name}/{mine['rank']}", "")
     raise ConfigError(
         f"rank {mine['rank']} of {mine['world_size']} was not met by rank 0 within --join-timeout; was that one "
         f"started, and all others?"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sarathi_pp.errors import ConfigError
 
 STORE_VARIABLE = "SARATHI_PP_STORE"
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+LAUNCHER_VARIABLE = "SARATHI_PP_LAUNCHER"
 # torchrun's; our own launcher counts in it too.
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
@@ -20,7 +23,7 @@ class Place:
 
     store: path of the FileStore where our own launcher started it. master: host and port at which the others meet rank
     0. agent_store: torchrun's agent listens there, and not rank 0 itself. interface: the one on which the user wants
-    ranks to talk.
+    ranks to talk. launcher: our own's pid; whoever asked for its parent later might get another's.
     """
 
     rank: int = 0
@@ -33,6 +36,7 @@ class Place:
     master: tuple[str, int] | None = None
     agent_store: bool = False
     interface: str | None = None
+    launcher: int | None = None
 
     @property
     def under_torchrun(self) -> bool:
@@ -58,38 +62,44 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         return Place(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             store=environment.get(STORE_VARIABLE),
             restart=int(environment.get(RESTART_VARIABLE, "0")),
             job=_job(environment),
             master=_master(environment),
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            interface=environment.get("GLOO_SOCKET_IFNAME") or None,
+            interface=environment.get(INTERFACE_VARIABLE) or None,
+            launcher=int(environment[LAUNCHER_VARIABLE]) if LAUNCHER_VARIABLE in environment else None,
         )
     except ValueError as error:
-        names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT"
+        names = f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and {LAUNCHER_VARIABLE}"
         raise ConfigError(f"{names} must be integers: {error}") from None
 
 
 def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
     if STORE_VARIABLE in environment or "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         return None
-    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    if not 0 < port < 1 << 16:
+        raise ConfigError(f"MASTER_PORT is {port}; ports are numbers from 1 to 65535")
+    return host, port
 
 
 def _job(environment: Mapping[str, str]) -> str:
-    """By our launcher's directory, or by torchrun's agent, which is this process's parent."""
+    """By our launcher's directory, or by torchrun's agent, which is this process's parent; empty without either."""
     store = environment.get(STORE_VARIABLE)
     if store is not None:
         return str(Path(store).parent)
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return ""
     parent = os.getppid()
     try:
         # The time at which it started, since numbers of processes come again: field 22, behind a name in brackets.
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         started = ""
-    return f"{environment.get('TORCHELASTIC_RUN_ID', '')} {os.uname().nodename} {parent} {started}"
+    return f"{environment['TORCHELASTIC_RUN_ID']} {os.uname().nodename} {parent} {started}"
 
 
 def heeded_mark(store: str | Path) -> Path:
@@ -105,3 +115,17 @@ def stopped_mark(store: str | Path) -> Path:
 def inherited(additions: Mapping[str, str]) -> dict[str, str]:
     """This process's environment for one that it starts, with some variables added or replaced."""
     return {**os.environ, **additions}
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """In this process's environment while inside, for a library that looks there."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -127,8 +127,11 @@ def check_weights(job: BatchJob) -> None:
 
 
 def is_restart(job: BatchJob, place: Place) -> bool:
-    """Whether the run directory is that of an earlier start of this very job."""
-    return place.restart > 0 and run_directory(job).is_of(place.job)
+    """Whether the run directory is that of an earlier start of this very job.
+
+    torchrun's own count does not tell: a restart because hosts came or went is none to it.
+    """
+    return run_directory(job).is_of(place.job)
 
 
 def as_restarted(job: BatchJob, place: Place) -> BatchJob:
@@ -136,10 +139,10 @@ def as_restarted(job: BatchJob, place: Place) -> BatchJob:
 
     Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
     """
-    if place.restart == 0 or job.start == "resume":
+    if job.start == "resume":
         return job
     if not is_restart(job, place):
-        if job.start == "replace" and holds_anything(job.output_path):
+        if place.restart > 0 and job.start == "replace" and holds_anything(job.output_path):
             raise ConfigError(
                 f"a restart does not replace {job.output_path}: it may be what this job has answered before it was "
                 f"lost; start it again with --resume or with --overwrite"

@@ -35,8 +35,8 @@ def run_rank(
 ) -> dict[str, Any] | None:
     """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report, with what `drive` returned."""
     watchdog = Watchdog(leave)
-    if place.store is not None:
-        watchdog.follow_parent()
+    if place.launcher is not None:
+        watchdog.follow_parent(place.launcher)
     launched = place.store is not None and place.rank > 0
     where = f"stage {place.rank} (rank {place.rank})"
     signals = Signals(where, watchdog.end_within, launched=launched, hurried=place.under_torchrun)

@@ -48,12 +48,15 @@ class Encoded:
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """Hex, equal for equal tokenizer files and chat template."""
+    """Hex, equal for equal tokenizer files and chat template. Raises InputError where one cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted((*_TOKENIZER_FILES, *_BESIDE_TOKENIZER)):
         path = model_dir / name
         if path.is_file():
-            content = path.read_bytes()
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise InputError(f"{path} cannot be read: {error.strerror}") from error
             digest.update(b"%d %d\n" % (len(name), len(content)) + name.encode() + content)
     return digest.hexdigest()
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.meeting import meet
-from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place, variable
 from sarathi_pp.runtime.store import open_store
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.order import edges
@@ -40,19 +40,21 @@ class Topology:
         self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         if place.world_size == 1:
             return
-        interface = choose_interface(place)
-        os.environ["GLOO_SOCKET_IFNAME"] = interface.name
-        timeout = timedelta(seconds=join_timeout_s)
+        clock = SystemClock()
+        end_s = clock.now() + join_timeout_s
         try:
-            store = open_store(place, timeout)
-            store = meet(store, place.rank, place.world_size, timeout, SystemClock(), interface)
-            dist.init_process_group(
-                "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
-            )
+            store = open_store(place, timedelta(seconds=join_timeout_s))
+            interface = choose_interface(place)
+            store = meet(store, place.rank, place.world_size, end_s, clock, interface)
+            with variable(INTERFACE_VARIABLE, interface.name):
+                dist.init_process_group(
+                    "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
+                )
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
             ) from error
+        self._interface = interface
         peers = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
         self._names = [f"stage {rank} (rank {rank}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)]
         self.hosts = [peer["host"] for peer in peers]
@@ -61,7 +63,8 @@ class Topology:
         """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s."""
         timeout = timedelta(seconds=peer_timeout_s)
         for edge in edges(self.place.world_size):
-            with _a_rank_may_leave():
+            # gloo looks where it may listen at each new group.
+            with _a_rank_may_leave(), variable(INTERFACE_VARIABLE, self._interface.name):
                 group = dist.new_group(list(edge), timeout=timeout, backend="gloo")
             if self.place.rank in edge:
                 self._edge_groups[edge] = group

@@ -56,9 +56,8 @@ class Watchdog:
         timer.start()
         return timer
 
-    def follow_parent(self) -> None:
-        """End with the launcher that started this process, even if it was killed and could tell nobody."""
-        parent = os.getppid()
+    def follow_parent(self, parent: int) -> None:
+        """End with the launcher, whose pid that is, even if it was killed and could tell nobody."""
 
         def watch() -> None:
             while not self._ended.wait(_PARENT_CHECK_S):

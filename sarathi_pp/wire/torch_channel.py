@@ -101,7 +101,10 @@ class TorchSender:
         with self._order:
             head = codec.encode(frame, self._number, payload_bytes)
             size = len(head) + payload_bytes
-            assert size <= self._edge.message_bytes, f"{size} bytes exceed the receives that {self._edge} has posted"
+            if size > self._edge.message_bytes:  # gloo would abort the peer
+                raise ProtocolError(
+                    f"a message of {size} bytes, and {self._edge.peer_name} takes {self._edge.message_bytes}"
+                )
             buffer = self._spare.popleft()
             buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             if payload is not None:
@@ -222,13 +225,13 @@ class TorchReceiver:
         """Pass one message on; True when it was the last."""
         envelope = codec.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
         self._numbers.check(envelope.number)
+        end = envelope.payload_start + envelope.payload_bytes
+        payload = self._payload(buffer[envelope.payload_start : end], envelope.frame)
         if isinstance(envelope.frame, Heartbeat):
             self._watch(envelope.frame)
             self._free.put(buffer)
             return False
         self._stalled_since = None
-        end = envelope.payload_start + envelope.payload_bytes
-        payload = self._payload(buffer[envelope.payload_start : end], envelope.frame)
         self._inbox.put(Message(envelope.frame, payload, self._now(), lambda: self._free.put(buffer)))
         return isinstance(envelope.frame, Goodbye)
 

@@ -20,6 +20,7 @@ _KILL, _CODES, _SECURITY = (
 )
 _BAD, _FUZZ, _WIRE = "faults/test_bad_values.py::test_", "faults/test_fuzz.py::test_", "wire/test_codec.py::test_"
 _NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
+_EDGE = "runtime/test_torch_channel.py::test_"
 _SOAK = "faults/test_soak.py::test_every_row_is_accounted_for"
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
@@ -31,7 +32,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     3: ("blank lines, BOM, CRLF, no final newline, invalid UTF-8", (
         f"{_ROWS}lines_with_bom_crlf_blanks_and_no_final_newline",
         f"{_ROWS}invalid_utf8_keeps_an_id_that_can_be_read")),
-    4: ("an empty file", (f"{_SOURCE}an_empty_file_is_exhausted_at_once",)),
+    4: ("an empty file", (
+        f"{_SOURCE}an_empty_file_is_exhausted_at_once",
+        f"{_CODES}a_file_without_a_row_is_answered_by_one_without_a_line")),
     5: ("a line of gigabytes", (
         f"{_ROWS}a_line_over_the_cap_is_cut_and_skipped_without_being_held",
         f"{_SOURCE}memory_does_not_grow_with_the_file")),
@@ -71,11 +74,11 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}the_second_signal_ends_it_at_once")),
     22: ("SIGTERM and SIGUSR1, also while nothing comes back", (
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}a_stage_that_is_silent_is_not_waited_for",
-        f"{_SIGNALS}under_torchrun_too")),
+        f"{_SIGNALS}under_torchrun_too", f"{_SIGNALS}a_signal_to_every_process_is_one_signal")),
     23: ("SIGKILL of a stage, each of them", (
         f"{_KILL}a_killed_stage_ends_the_run_with_75", f"{_RESUME}a_stage_that_is_killed_is_started_again",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again",
-        f"{_SECURITY}no_shared_memory_is_left")),
+        f"{_SECURITY}nothing_is_left_outside_the_run_directory")),
     24: ("a stage that is stopped or hangs", (
         f"{_CODES}a_stopped_stage_is_named_when_the_timeout_is_over",
         f"{_INSIDE}a_stage_that_hangs_is_named_and_shows_its_stacks")),
@@ -98,9 +101,12 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     30: ("ranks with other model files", (f"{_INSIDE}ranks_with_other_weights_do_not_mix",)),
     31: ("wire messages that are short, long, replayed or damaged", (
         f"{_FUZZ}the_frame_decoder_survives_any_bytes", f"{_WIRE}any_damaged_byte_of_head_or_body_is_seen",
-        f"{_WIRE}a_cut_message_is_refused", "wire/test_channel.py::test_repeated_and_lost_frames_are_refused")),
+        f"{_WIRE}a_cut_message_is_refused", f"{_EDGE}what_is_not_the_next_whole_message_ends_the_edge",
+        f"{_EDGE}a_message_that_the_peer_would_not_take_is_not_sent")),
     32: ("shards and tensors that are missing or of another shape", (
-        f"{_WEIGHTS}a_missing_shard_is_named", f"{_WEIGHTS}a_tensor_that_its_shard_lacks_is_named")),
+        f"{_WEIGHTS}a_missing_shard_is_named", f"{_WEIGHTS}a_tensor_that_its_shard_lacks_is_named",
+        "model/test_slice.py::test_a_tensor_without_a_place_is_refused",
+        "model/test_slice.py::test_a_wrong_shape_is_refused")),
     33: ("safetensors that are cut short or damaged", (
         f"{_WEIGHTS}a_corrupt_file_is_named", f"{_WEIGHTS}no_damage_to_a_header_gets_through",
         "model/test_verify.py::test_a_flipped_bit_is_found")),
@@ -114,7 +120,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_HUB}a_hub_that_does_not_answer", f"{_HUB}a_model_is_fetched_once_and_then_needs_no_hub")),
     39: ("values that are not finite", (
         f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),
-    40: ("no memory in mid-run", (
+    40: ("no memory at the start, or in mid-run", (
+        f"{_REFUSED}a_start_that_was_refused_is_not_in_the_way_of_the_next",
         f"{_INSIDE}no_memory_once_costs_no_answer", "runtime/test_out_of_memory.py::test_there_is_no_third")),
     41: ("a KV pool that decodes exhaust", (
         "runtime/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),

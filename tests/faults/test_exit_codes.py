@@ -20,6 +20,17 @@ PROMPTS = ADDER.parent / "prompts.jsonl"
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_file_without_a_row_is_answered_by_one_without_a_line(stages, tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts([])
+    command = (*COMMAND, *files.options(ADDER, "--stages", stages, "--quiet"))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, files.output.read_bytes()) == (0, "", b"")
+    report = files.report()
+    assert (report["requests"], report["completed"], report["microbatches"], files.exit_code()) == (0, 0, 0, 0)
+
+
 def start(tmp_path: Path, output: str, *options: str) -> subprocess.Popen[str]:
     command = [
         *COMMAND,

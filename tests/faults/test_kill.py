@@ -166,6 +166,17 @@ def test_a_run_that_is_told_to_stop_ends_with_75(stages, start):
     running.expect_whole_answers()
 
 
+def test_workers_end_with_a_launcher_that_is_killed_as_soon_as_they_are_there(start):
+    """They are still importing then, and ask for their parent too late."""
+    running = start(COMMAND, "--stages", "2", "--quiet", until=lambda files: True)
+    launcher = psutil.Process(running.process.pid)
+    wait(running.process, lambda: len(launcher.children()) == 2)
+    workers = launcher.children()
+    running.process.kill()
+    assert not psutil.wait_procs(workers, timeout=MOST_S)[1]
+    running.process.communicate()
+
+
 def test_workers_end_with_a_launcher_that_is_killed(start):
     running = start(COMMAND, "--stages", "2", "--quiet")
     running.process.kill()

@@ -66,7 +66,7 @@ def started(
     """Those ranks by hand, as a batch system starts them; each with what runs a command on its host."""
     processes = []
     for rank, on in ranks.items():
-        mine = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **place}
+        mine = {"RANK": str(rank), "WORLD_SIZE": "2", **place}
         own = () if rank == 0 else ("--run-dir", str(files.folder / f"run-of-{rank}"))
         command = (*on, *COMMAND, *files.options(model, *OPTIONS, *own, *options))
         processes.append(
@@ -139,7 +139,10 @@ def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, model, 
     with started(files, model, on_both(hosts), **MEET) as ranks:
         wait_for_lines(ranks, files, 30)
         hosts.unplug(1)
-        time.sleep(2)
+        time.sleep(0.5)
+        before = num_lines(files.output)
+        time.sleep(1.5)
+        assert num_lines(files.output) == before < len(PROMPTS)
         hosts.plug(1)
         said = ranks.end()
         assert ranks.codes == [0, 0], said
@@ -170,7 +173,11 @@ def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, model, u
                 (*hosts.on(host), *command), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
             )
         )
-    said = [agent.communicate(timeout=150)[1] for agent in agents]
+    try:
+        said = [agent.communicate(timeout=150)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert answers(files) == undisturbed
 
@@ -219,3 +226,23 @@ def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, model):
                 assert ranks.codes == [2], said
             assert f"MASTER_ADDR={address} MASTER_PORT={PORT}: {message}" in said[0] and "Traceback" not in said[0]
         other.communicate("\n")
+
+
+def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, model):
+    """What leads nowhere is said before the run directory is claimed."""
+    for _ in range(2):
+        with started(files, model, {0: hosts.on(0)}, **MEET, GLOO_SOCKET_IFNAME="nosuch0") as ranks:
+            said = ranks.end()
+            assert ranks.codes == [2], said
+        assert "GLOO_SOCKET_IFNAME=nosuch0: no such interface with an address; name one of lo, wire0" in said[0]
+        assert files.exit_code() == 2
+
+
+def test_loopback_leads_to_no_other_host(hosts, files, model):
+    place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
+    with started(files, model, {0: hosts.on(0)}, **place) as first:
+        with started(files, model, {1: hosts.on(1)}, **place, GLOO_SOCKET_IFNAME="lo") as second:
+            said = [*first.end(), *second.end()]
+        assert [*first.codes, *second.codes] == [2, 2], said
+    for text in said:
+        assert f"rank 0 talks on wire0 ({ADDRESSES[0]}), rank 1 on lo (127.0.0.1), and they do not reach" in text

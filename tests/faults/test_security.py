@@ -81,17 +81,22 @@ def test_what_is_left_is_private(model, tmp_path):
         assert stat.S_IMODE(files.run.stat().st_mode) == 0o700
 
 
-def test_no_shared_memory_is_left(model, tmp_path):
-    before = set(Path("/dev/shm").iterdir())
+def test_nothing_is_left_outside_the_run_directory(model, tmp_path):
+    """Neither shared memory nor a meeting place, also of a run that lost a stage."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)
-    with started(files, model, *OPTIONS, "--stages", "2") as run:
+    with started(files, model, *OPTIONS, "--stages", "2", TMPDIR=str(scratch)) as run:
         run.wait_for_lines(5)
+        assert list(scratch.iterdir())
         family = run.family
+        opened = {file.path for process in family for file in process.open_files()}
+        assert not [path for path in opened if path.startswith("/dev/shm")]
         run.stage(1).kill()
         run.end()
     assert not psutil.wait_procs(family, timeout=5)[1]
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not list(scratch.iterdir())
 
 
 def test_prompts_are_in_no_log(model, tmp_path):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.faults.jobs import Started, answers, started
-from tests.runtime.processes import Files, console_script, torchrun
+from tests.runtime.processes import Files, console_script, free_port, torchrun
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -60,14 +60,17 @@ def test_what_runs_is_finished(number, code, stages, files, model):
     expect_drained(run, number, code)
 
 
-def test_under_torchrun_too(files, model, tmp_path):
-    with started(files, model, *OPTIONS, front=torchrun(2, console_script(tmp_path))) as run:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_under_torchrun_too(number, files, model, tmp_path):
+    """By itself it heeds no SIGUSR1, and ends by it at once."""
+    agent = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--signals-to-handle", "SIGTERM,SIGUSR1")
+    with started(files, model, *OPTIONS, front=torchrun(2, console_script(tmp_path), *agent)) as run:
         run.wait_for_lines(30)
         family = run.family
-        run.process.terminate()
+        run.process.send_signal(number)
         run.end()
         assert not psutil.wait_procs(family, timeout=1)[1]
-    expect_drained(run, signal.SIGTERM, 75)
+    expect_drained(run, number, 75)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -19,7 +19,10 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 COMMAND = (sys.executable, "-P", "-m", "sarathi_pp")
 
 _SCRIPT = Path(sys.executable).with_name("sarathi-pp")
-_FROM_OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_FROM_OUTSIDE = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
+    *("SARATHI_PP_STORE", "SARATHI_PP_LAUNCHER", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
 
 
 def environment() -> dict[str, str]:

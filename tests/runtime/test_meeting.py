@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
+import sarathi_pp
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.trace.clock import SystemClock
 
 LOOPBACK, NETWORK = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1")
-SOON, LATER = timedelta(seconds=0.3), timedelta(seconds=20)
+SOON_S, LATER_S = 0.3, 20.0
 
 
-def start(store, world_size, ranks=None, timeout=LATER):
+def meeting(pool, store, rank, world_size, timeout_s=LATER_S, interface=LOOPBACK):
+    clock = SystemClock()
+    return pool.submit(meet, store, rank, world_size, clock.now() + timeout_s, clock, interface)
+
+
+def start(store, world_size, ranks=None, timeout_s=LATER_S):
     """Each rank's part of the store, of those that come, in the order in which they are told to."""
     ranks = list(range(world_size)) if ranks is None else ranks
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return {rank: pool.submit(meet, store, rank, world_size, timeout, SystemClock(), LOOPBACK) for rank in ranks}
+        return {rank: meeting(pool, store, rank, world_size, timeout_s) for rank in ranks}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -37,7 +43,7 @@ def test_all_have_one_part_and_no_start_has_anothers(order):
 @pytest.mark.parametrize("came", [[0, 1], [1, 2], [0]])
 def test_what_a_start_has_left_that_never_met_is_in_nobodys_way(came):
     store = HashStore()
-    for met in start(store, 3, came, SOON).values():
+    for met in start(store, 3, came, SOON_S).values():
         assert isinstance(met.exception(), ConfigError)
     parts = [met.result() for met in start(store, 3).values()]
     parts[1].set("key", "again")
@@ -45,32 +51,54 @@ def test_what_a_start_has_left_that_never_met_is_in_nobodys_way(came):
 
 
 def test_who_is_missing_is_named_to_all_that_came():
-    found = start(HashStore(), 4, [0, 2], SOON)
+    found = start(HashStore(), 4, [0, 2], SOON_S)
     for met in found.values():
         assert "2 of 4 ranks have come within --join-timeout, missing: 1, 3;" in str(met.exception())
 
 
 def test_without_rank_0_the_others_say_so():
-    met = start(HashStore(), 3, [2], SOON)[2]
+    met = start(HashStore(), 3, [2], SOON_S)[2]
     assert "rank 2 of 3 was not met by rank 0 within --join-timeout" in str(met.exception())
 
 
 @pytest.mark.parametrize("stranger", [1, 2])
 def test_ranks_of_another_number_are_refused_by_all(stranger):
     """Also one whose own number rank 0 does not know of."""
-    store, clock = HashStore(), SystemClock()
+    store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, store, 0, 2, LATER, clock, LOOPBACK)
-        other = pool.submit(meet, store, stranger, 3, LATER, clock, LOOPBACK)
+        first = meeting(pool, store, 0, 2)
+        other = meeting(pool, store, stranger, 3)
     message = f"rank {stranger} was started as one of 3 ranks, rank 0 as one of 2; start all with the same number"
     assert [str(met.exception()) for met in (first, other)] == [message] * 2
 
 
 def test_ranks_that_cannot_hear_each_other_are_refused():
-    store, clock = HashStore(), SystemClock()
+    store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, store, 0, 2, LATER, clock, LOOPBACK)
-        other = pool.submit(meet, store, 1, 2, LATER, clock, NETWORK)
+        first = meeting(pool, store, 0, 2)
+        other = meeting(pool, store, 1, 2, interface=NETWORK)
     for met in (first, other):
         assert isinstance(met.exception(), ConfigError)
         assert "rank 0 talks on lo (127.0.0.1), rank 1 on eth0 (10.0.0.1)" in str(met.exception())
+
+
+def test_ranks_of_another_release_are_refused_by_name(monkeypatch):
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first = meeting(pool, store, 0, 2)
+        while not store.check(["sarathi_pp/name"]):
+            time.sleep(0.01)
+        monkeypatch.setattr(sarathi_pp, "__version__", "9.9.9")
+        other = meeting(pool, store, 1, 2)
+    for met in (first, other):
+        assert str(met.exception()) == "rank 1 has sarathi_pp 9.9.9, rank 0 0.1.0: install one version on all"
+
+
+def test_who_has_given_up_is_missed():
+    """Rank 0 comes late, and does not take an answer for a rank that waits."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        gone = meeting(pool, store, 1, 3, SOON_S)
+        first = meeting(pool, store, 0, 3, SOON_S + 4)
+    assert isinstance(gone.exception(), ConfigError)
+    assert "1 of 3 ranks have come within --join-timeout, missing: 1, 2;" in str(first.exception())

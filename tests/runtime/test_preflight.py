@@ -1,5 +1,7 @@
 """What a start does with what is there, when it is a restart: it goes on with its own and touches nobody else's."""
 
+from dataclasses import replace
+
 import pytest
 
 from sarathi_pp.config import RunConfig
@@ -54,9 +56,16 @@ def test_another_jobs_output_is_not_gone_on_with(by, output):
         as_restarted(job(output, "replace"), AGAIN)
 
 
-def test_a_first_start_does_what_it_was_told(output):
+def test_a_restart_that_torchrun_does_not_count_is_one_all_the_same(output):
+    """Hosts came or went."""
     leave(output, by="this one")
-    first = Place(world_size=2, restart=0, job="this one")
+    assert as_restarted(job(output, "replace"), replace(AGAIN, restart=0)).start == "resume"
+
+
+@pytest.mark.parametrize("own", ["this one", ""])
+def test_a_first_start_does_what_it_was_told(own, output):
+    leave(output, by="another one" if own else "")
+    first = Place(world_size=2, restart=0, job=own)
     assert [as_restarted(job(output, start), first).start for start in ("new", "replace")] == ["new", "replace"]
 
 

@@ -1,4 +1,4 @@
-"""The sending end of a stage edge, whose peer takes what it is sent when the test says so."""
+"""The two ends of a stage edge, with a peer that takes and sends what the test says."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from sarathi_pp.core.plan import Chunk, MicroBatch
+from sarathi_pp.errors import ProtocolError, SarathiError
 from sarathi_pp.wire import codec, torch_channel
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat
-from sarathi_pp.wire.torch_channel import Edge, TorchSender
+from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame
+from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
 BLOCKED_S = 10.0
+EDGE = Edge(None, 1, "stage 1", 4096, (1,), torch.float32, torch.device("cpu"))
 
 
 class Peer:
@@ -44,8 +47,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
 
 
 def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_not_take(peer):
-    edge = Edge(None, 1, "stage 1", 4096, (1,), torch.float32, torch.device("cpu"))
-    sender = TorchSender(edge, num_buffers=2, progress=lambda: (7, True), on_failure=lambda error: None)
+    sender = TorchSender(EDGE, num_buffers=2, progress=lambda: (7, True), on_failure=lambda error: None)
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     sent = threading.Event()
 
@@ -59,3 +61,77 @@ def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_n
     peer.let(1)
     assert peer.offered.get(timeout=BLOCKED_S) == Goodbye()
     assert peer.numbers == [0, 1]
+
+
+class Posted:
+    """A receive, met by the next message that was sent; by silence where there is none."""
+
+    def __init__(self, messages: queue.SimpleQueue[bytes], buffer: torch.Tensor) -> None:
+        self._messages = messages
+        self._buffer = buffer
+
+    def wait(self) -> None:
+        message = self._messages.get()
+        self._buffer[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[bytes]:
+    """What arrives at a receiving end, message by message."""
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    monkeypatch.setattr(torch_channel.dist, "irecv", lambda buffer, peer, group: Posted(messages, buffer))
+    return messages
+
+
+def microbatch(number: int, payload: bytes) -> bytes:
+    """One of three tokens."""
+    chunks = (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),)
+    return codec.encode(MicroBatchFrame(MicroBatch(0, chunks, (), 0.0)), number, len(payload)) + payload
+
+
+BEAT = codec.encode(Heartbeat(0, False), 0)
+ROWS = bytes(3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([BEAT, BEAT], "frame 0 came where 1 was due"),
+        ([BEAT, codec.encode(Goodbye(), 2)], "frame 2 came where 1 was due"),
+        ([BEAT, microbatch(1, ROWS)[:40]], "checksum mismatch"),
+        ([BEAT, microbatch(1, bytes(3 * 2))], "6 bytes of activations, not 12"),
+        ([BEAT, microbatch(1, bytes(4 * 4))], "16 bytes of activations, not 12"),
+        ([BEAT, codec.encode(Goodbye(), 1, 8) + bytes(8)], "a Goodbye with 8 bytes of payload"),
+        ([BEAT, codec.encode(Heartbeat(0, False), 1, 8) + bytes(8)], "a Heartbeat with 8 bytes of payload"),
+        ([BEAT, codec.encode(Goodbye(), 1, 5000)], "in a buffer of 4096"),
+        ([BEAT, bytes(64)], "a message starts with"),
+    ],
+    ids=["replayed", "one lost", "cut", "of another dtype", "too long", "goodbye", "heartbeat", "beyond", "zeros"],
+)
+def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
+    failures: queue.SimpleQueue[SarathiError] = queue.SimpleQueue()
+    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=failures.put)
+    for message in messages:
+        sent.put(message)
+    with pytest.raises(ProtocolError, match=says):
+        receiver.receive(BLOCKED_S)
+    assert isinstance(failures.get(timeout=BLOCKED_S), ProtocolError)
+    with pytest.raises(ProtocolError, match=says):  # whoever asks again
+        receiver.receive(BLOCKED_S)
+
+
+def test_what_is_whole_comes_through(sent):
+    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 5.0, peer_timeout_s=60.0, on_failure=lambda error: None)
+    for message in (BEAT, microbatch(1, torch.arange(3.0).numpy().tobytes()), codec.encode(Goodbye(), 2)):
+        sent.put(message)
+    first, last = receiver.receive(BLOCKED_S), receiver.receive(BLOCKED_S)
+    assert first is not None and last is not None
+    assert (first.payload.tolist(), first.arrived_s, last.frame) == ([[0.0], [1.0], [2.0]], 5.0, Goodbye())
+
+
+def test_a_message_that_the_peer_would_not_take_is_not_sent(peer):
+    """gloo would abort the process that has posted too short a receive."""
+    sender = TorchSender(EDGE, num_buffers=1, progress=lambda: (0, False), on_failure=lambda error: None)
+    sender.reserve()
+    with pytest.raises(ProtocolError, match="and stage 1 takes 4096"):
+        sender.send(Goodbye(), torch.zeros(4096))

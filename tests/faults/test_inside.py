@@ -118,7 +118,7 @@ def two_ranks(files: Files, models: tuple[Path, Path], options: tuple[tuple[str,
 
 def test_ranks_of_another_release_do_not_mix(files, model):
     said = two_ranks(files, (model, model), ((), ()), **fault(1, "versions"))[0]
-    assert "sarathi_pp differs: rank 0 has 0.1.0, rank 1 has 9.9.9" in said
+    assert "rank 1 has sarathi_pp 9.9.9, rank 0 0.1.0: install one version on all" in said
 
 
 def test_ranks_with_other_options_do_not_mix(files, model):

@@ -78,7 +78,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     except SarathiError as error:
         # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
         if rank.world_size > 1:
-            run_directory(job).write_refusal(error.exit_code, overwrite=job.start != "new")
+            run_directory(job).write_refusal(error.exit_code, overwrite=job.start != "new" or again)
         raise
     with ExitStack() as held:
         if rank.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -15,6 +16,8 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place
 
 _LOOPBACK = "lo"
+# A family of addresses, and one of them with its port.
+Target = tuple[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,7 @@ def choose_interface(place: Place) -> Interface:
         return Interface(_LOOPBACK, "127.0.0.1")
     host, port = place.master
     try:
-        # IPv4 first, which is what gloo takes of an interface that has both.
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, *_, target = min(found, key=lambda one: one[0] != socket.AF_INET)
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing: asks for the way
-            own = _plain(probe.getsockname()[0])
+        own = _own_address(host, port)
     except OSError as error:
         raise ConfigError(f"MASTER_ADDR={host}: rank {place.rank} finds no way to it ({error.strerror})") from error
     for name, addresses in psutil.net_if_addrs().items():
@@ -56,6 +54,27 @@ def choose_interface(place: Place) -> Interface:
     if ipaddress.ip_address(own).is_loopback:  # of 127.0.0.0/8 the kernel lists one
         return Interface(_LOOPBACK, own)
     raise ConfigError(f"{own}, from which {host} is reached, is on no interface; name one in {INTERFACE_VARIABLE}")
+
+
+def addresses_of(host: str, port: int) -> list[Target]:
+    """IPv4 first, which is what gloo takes of an interface that has both. Raises OSError where there is none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted(((one[0], one[4]) for one in found), key=lambda one: one[0] != socket.AF_INET)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This host's, from which that one is reached. Sends nothing: asks for the way."""
+    found = addresses_of(host, port)
+    for number, (family, target) in enumerate(found, 1):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(target)
+            except OSError:
+                if number == len(found):
+                    raise
+                continue
+            return _plain(probe.getsockname()[0])
+    raise AssertionError("a name without an address is an error of its own")
 
 
 def exposure(place: Place) -> str | None:

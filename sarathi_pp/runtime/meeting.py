@@ -32,8 +32,6 @@ from sarathi_pp.trace.clock import Clock
 
 _LOOK_S = 0.02
 _HEARD_S = 2.0
-# In the place of a rank: one that was told of another number of ranks.
-_STRANGER = "stranger"
 
 
 def meet(store: Store, rank: int, world_size: int, end_s: float, clock: Clock, interface: Interface) -> Store:
@@ -70,7 +68,8 @@ def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock
     while not came.keys() >= set(ranks):
         on_time = in_time()
         # All of them again: one that has given up takes its answer back.
-        keys = [key for key in (*ranks, _STRANGER) if store.check([f"{name}/{key}"])]
+        strangers = [f"stranger/{number}" for number in range(1, 1 + store.add(f"{name}/strangers", 0))]
+        keys = [key for key in (*ranks, *strangers) if store.check([f"{name}/{key}"])]
         answers = {key: store.get(f"{name}/{key}") for key in keys}
         came = {key: json.loads(answer) for key, answer in answers.items() if answer}
         refusal = next(filter(None, (_misfit(mine, other) for other in came.values())), None)
@@ -105,8 +104,10 @@ def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], 
 def _misfit(first: dict[str, Any], other: dict[str, Any]) -> str | None:
     """Why these cannot be two ranks of one run."""
     rank = other["rank"]
-    if other["version"] != first["version"]:
-        return f"rank {rank} has sarathi_pp {other['version']}, rank 0 {first['version']}: install one version on all"
+    if other.get("version") != first["version"]:
+        return (
+            f"rank {rank} has sarathi_pp {other.get('version')}, rank 0 {first['version']}: install one version on all"
+        )
     if other["world_size"] != first["world_size"]:
         return (
             f"rank {rank} was started as one of {other['world_size']} ranks, rank 0 as one of {first['world_size']}; "
@@ -123,14 +124,17 @@ def _misfit(first: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 
 def _answer(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
-    token, answered = secrets.token_hex(8), set[str]()
+    token = secrets.token_hex(8)
+    answered: dict[str, str] = {}  # under which key, by name
     while in_time():
         call = json.loads(store.get("name")) if store.check(["name"]) else None
         if call is not None and call["name"] not in answered:
             # A rank of another run may have a number that rank 0 does not wait for.
-            key = mine["rank"] if mine["world_size"] == call["world_size"] else _STRANGER
-            store.set(f"{call['name']}/{key}", json.dumps({**mine, "token": token}))
-            answered.add(call["name"])
+            name = call["name"]
+            alike = mine["world_size"] == call["world_size"]
+            key = mine["rank"] if alike else f"stranger/{store.add(f'{name}/strangers', 1)}"
+            answered[name] = f"{name}/{key}"
+            store.set(answered[name], json.dumps({**mine, "token": token}))
         if call is not None and store.check([f"{call['name']}/met"]):
             met = json.loads(store.get(f"{call['name']}/met"))
             if token in met["tokens"] and met["refusal"] is None:
@@ -139,8 +143,8 @@ def _answer(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clo
                 store.set(f"{call['name']}/heard/{token}", "")
                 raise ConfigError(met["refusal"])
         clock.sleep(_LOOK_S)
-    for name in answered:
-        store.set(f"{name}/{mine['rank']}", "")
+    for key in answered.values():
+        store.set(key, "")
     raise ConfigError(
         f"rank {mine['rank']} of {mine['world_size']} was not met by rank 0 within --join-timeout; was that one "
         f"started, and all others?"

@@ -93,13 +93,17 @@ def _job(environment: Mapping[str, str]) -> str:
         return str(Path(store).parent)
     if "TORCHELASTIC_RUN_ID" not in environment:
         return ""
-    parent = os.getppid()
+    parent = Path(f"/proc/{os.getppid()}")
     try:
+        if b"TORCHELASTIC_RUN_ID=" in (parent / "environ").read_bytes():
+            return ""  # a program that the agent has started, which may start us any number of times
         # The time at which it started, since numbers of processes come again: field 22, behind a name in brackets.
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        started = (parent / "stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         started = ""
-    return f"{environment['TORCHELASTIC_RUN_ID']} {os.uname().nodename} {parent} {started}"
+    # Of one agent run's processes, below the attempt and the rank: a program may run several, one after the other.
+    folder = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent
+    return f"{environment['TORCHELASTIC_RUN_ID']} {os.uname().nodename} {parent.name} {started} {folder}"
 
 
 def heeded_mark(store: str | Path) -> Path:

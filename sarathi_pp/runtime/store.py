@@ -10,8 +10,8 @@ from datetime import timedelta
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.runtime.interface import choose_interface
-from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.interface import Target, addresses_of, choose_interface
+from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place
 
 
 def open_store(place: Place, timeout: timedelta) -> Store:
@@ -24,13 +24,13 @@ def open_store(place: Place, timeout: timedelta) -> Store:
             f"is rank 0 met?"
         )
     host, port = place.master
-    listener = None
+    address, listener = host, None
     if place.rank == 0 and not place.agent_store:
-        listener = _listen(place, host, port).detach()
+        address, listener = _listen(place, host, port)
     try:
-        # Who has come is counted afterwards, by meet, which can say who has not.
+        # Who has come is counted afterwards, by meet, which can say who has not. Rank 0 connects too.
         return TCPStore(
-            host,
+            address,
             port,
             is_master=listener is not None,
             timeout=timeout,
@@ -44,19 +44,28 @@ def open_store(place: Place, timeout: timedelta) -> Store:
         ) from error
 
 
-def _listen(place: Place, host: str, port: int) -> socket.socket:
-    """At one address. By itself TCPStore listens at every one of the host."""
+def _listen(place: Place, host: str, port: int) -> tuple[str, int]:
+    """The one address at which rank 0 is met, and the socket there. By itself TCPStore listens at all of the host's."""
     named = f"MASTER_ADDR={host} MASTER_PORT={port}"
     try:
-        where = choose_interface(place).address if place.interface is not None else host
-        found = socket.getaddrinfo(where, port, type=socket.SOCK_STREAM)
-        family, *_, target = min(found, key=lambda one: one[0] != socket.AF_INET)
-        if place.local_world_size < place.world_size and _leads_astray(where, str(target[0])):
-            raise ConfigError(
-                f"{named}: on rank 0's own host that name is {target[0]}, which no other host reaches; give an address "
-                f"there, or rank 0's interface in GLOO_SOCKET_IFNAME"
-            )
-        return socket.create_server(target, family=family, backlog=socket.SOMAXCONN)
+        found = addresses_of(host, port)
+        if place.local_world_size < place.world_size and _leads_astray(host, found[0]):
+            if place.interface is None:
+                raise ConfigError(
+                    f"{named}: on rank 0's own host that name is {found[0][1][0]}, which no other host reaches; give "
+                    f"an address, or rank 0's interface in {INTERFACE_VARIABLE}, or LOCAL_WORLD_SIZE where all ranks "
+                    f"are on this one"
+                )
+            found = addresses_of(choose_interface(place).address, port)
+        for number, (family, target) in enumerate(found, 1):
+            try:
+                listener = socket.create_server(target, family=family, backlog=socket.SOMAXCONN)
+            except OSError as error:
+                if number == len(found) or error.errno == errno.EADDRINUSE:
+                    raise
+                continue
+            return target[0], listener.detach()
+        raise AssertionError("a name without an address is an error of its own")
     except OSError as error:
         remedy = {
             errno.EADDRINUSE: "another process listens there; give another MASTER_PORT",
@@ -65,6 +74,7 @@ def _listen(place: Place, host: str, port: int) -> socket.socket:
         raise ConfigError(f"{named}: {remedy}") from error
 
 
-def _leads_astray(host: str, address: str) -> bool:
+def _leads_astray(host: str, found: Target) -> bool:
     """Whether the host's own name was meant, which Debian writes down as 127.0.1.1."""
+    address = found[1][0]
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in (address, "localhost")

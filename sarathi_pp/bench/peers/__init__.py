@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,7 +42,8 @@ class Peer:
     """One engine.
 
     program: a file of this package. own_environment: that is DIR/NAME, which launch/peers.sh makes; False for one that
-    runs in ours. environment: variables that it is to find, given its Python.
+    runs in ours. environment: variables that it is to find, given its Python. pipeline_needs: a package that its
+    pipeline imports and its single process does not.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Peer:
     own_environment: bool
     parameters: Mapping[str, Parameter]
     environment: Callable[[Path, Parameters], Environment]
+    pipeline_needs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,11 @@ class PeerChoice:
     parameters: Parameters
 
     def python(self, peers_dir: Path) -> Path:
-        """Raises MissingError where the peer's environment was never made."""
+        """Raises MissingError where the peer's environment was never made, or lacks something."""
+        needed = self.peer.pipeline_needs
         if not self.peer.own_environment:
+            if needed is not None and self.parameters["pp"] != "1" and find_spec(needed) is None:
+                raise MissingError(f"--against {self.label} needs {needed}\n  try  pip install {needed}")
             return Path(sys.executable)
         python = peers_dir / self.peer.name / "bin" / "python"
         if not python.exists():
@@ -131,6 +137,7 @@ PEERS = {
             False,
             {"batching": Parameter("padded", ("padded", "continuous")), "pp": Parameter("1")},
             _no_environment,
+            pipeline_needs="accelerate",
         ),
     )
 }

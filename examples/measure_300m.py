@@ -66,7 +66,7 @@ PREDICTED = ("wall_s", "bubble_ratio", "bubble_ratio_steady")
 Report = dict[str, Any]
 
 
-def make_checkpoint(directory: Path) -> None:
+def make_checkpoint(directory: Path, intermediate_size: int = 3712) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -74,7 +74,7 @@ def make_checkpoint(directory: Path) -> None:
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,
-        intermediate_size=3712,
+        intermediate_size=intermediate_size,
         num_hidden_layers=16,
         num_attention_heads=16,
         num_key_value_heads=8,

@@ -88,13 +88,13 @@ def _require(legal: bool, name: str, value: object, allowed: str) -> None:
         raise RowError("invalid_parameter", f"{name} is {value!r}; it must be {allowed}")
 
 
+# Of a wait for other processes.
+_LONGEST_S = 7 * 86400.0
+
+
 def _demand(legal: bool, name: str, value: object, allowed: str) -> None:
     if not legal:
         raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; it must be {allowed}")
-
-
-# Of a wait for other processes.
-_LONGEST_S = 7 * 86400.0
 
 
 def _is_int(value: object) -> bool:

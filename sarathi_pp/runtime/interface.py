@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place
+
+T = TypeVar("T")
 
 _LOOPBACK = "lo"
 # A family of addresses, and one of them with its port.
@@ -45,7 +49,7 @@ def choose_interface(place: Place) -> Interface:
         return Interface(_LOOPBACK, "127.0.0.1")
     host, port = place.master
     try:
-        own = _own_address(host, port)
+        own = first_that_works(addresses_of(host, port), _own_address)
     except OSError as error:
         raise ConfigError(f"MASTER_ADDR={host}: rank {place.rank} finds no way to it ({error.strerror})") from error
     for name, addresses in psutil.net_if_addrs().items():
@@ -62,19 +66,20 @@ def addresses_of(host: str, port: int) -> list[Target]:
     return sorted(((one[0], one[4]) for one in found), key=lambda one: one[0] != socket.AF_INET)
 
 
-def _own_address(host: str, port: int) -> str:
+def first_that_works(targets: list[Target], attempt: Callable[[int, Any], T]) -> T:
+    """Of a name with several addresses some may lead nowhere. Raises the OSError of the last one where all do."""
+    *others, last = targets
+    for target in others:
+        with suppress(OSError):
+            return attempt(*target)
+    return attempt(*last)
+
+
+def _own_address(family: int, target: Any) -> str:
     """This host's, from which that one is reached. Sends nothing: asks for the way."""
-    found = addresses_of(host, port)
-    for number, (family, target) in enumerate(found, 1):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(target)
-            except OSError:
-                if number == len(found):
-                    raise
-                continue
-            return _plain(probe.getsockname()[0])
-    raise AssertionError("a name without an address is an error of its own")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return _plain(probe.getsockname()[0])
 
 
 def exposure(place: Place) -> str | None:

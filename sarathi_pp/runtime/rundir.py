@@ -179,15 +179,19 @@ def _is_of_a_run(entry: Path) -> bool:
 
 
 def _locked(path: Path) -> int:
-    """The descriptor that holds it. Raises ConfigError where another one does; not every file system has locks."""
+    """The descriptor that holds it. Raises ConfigError where another one does.
+
+    Not every file system has locks. Where there are none nobody is kept out: a run matters more than its guard.
+    """
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"another run is using the run directory {path}; name another output, or --run-dir") from None
-    except OSError:
-        pass  # no locks here
+    with suppress(OSError):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"another run is using the run directory {path}; name another output, or --run-dir"
+            ) from None
     return descriptor
 
 

@@ -6,11 +6,12 @@ import errno
 import ipaddress
 import socket
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.runtime.interface import Target, addresses_of, choose_interface
+from sarathi_pp.runtime.interface import Target, addresses_of, choose_interface, first_that_works
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place
 
 
@@ -57,21 +58,22 @@ def _listen(place: Place, host: str, port: int) -> tuple[str, int]:
                     f"are on this one"
                 )
             found = addresses_of(choose_interface(place).address, port)
-        for number, (family, target) in enumerate(found, 1):
-            try:
-                listener = socket.create_server(target, family=family, backlog=socket.SOMAXCONN)
-            except OSError as error:
-                if number == len(found) or error.errno == errno.EADDRINUSE:
-                    raise
-                continue
-            return target[0], listener.detach()
-        raise AssertionError("a name without an address is an error of its own")
+        listener = first_that_works(found, lambda family, target: _listener(named, family, target))
+        return listener.getsockname()[0], listener.detach()
     except OSError as error:
-        remedy = {
-            errno.EADDRINUSE: "another process listens there; give another MASTER_PORT",
-            errno.EADDRNOTAVAIL: "that is no address of rank 0's host; give one that all ranks reach",
-        }.get(error.errno or 0, error.strerror)
+        astray = error.errno == errno.EADDRNOTAVAIL
+        remedy = "that is no address of rank 0's host; give one that all ranks reach" if astray else error.strerror
         raise ConfigError(f"{named}: {remedy}") from error
+
+
+def _listener(named: str, family: int, target: Any) -> socket.socket:
+    try:
+        return socket.create_server(target, family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # Not at another address of that name: the others may come to this one.
+        raise ConfigError(f"{named}: another process listens there; give another MASTER_PORT") from error
 
 
 def _leads_astray(host: str, found: Target) -> bool:

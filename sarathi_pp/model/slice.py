@@ -27,6 +27,7 @@ from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.families import Family
+from sarathi_pp.model.filled import steady_rows
 from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
@@ -58,6 +59,7 @@ class StageModel:
         self.windows = windows
         self.backend = backend
         self.bytes_read = bytes_read
+        self._rows = steady_rows(module.dtype, module.device)
 
     @property
     def embed(self) -> bool:
@@ -73,7 +75,8 @@ class StageModel:
 
         x: token ids (T,) int64 where the stage embeds, else hidden states (T, hidden_size).
         Returns hidden states (T, hidden_size), or logits (n, vocab_size) of `inputs.logit_rows` where the
-        stage has the head; n may be 0. All in the model's dtype.
+        stage has the head; n may be 0. All in the model's dtype. In float32 on CPU, with numba's attention, what a
+        row gives depends on its own sequence alone, to the last bit.
         """
         call = {
             "input_ids" if self.embed else "inputs_embeds": x[None],
@@ -81,9 +84,10 @@ class StageModel:
             "use_cache": False,
             "paged": PagedCall(self.backend, kv, inputs, self.windows),
         }
-        if self.head:
-            return cast(Tensor, self.module(**call, logits_to_keep=inputs.logit_rows).logits[0])
-        return cast(Tensor, self.module.base_model(**call).last_hidden_state[0])
+        with self._rows:
+            if self.head:
+                return cast(Tensor, self.module(**call, logits_to_keep=inputs.logit_rows).logits[0])
+            return cast(Tensor, self.module.base_model(**call).last_hidden_state[0])
 
 
 def load_stage(

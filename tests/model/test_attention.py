@@ -287,14 +287,20 @@ def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int)
 
 
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("cut", [2, 6, 100, 1024, 1499])
-def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(window: int | None, cut: int) -> None:
-    case = Case([(0, 1600)], 16, 4, 2, 32, torch.bfloat16, backend="numba")
+@pytest.mark.parametrize(
+    ("dtype", "cuts"),
+    # In bfloat16 a row alone is a decode's, whose kernel is another one.
+    [(torch.float32, (1, 2, 100, 1499, 1599)), (torch.bfloat16, (2, 6, 100, 1024, 1499))],
+)
+def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(
+    window: int | None, dtype: torch.dtype, cuts: tuple[int, ...]
+) -> None:
+    case = Case([(0, 1600)], 16, 4, 2, 32, dtype, backend="numba")
     how = rule(case, window=window, softcap=20.0, sinks=True)
     whole = case.run(**how)
     (span,) = case.inputs.spans
     backend = choose_backend("numba", CPU, 16)
-    for start, num_tokens in ((0, cut), (cut, 1600 - cut)):
+    for start, num_tokens in [part for cut in cuts for part in ((0, cut), (cut, 1600 - cut))]:
         chunk = build_inputs([Span(start, num_tokens, span.pages.tolist())], [], 16, CPU)
         part = backend(case.query[start : start + num_tokens], case.kv, case.layer, chunk, **how)
         assert torch.equal(part, whole[start : start + num_tokens])
@@ -310,8 +316,9 @@ def test_queries_may_lie_heads_first_in_memory() -> None:
 
 @pytest.mark.parametrize("num_threads", [2, 3, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
-def test_threads_share_a_chunk_out_and_change_no_bit(num_threads: int, num_kv_heads: int) -> None:
-    case = Case([(200, 50), (3, 20)], 16, 6, num_kv_heads, 32, torch.bfloat16, backend="numba")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_share_a_chunk_out_and_change_no_bit(num_threads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+    case = Case([(200, 50), (3, 20)], 16, 6, num_kv_heads, 32, dtype, backend="numba")
     how = rule(case, window=60)
     alone = case.run(**how)
     torch.set_num_threads(num_threads)

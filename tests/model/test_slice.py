@@ -31,7 +31,8 @@ LENGTHS = {"a": 45, "b": 30, "c": 13}
 
 # Each microbatch: (sequence, num_tokens), packed in this order. Prompts longer than the window, chunks that
 # end inside a page, decodes beside chunks, a chunk right after a chunk of the same sequence, a lone decode.
-SCHEDULE = (
+Schedule = tuple[tuple[tuple[str, int], ...], ...]
+SCHEDULE: Schedule = (
     (("a", 7),),
     (("a", 13), ("b", 5)),
     (("b", 14), ("a", 1), ("c", 6)),
@@ -85,14 +86,16 @@ def prompts() -> dict[str, torch.Tensor]:
     return {name: torch.randint(3, VOCAB_SIZE, (n,), generator=generator) for name, n in LENGTHS.items()}
 
 
-def run_schedule(stages: list[StageModel], facts: ModelFacts) -> dict[str, dict[int, torch.Tensor]]:
+def run_schedule(
+    stages: list[StageModel], facts: ModelFacts, schedule: Schedule = SCHEDULE
+) -> dict[str, dict[int, torch.Tensor]]:
     """Sequence -> position -> logits, for every row that was asked for."""
     pages = iter(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(3)).tolist())
     tokens, start = prompts(), dict.fromkeys(LENGTHS, 0)
     tables: dict[str, list[int]] = {name: [] for name in LENGTHS}
     shards = [shard(facts, stage.layers) for stage in stages]
     answers: dict[str, dict[int, torch.Tensor]] = {name: {} for name in LENGTHS}
-    for number, microbatch in enumerate(SCHEDULE):
+    for number, microbatch in enumerate(schedule):
         spans, ids, places = [], [], []
         for name, num_tokens in microbatch:
             first, end = start[name], start[name] + num_tokens
@@ -147,6 +150,20 @@ def test_chained_slices_give_the_whole_models_logits(
     error = relative_error(answers, reference)
     record_property("relative_error", error)
     assert error < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, saved: Saved) -> None:
+    """So that a restart, which meets other neighbours and cuts prompts elsewhere, draws the same tokens."""
+    directory, _ = saved(family, 1)
+    facts = check_model(directory)
+    stages = [load(directory, part, backend="numba") for part in TWO_STAGES]
+    alone = tuple(((name, 1),) for name, count in LENGTHS.items() for _ in range(count))
+    together = run_schedule(stages, facts, (tuple(LENGTHS.items()),))
+    for answers in (run_schedule(stages, facts, alone), run_schedule(stages, facts)):
+        for name, rows in answers.items():
+            differing = [position for position, logits in rows.items() if not logits.equal(together[name][position])]
+            assert not differing, (name, differing)
 
 
 def test_the_proof_covers_every_supported_family() -> None:

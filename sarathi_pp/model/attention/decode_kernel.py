@@ -1,6 +1,6 @@
-"""Attention of single rows over paged keys and values: one compiled pass that reads every page where it lies.
+"""Attention of few rows of a sequence over paged keys and values: one compiled pass that reads every page in its place.
 
-For each row, three steps over the pages of its sequence:
+For each tile, which is a row or some consecutive ones of a sequence, three steps over the pages of the sequence:
 
     scores    every head's products with the keys, and the largest per head
     weights   softmax in place, with the soft cap and the sinks
@@ -11,7 +11,8 @@ next page is asked for while this one is worked on: a decode is a read of its KV
 without that the processor waits for each of them. Measured on one core of a Zen 5, bf16, 763 keys of 8 KV heads: 95
 to 105 us a row and layer, which is 15 GB/s; gathering the pages for torch's products takes 330 to 400.
 
-Products and sums are float32 for every dtype. Operations may be reordered, NaN and infinity stay what they are.
+Products and sums are float32 for every dtype. Operations may be reordered, NaN and infinity stay what they are. What a
+row gets depends on nothing but the row: neither on its tile nor on any other.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _UNROLL = 16
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
-def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
-    """Scratch that a kernel needs for rows of up to that many keys: queries, sums, largest scores, scores."""
-    return num_heads * (2 * head_dim + 1 + most_keys + page_size)
+def scratch_floats(count: int, end: int, num_heads: int, head_dim: int) -> int:
+    """Scratch for a tile, see `compile_kernel`: queries, sums, largest scores, scores."""
+    return count * num_heads * (2 * head_dim + 1 + end + count)
 
 
 @inlined
@@ -132,71 +133,81 @@ def _sum_block(kind, values, low, high, weights, out, head_dim):  # type: ignore
 def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
     """The kernel for one dtype (FLOAT32, BFLOAT16, FLOAT16) and shape; `group` query heads share a KV head.
 
-    kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling,
-           softcap, sinks, scratch, longest, out, begin, stop)
+    kernel(query, row_step, head_step, keys, values, num_kv_heads, places, counts, pages, tables, ends, window, scaling,
+           softcap, sinks, scratch, out, begin, stop)
 
-    Works on rows [begin, stop) and holds no lock of the interpreter. Addresses, and integers that are int64. Row r is
-    row places[r] of the microbatch: of query (T, H, D), whose rows and heads lie so many elements apart, and of out
-    (T, H, D), contiguous. keys, values: of one layer, (num_pages, num_kv_heads, page_size, D). pages: all rows' page
-    ids, those of row r from tables[r] on. Row r sees the keys [firsts[r], ends[r]), `longest` at most. scratch:
-    `scratch_floats` of that many. softcap 0: none; sinks: (H,) float32, -inf for none.
+    Works on tiles [begin, stop) and holds no lock of the interpreter. Addresses, and integers that are int64. Tile t is
+    rows [places[t], places[t] + counts[t]) of the microbatch: of query (T, H, D), whose rows and heads lie so many
+    elements apart, and of out (T, H, D), contiguous. keys, values: of one layer, (num_pages, num_kv_heads, page_size,
+    D). pages: all tiles' page ids, those of tile t from tables[t] on. Its first row sees the keys before ends[t], each
+    further one another one; with a window other than 0 only so many of them, the last. scratch: the most that
+    `scratch_floats` says of a tile. softcap 0: none; sinks: (H,) float32, -inf for none.
     """
     item = 4 if kind == FLOAT32 else 2
     head_bytes = head_dim * 4
     block_bytes = page_size * head_dim * item
 
     def attend(  # type: ignore[no-untyped-def]  # noqa: C901
-        query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling, softcap,
-        sinks, scratch, longest, out, begin, stop,
+        query, row_step, head_step, keys, values, num_kv_heads, places, counts, pages, tables, ends, window, scaling,
+        softcap, sinks, scratch, out, begin, stop,
     ):  # fmt: skip
         num_heads = num_kv_heads * group
-        page_bytes, width = num_kv_heads * block_bytes, longest + page_size
-        queries, sums = scratch, scratch + num_heads * head_bytes
-        tops = sums + num_heads * head_bytes
-        scores = tops + num_heads * 4
-        for row in range(begin, stop):
-            place, table = load_index(places, row), pages + load_index(tables, row) * 8
-            first, end = load_index(firsts, row), load_index(ends, row)
-            first_page, last_page = first // page_size, (end - 1) // page_size
-            origin = first_page * page_size
-            for head in range(num_heads):
-                source = query + (place * row_step + head * head_step) * item
-                to = head * head_bytes
+        page_bytes = num_kv_heads * block_bytes
+        for tile in range(begin, stop):
+            place, count, end = load_index(places, tile), load_index(counts, tile), load_index(ends, tile)
+            width = end + count
+            table = pages + load_index(tables, tile) * 8
+            queries, sums = scratch, scratch + count * num_heads * head_bytes
+            tops = sums + count * num_heads * head_bytes
+            scores = tops + count * num_heads * 4
+            first_page = max(end - window, 0) // page_size if window else 0
+            last_page, origin = (end + count - 2) // page_size, first_page * page_size
+            for at in range(count * num_heads):
+                source = query + ((place + at // num_heads) * row_step + at % num_heads * head_step) * item
                 for channel in range(head_dim):
-                    store_float(queries + to, channel, _load(kind, source, channel))
-                    store_float(sums + to, channel, _FLOAT(0))
-                store_float(tops, head, _FLOAT(-np.inf))
+                    store_float(queries + at * head_bytes, channel, _load(kind, source, channel))
+                    store_float(sums + at * head_bytes, channel, _FLOAT(0))
+                store_float(tops, at, _FLOAT(-np.inf))
             for index in range(first_page, last_page + 1):
                 page = keys + load_index(table, index) * page_bytes
                 ahead = keys + load_index(table, min(index + 1, last_page)) * page_bytes
-                low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
                 for kv_head in range(num_kv_heads):
                     _fetch(ahead + kv_head * block_bytes, block_bytes)
-                    for member in range(group):
-                        head = kv_head * group + member
-                        at = scores + (head * width + index * page_size - origin) * 4
-                        top = _score_block(
-                            kind, page + kv_head * block_bytes, low, high, queries + head * head_bytes, at,
-                            load_float(tops, head), head_dim,
-                        )  # fmt: skip
-                        store_float(tops, head, top)
-            for head in range(num_heads):
-                at = scores + (head * width + first - origin) * 4
-                _to_weights(at, end - first, load_float(tops, head), scaling, softcap, load_float(sinks, head))
+                    for row in range(count):
+                        first = max(end + row - window, 0) if window else 0
+                        low, high = max(first - index * page_size, 0), min(end + row - index * page_size, page_size)
+                        for member in range(group):
+                            head = row * num_heads + kv_head * group + member
+                            at = scores + (head * width + index * page_size - origin) * 4
+                            top = _score_block(
+                                kind, page + kv_head * block_bytes, low, high, queries + head * head_bytes, at,
+                                load_float(tops, head), head_dim,
+                            )  # fmt: skip
+                            store_float(tops, head, top)
+            for row in range(count):
+                first = max(end + row - window, 0) if window else 0
+                for head in range(num_heads):
+                    at = row * num_heads + head
+                    _to_weights(
+                        scores + (at * width + first - origin) * 4, end + row - first, load_float(tops, at), scaling,
+                        softcap, load_float(sinks, head),
+                    )  # fmt: skip
             for index in range(first_page, last_page + 1):
                 page = values + load_index(table, index) * page_bytes
                 ahead = values + load_index(table, min(index + 1, last_page)) * page_bytes
-                low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
                 for kv_head in range(num_kv_heads):
                     _fetch(ahead + kv_head * block_bytes, block_bytes)
-                    for member in range(group):
-                        head = kv_head * group + member
-                        at = scores + (head * width + index * page_size - origin) * 4
-                        _sum_block(
-                            kind, page + kv_head * block_bytes, low, high, at, sums + head * head_bytes, head_dim
-                        )
+                    for row in range(count):
+                        first = max(end + row - window, 0) if window else 0
+                        low, high = max(first - index * page_size, 0), min(end + row - index * page_size, page_size)
+                        for member in range(group):
+                            head = row * num_heads + kv_head * group + member
+                            at = scores + (head * width + index * page_size - origin) * 4
+                            _sum_block(
+                                kind, page + kv_head * block_bytes, low, high, at, sums + head * head_bytes, head_dim
+                            )
             to = out + place * num_heads * head_dim * item
-            for channel in range(num_heads * head_dim):
+            for channel in range(count * num_heads * head_dim):
                 _store(kind, to, channel, load_float(sums, channel))
 
     kernel: Kernel = compiled()(attend)

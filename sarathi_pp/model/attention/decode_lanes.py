@@ -35,28 +35,32 @@ def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int
 def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
     """The kernel for heads of a multiple of 32 channels and pages of a multiple of 16 tokens.
 
-    Called as decode_kernel.compile_kernel says; queries, keys, values and outputs are bfloat16.
+    kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling,
+           softcap, sinks, scratch, out, begin, stop)
+
+    As decode_kernel.compile_kernel says, for tiles of one row; queries, keys, values and outputs are bfloat16.
     """
     lines = head_dim // 32
     at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))
     block_bytes = page_size * head_dim * 2
 
     def attend(  # type: ignore[no-untyped-def]  # noqa: C901
-        query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, firsts, ends, scaling, softcap,
-        sinks, scratch, longest, out, begin, stop,
+        query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling, softcap,
+        sinks, scratch, out, begin, stop,
     ):  # fmt: skip
         num_heads = num_kv_heads * group
         page_bytes = num_kv_heads * block_bytes
-        # A window may begin anywhere in its page; and a weight may be read together with the one behind it.
-        width = (longest + page_size - 1) // page_size * page_size + page_size + 16
         sums, totals = scratch, scratch + num_heads * head_dim * 4
         scores = totals + num_heads * 4
-        weights = scores + num_heads * width * 4
         slope = scaling * _LOG2_E
         for row in range(begin, stop):
             place, table = load_index(places, row), pages + load_index(tables, row) * 8
-            first, end = load_index(firsts, row), load_index(ends, row)
+            end = load_index(ends, row)
+            first = max(end - window, 0) if window else 0
             first_page, last_page = first // page_size, (end - 1) // page_size
+            # A window may begin anywhere in its page; and a weight may be read together with the one behind it.
+            width = (last_page + 2) * page_size + 16
+            weights = scores + num_heads * width * 4
             origin, filled = first_page * page_size, (last_page + 1 - first_page) * page_size + 16
             for index in range(first_page, last_page + 1):
                 page = keys + load_index(table, index) * page_bytes

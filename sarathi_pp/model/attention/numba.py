@@ -4,6 +4,10 @@ Rows that are alone in their span, decodes, are read along their whole context: 
 pages and calling torch a dozen times costs three to four times what decode_kernel.py takes. In bfloat16, on a processor
 that multiplies it and with pages of a fitting size, decodes go through decode_lanes.py and chunks through
 chunk_kernel.py; elsewhere torch's products do the chunks (sdpa.py).
+
+In float32 the chunks are decode_kernel.py's as well, a few rows at a time: a row's output is then the same to the last
+bit however its prompt was cut and whatever ran beside it, which is what float32 is chosen for. On one core of a Zen 4
+256 rows behind 512 keys take 1.1 times as long as with torch's products, behind 16,000 keys twice as long.
 """
 
 from __future__ import annotations
@@ -33,6 +37,11 @@ _KINDS = {
     torch.float16: decode_kernel.FLOAT16,
 }
 
+# Rows of a chunk that a key is read for at once, and keys that such rows may have behind them together: their scores
+# are held at the same time.
+_TILE_ROWS = 16
+_TILE_KEYS = 2**18
+
 
 class NumbaAttention:
     """As many threads as torch computes with; they share a chunk's heads out, and decodes by the keys they read."""
@@ -45,7 +54,7 @@ class NumbaAttention:
     def __init__(self) -> None:
         self._sdpa = SdpaAttention()
         self._has_lanes = has_lanes()
-        self._split: tuple[StageInputs, StageInputs, _Rows | None] | None = None
+        self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
 
     def __call__(
         self,
@@ -60,7 +69,7 @@ class NumbaAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32; in lanes weights are rounded to bfloat16."""
-        chunks, rows = self._halves(inputs)
+        chunks, tiles = self._halves(inputs, query.dtype == torch.float32)
         limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
         in_lanes = query.dtype == torch.bfloat16 and self._fits_lanes(kv)
         rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits, in_lanes)
@@ -74,16 +83,17 @@ class NumbaAttention:
             out = torch.empty(query.shape, dtype=query.dtype)
             for span in chunks.spans:
                 rule.chunk(query, out, span)
-        if rows is not None:
-            rule.decodes(query, out, rows)
+        if tiles is not None:
+            rule.tiles(query, out, tiles)
         return out
 
-    def _halves(self, inputs: StageInputs) -> tuple[StageInputs, _Rows | None]:
-        """The chunks and the single rows of a microbatch; every layer asks for the same one."""
+    def _halves(self, inputs: StageInputs, all_in_tiles: bool) -> tuple[StageInputs, _Tiles | None]:
+        """The chunks of a microbatch and what goes row by row; every layer asks for the same one."""
         if self._split is None or self._split[0] is not inputs:
-            single = [span for span in inputs.spans if span.num_tokens == 1]
-            chunks = replace(inputs, spans=tuple(span for span in inputs.spans if span.num_tokens > 1))
-            self._split = inputs, chunks, _Rows.of(single) if single else None
+            most = inputs.num_tokens if all_in_tiles else 1
+            in_tiles = [span for span in inputs.spans if span.num_tokens <= most]
+            chunks = replace(inputs, spans=tuple(span for span in inputs.spans if span.num_tokens > most))
+            self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
         return self._split[1:]
 
     def _fits_lanes(self, kv: KVShard) -> bool:
@@ -126,10 +136,9 @@ class _Rule:
             ]
         )
 
-    def decodes(self, query: Tensor, out: Tensor, rows: _Rows) -> None:
-        """Rows that are alone in their span."""
-        firsts = np.maximum(rows.ends - (self.window or rows.longest), 0)
-        share_out([partial(self._decode, query, out, rows, firsts, piece) for piece in rows.pieces])
+    def tiles(self, query: Tensor, out: Tensor, tiles: _Tiles) -> None:
+        """Rows that are read along their context."""
+        share_out([partial(self._read, query, out, tiles, piece) for piece in tiles.pieces])
 
     def _attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
         """rows: of the span. heads: of KV."""
@@ -160,17 +169,19 @@ class _Rule:
             out[place].data_ptr(),
         )
 
-    def _decode(self, query: Tensor, out: Tensor, rows: _Rows, firsts: NDArray[np.int64], piece: range) -> None:
-        """piece: of `rows`."""
+    def _read(self, query: Tensor, out: Tensor, tiles: _Tiles, piece: range) -> None:
+        """piece: of `tiles`."""
         kv, num_heads = self.kv, query.shape[1]
         group = num_heads // kv.num_kv_heads
+        places = [tiles.places.ctypes.data]
         if self.in_lanes and kv.head_dim % 32 == 0:
-            kernel, floats = decode_lanes.compile_kernel(kv.head_dim, group, kv.page_size), decode_lanes.scratch_floats
+            kernel = decode_lanes.compile_kernel(kv.head_dim, group, kv.page_size)
+            floats = decode_lanes.scratch_floats(num_heads, kv.head_dim, int(tiles.ends.max()), kv.page_size)
         else:
-            kind = _KINDS[query.dtype]
-            kernel = decode_kernel.compile_kernel(kind, kv.head_dim, group, kv.page_size)
-            floats = decode_kernel.scratch_floats
-        scratch = scratch_of_thread(floats(num_heads, kv.head_dim, rows.longest, kv.page_size))
+            kernel = decode_kernel.compile_kernel(_KINDS[query.dtype], kv.head_dim, group, kv.page_size)
+            shapes = zip(tiles.counts.tolist(), tiles.ends.tolist(), strict=True)
+            floats = max(decode_kernel.scratch_floats(*shape, num_heads, kv.head_dim) for shape in shapes)
+            places.append(tiles.counts.ctypes.data)
         kernel(
             query.data_ptr(),
             query.stride(0),
@@ -178,16 +189,15 @@ class _Rule:
             kv.keys(self.layer).data_ptr(),
             kv.values(self.layer).data_ptr(),
             kv.num_kv_heads,
-            rows.places.ctypes.data,
-            rows.pages.ctypes.data,
-            rows.tables.ctypes.data,
-            firsts.ctypes.data,
-            rows.ends.ctypes.data,
+            *places,
+            tiles.pages.ctypes.data,
+            tiles.tables.ctypes.data,
+            tiles.ends.ctypes.data,
+            self.window,
             np.float32(self.scaling),
             np.float32(self.softcap),
             self.sinks.data_ptr(),
-            scratch.data_ptr(),
-            rows.longest,
+            scratch_of_thread(floats).data_ptr(),
             out.data_ptr(),
             piece.start,
             piece.stop,
@@ -195,37 +205,40 @@ class _Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """The single rows of a microbatch as the kernel reads them; all int64.
+class _Tiles:
+    """What the kernels of rows read; all int64. A tile is consecutive rows of one sequence.
 
-    places: their rows in the microbatch. ends: keys that each has behind it, its own included. pages: their
-    page tables one after the other, that of row r from tables[r] on. pieces: rows of each thread.
+    places: their first rows in the microbatch. counts: of rows. ends: keys that the first row of each has behind it,
+    its own included. pages: page tables of the sequences one after the other, that of tile t from tables[t] on.
+    pieces: tiles of each thread.
     """
 
     places: NDArray[np.int64]
+    counts: NDArray[np.int64]
     ends: NDArray[np.int64]
     pages: NDArray[np.int64]
     tables: NDArray[np.int64]
-    longest: int
     pieces: tuple[range, ...]
 
     @classmethod
-    def of(cls, spans: list[SpanRows]) -> _Rows:
-        ends = np.array([span.end for span in spans], np.int64)
-        counts = np.array([span.pages.shape[0] for span in spans], np.int64)
-        return cls(
-            places=np.array([span.first_row for span in spans], np.int64),
-            ends=ends,
-            pages=torch.cat([span.pages for span in spans]).numpy(),
-            tables=np.cumsum(counts) - counts,
-            longest=int(ends.max()),
-            pieces=by_keys(ends, torch.get_num_threads()),
-        )
+    def of(cls, spans: list[SpanRows]) -> _Tiles:
+        tiles: list[tuple[int, int, int, int]] = []
+        table = 0
+        for span in spans:
+            height = max(min(_TILE_ROWS, _TILE_KEYS // span.end), 1)
+            tiles += [
+                (span.first_row + row, min(height, span.num_tokens - row), span.start + row + 1, table)
+                for row in range(0, span.num_tokens, height)
+            ]
+            table += span.pages.shape[0]
+        places, counts, ends, tables = np.array(tiles, np.int64).T.copy()
+        pages = torch.cat([span.pages for span in spans]).numpy()
+        return cls(places, counts, ends, pages, tables, by_keys(ends * counts, torch.get_num_threads()))
 
 
-def by_keys(ends: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
-    """Rows with so many keys behind each, cut into consecutive ranges with about as many keys each."""
-    behind = np.cumsum(ends)
+def by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
+    """Tiles that read so many keys each, cut into consecutive ranges with about as many keys each."""
+    behind = np.cumsum(keys)
     shares_of = behind[-1] * np.arange(1, num_threads) / num_threads
-    cuts = [0, *np.searchsorted(behind, shares_of).tolist(), len(ends)]
+    cuts = [0, *np.searchsorted(behind, shares_of).tolist(), len(keys)]
     return tuple(range(first, end) for first, end in pairwise(cuts) if first < end)

@@ -17,6 +17,7 @@ from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.events import Event, Issued
 from sarathi_pp.trace.summary import summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
+from tests.missing import missing
 from tests.trace.schedules import Schedule, constant
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -42,8 +43,7 @@ CAUSES = {
 def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        missing = f"none of {', '.join(NAMES)} is on PATH; try  apt-get install chromium"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+        missing(f"none of {', '.join(NAMES)} is on PATH; try  apt-get install chromium")
     # Chromium's own sandbox refuses to start for root.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:

@@ -93,6 +93,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "core/test_partition.py::test_errors_name_the_numbers")),
     28: ("a port that is taken, a store that is stale", (
         f"{_NETWORK}an_address_where_rank_0_cannot_be_met_is_refused",
+        "faults/test_rendezvous.py::test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs",
         "runtime/test_meeting.py::test_all_have_one_part_and_no_start_has_anothers",
         "runtime/test_metrics.py::test_a_taken_port_is_refused_with_its_number_and_a_way_out",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again")),

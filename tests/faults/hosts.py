@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pytest
+from tests.missing import missing
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACES = ("wire0", "wire1")
@@ -36,13 +36,13 @@ class Hosts:
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
     if shutil.which("ip") is None:
-        pytest.skip("no `ip` here to make network namespaces with")
+        missing("no `ip` here to make network namespaces with")
     names = tuple(f"sarathi-pp-{os.getpid()}-{name}" for name in ("0", "1", "switch"))
     made: list[str] = []
     try:
         for name in names:
             if subprocess.run(("ip", "netns", "add", name), capture_output=True, check=False).returncode:
-                pytest.skip("no rights here to make network namespaces")
+                missing("no rights here to make network namespaces")
             made.append(name)
         switch = names[2]
         _ip("-n", switch, "link", "add", "name", "switch", "type", "bridge")

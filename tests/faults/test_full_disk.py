@@ -39,7 +39,8 @@ def prompts(files: Files) -> Files:
     return files
 
 
-# With the traces elsewhere it is the answers that find no room, else whichever comes first.
+# With the traces elsewhere it is the answers that find no room, else whichever comes first: a trace's last part may be
+# written behind the last answer.
 @pytest.mark.parametrize("traces", ["elsewhere", "there"])
 @pytest.mark.parametrize("stages", ["1", "2"])
 def test_a_full_disk_loses_nothing(traces, stages, disk, model, tmp_path):
@@ -57,7 +58,7 @@ def test_a_full_disk_loses_nothing(traces, stages, disk, model, tmp_path):
         said = run.end()
         assert run.process.returncode == 74, said
         assert "No space left on device" in said and "Traceback" not in said
-    assert 0 < num_lines(files.output) < NUM_ROWS
+    assert 0 < num_lines(files.output) <= NUM_ROWS - (traces == "elsewhere")
     assert files.output.read_bytes().endswith(b"\n")
     resize(disk, "16m")
     with started(files, model, *options, "--resume") as run:

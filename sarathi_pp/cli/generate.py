@@ -139,7 +139,11 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     help="Seconds of silence after which a stage counts as lost.",
 )
 @click.option(
-    "--join-timeout", type=float, default=300.0, show_default=True, help="Seconds in which all ranks must have come."
+    "--join-timeout",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Seconds in which all ranks must have come, and each must have loaded its stage.",
 )
 @click.option(
     "--verify",

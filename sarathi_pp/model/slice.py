@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from sarathi_pp.errors import ConfigError, InputError, MissingError
+from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.families import Family
@@ -31,6 +31,7 @@ from sarathi_pp.model.filled import steady_rows
 from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.model.paged import PAGED, PagedCall
 from sarathi_pp.model.support import ConfigFile, find_family
 from sarathi_pp.model.weights import ReadCount, stage_tensors
@@ -97,11 +98,14 @@ def load_stage(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend,
+    room_bytes: int | None = None,
 ) -> StageModel:
     """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
 
+    room_bytes: what the weights may take.
     Raises MissingError naming tensors that are not in the checkpoint, InputError for tensors that have no
-    place in the model or the wrong shape, ConfigError where `num_layers` is not the model's.
+    place in the model or the wrong shape, ConfigError where `num_layers` is not the model's, CapacityError where the
+    weights do not fit.
     """
     first, end = layers
     family = find_family(ConfigFile(directory, read_json(directory, "config.json")))
@@ -114,6 +118,9 @@ def load_stage(
     tied = bool(config.tie_word_embeddings)
     count = ReadCount()
     tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count)
+    needed = sum(tensor.num_bytes() for tensor in tensors.values())
+    if room_bytes is not None and needed > room_bytes:
+        raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     stage_class = _with_holes(getattr(transformers, family.architecture), family, layers, num_layers, tied)
     with _quiet():
         try:
@@ -126,14 +133,16 @@ def load_stage(
                 ignore_mismatched_sizes=True,  # they are reported by name below
                 output_loading_info=True,
             )
-        except RuntimeError as error:
+            _require_complete(directory, layers, module, loaded)
+            module.to(device)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise _too_large(layers, needed, _first_line(error)) from error
             raise InputError(f"{directory}: the weights do not fit config.json: {error}") from error
-    _require_complete(directory, layers, module, loaded)
     if device.type == "cpu" and _has_experts(config):
         # The default, a grouped product, takes nothing but bf16 on CPU in the older torch releases supported.
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
-    module.to(device)
     fuse(module)
     windows = layer_windows(config, family)
     return StageModel(module, layers, num_layers, windows, backend, count.num_bytes)
@@ -227,6 +236,17 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
         )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         assert not tensor.is_meta, f"{name} was never loaded"
+
+
+def _too_large(layers: tuple[int, int], needed: int, why: str) -> CapacityError:
+    return CapacityError(
+        f"layers [{layers[0]}, {layers[1]}) have {in_gib(needed)} of weights: {why}\n  try  more --stages, or a "
+        f"--layer-split that gives this one fewer layers"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _some(names: Any) -> str:

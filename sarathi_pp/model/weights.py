@@ -63,6 +63,11 @@ class StoredTensor:
         self._count = count
         self._dtype = dtype
 
+    def num_bytes(self) -> int:
+        """In memory, as the type that the loader wants."""
+        stored = _DTYPES[self._entry.dtype]
+        return self._entry.num_bytes // stored.itemsize * (self._dtype if stored.is_floating_point else stored).itemsize
+
     def __getitem__(self, everything: EllipsisType) -> Tensor:
         """The whole tensor. Raises InputError where the file is shorter than it was."""
         entry, stored = self._entry, _DTYPES[self._entry.dtype]

@@ -12,7 +12,8 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import CapacityError
-from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.model.kv import KVShard, page_bytes
+from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.model.support import ModelFacts
 
 _SEQS_PER_STAGE = 64
@@ -32,6 +33,35 @@ def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: int) -> in
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - total * (1 - config.gpu_memory_utilization)) // sharers)
     return min(_CPU_MOST_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE) // sharers)
+
+
+def room_bytes(device: torch.device, sharers: int) -> int:
+    """What each of the ranks that draw on this memory may take of it now."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return int(free) // sharers
+
+
+def make_shard(
+    run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype, device: torch.device, sharers: int
+) -> KVShard:
+    """The stage's KV pages. Raises CapacityError where there is no room for them, which a system need not tell at once.
+
+    sharers: ranks that draw on the same memory. On CPU it is not taken before pages are written, so it is counted; on a
+    GPU those who share it may have theirs already.
+    """
+    one = page_bytes(layers[1] - layers[0], run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+    needed, room = one * run.num_pages, room_bytes(device, sharers)
+    try:
+        if needed <= room or device.type != "cpu":
+            return KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    raise CapacityError(
+        f"layers [{layers[0]}, {layers[1]}) need {in_gib(needed)} for {run.num_pages} KV pages of {run.page_size} "
+        f"tokens, and {in_gib(room)} are available\n  try  --kv-cache-memory {max(room >> 20, 1)}MiB or less, more "
+        f"--stages, or a smaller --max-num-seqs or --max-model-len"
+    )
 
 
 def count_pages(

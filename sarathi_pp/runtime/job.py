@@ -110,7 +110,7 @@ class Job:
             )
         )
         self.layers = layers[place.rank]
-        self._stage = maker.make(self.run, self.layers, self.dtype)
+        self._agree(self._make_stage)
         self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len, _WARM_UP_TOKENS))
         homes = self._agree(lambda: {"identity": self._run_dir.identity()})
         self._agree(lambda: self._open_trace(alone=homes[0] != homes[place.rank]))
@@ -227,6 +227,10 @@ class Job:
             from sarathi_pp.runtime.model_stage import ModelStages
 
             self._maker = ModelStages(config, self._model_dir, self.facts, self.dtype, self.device, self._sharers)
+        return {}
+
+    def _make_stage(self) -> dict[str, Any]:
+        self._stage = self._maker.make(self.run, self.layers, self.dtype)
         return {}
 
     def _alike(self, work: Callable[[], T]) -> T:

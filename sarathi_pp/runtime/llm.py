@@ -104,7 +104,7 @@ class LLM:
         try:
             if place is None and config.stages > 1:
                 workers.start(("worker", json.dumps(asdict(config), default=str)))
-            topology = Topology(self._place, config.join_timeout_s)
+            topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s)
             joined.callback(topology.leave)
             run_dir = RunDirectory(config.run_dir or scratch / "run")
             self._job = Job(config, model_dir, facts, topology, run_dir, self._clock, Watchdog(None))

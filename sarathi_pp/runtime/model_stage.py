@@ -21,7 +21,7 @@ from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.slice import StageModel, load_stage
 from sarathi_pp.model.support import ModelFacts
-from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes
+from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, room_bytes
 from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import SystemClock
 
@@ -52,11 +52,13 @@ class ModelStages:
         self._dtype = dtype
         self._device = device
         self._sharers = sharers
+        # Now, before any of the sharers has loaded anything.
+        self._room = room_bytes(device, sharers)
         self._loaded: StageModel | None = None
 
     def load(self, layers: tuple[int, int]) -> int:
-        facts, dtype = self._facts, self._dtype
-        self._loaded = load_stage(self._model_dir, layers, facts.num_layers, dtype, self._device, self._backend)
+        facts, dtype, device = self._facts, self._dtype, self._device
+        self._loaded = load_stage(self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room)
         budget = kv_budget_bytes(self._config, self._device, self._sharers)
         return count_pages(budget, facts, layers, self.page_size, dtype)
 
@@ -64,7 +66,7 @@ class ModelStages:
         facts = self._facts
         assert self._loaded is not None, "load comes first"
         warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
-        kv = KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, self._device)
+        kv = make_shard(run, facts, layers, dtype, self._device, self._sharers)
         debug_nan = self._config.debug_nan
         return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device, debug_nan=debug_nan)
 

@@ -63,7 +63,7 @@ def _run_heeded(
         from sarathi_pp.runtime.job import Job
         from sarathi_pp.runtime.topology import Topology
 
-        topology = Topology(place, checked.config.join_timeout_s)
+        topology = Topology(place, checked.config.join_timeout_s, checked.config.peer_timeout_s)
         model_dir = checked.model_dir or Path()
         this = Job(
             checked.config,

@@ -33,6 +33,7 @@ from sarathi_pp.runtime.rows import (
     RawLine,
     Row,
     SeenIds,
+    id_key,
     is_plain_text,
     parse_line,
     read_lines,
@@ -42,6 +43,8 @@ from sarathi_pp.trace.clock import Clock
 
 # Of an input's problems, so many are told of before the run.
 _SHOWN_PROBLEMS = 5
+# Codes of problems whose messages quote what the line holds.
+_QUOTING = ("invalid_parameter", "unknown_parameter", "unsupported_parameter")
 
 
 class Source(Protocol):
@@ -106,7 +109,7 @@ class RequestMaker:
         if sampling.stop and not self.tokenizer.has_text:
             raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are not there")
         if sampling.seed is None:
-            sampling = replace(sampling, seed=row_seed(self.seed, parsed.line))
+            sampling = replace(sampling, seed=row_seed(self.seed, parsed.id))
         prompt = self._encode(parsed)
         self.limits.check_prompt(len(prompt.token_ids))
         return Request(index, prompt.token_ids, self.limits.clamp(sampling), arrival_s, prompt.paragraph_ends)
@@ -122,9 +125,9 @@ class RequestMaker:
         return self.tokenizer.encode_prompt(parsed.prompt, paragraphs=self.paragraphs)
 
 
-def row_seed(run_seed: int, line: int) -> int:
-    """The seed of a line that names none: a 63-bit hash, the same whichever rows run before or beside it."""
-    digest = blake2b(f"{run_seed}/{line}".encode(), digest_size=8).digest()
+def row_seed(run_seed: int, id: object) -> int:
+    """The seed of a row that names none: a 63-bit hash, wherever the row stands and whatever runs beside it."""
+    digest = blake2b(f"{run_seed}/{id_key(id)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -172,7 +175,7 @@ def scan_input(path: str) -> InputScan:
                     continue
                 num_problems += 1
                 if len(problems) < _SHOWN_PROBLEMS:
-                    problems.append(f"line {raw.number}: {_short(_problem(parsed, first_line).message)}")
+                    problems.append(f"line {raw.number}: {_without_values(_problem(parsed, first_line))}")
         except OSError as error:
             raise InputError(f"--input {path} cannot be read on: {error}") from error
     return InputScan(num_rows, num_problems, tuple(problems))
@@ -336,6 +339,13 @@ class MemorySource:
 
     def close(self) -> None:
         self._rows.clear()
+
+
+def _without_values(problem: RowError) -> str:
+    """For a log, which must hold nothing that may be a prompt; the row's own line in the output tells all."""
+    if problem.code in _QUOTING:
+        return f"{problem.code}; its line in the output tells more"
+    return _short(problem.message)
 
 
 def _short(message: str) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,16 +25,23 @@ from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.order import edges
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
-_SETUP_TIMEOUT = timedelta(seconds=300)
+# What a rank may take at the end of a run, even where peers are given less.
+_CLOSING_S = 30.0
 _PIECE_BYTES = 4 << 20
 
 
 class Topology:
     """The run's processes: one control group for set-up and the end, one group per directed edge in between."""
 
-    def __init__(self, place: Place, join_timeout_s: float) -> None:
-        """Join the others; returns when all are there. Raises ConfigError when they are not within that time."""
+    def __init__(self, place: Place, join_timeout_s: float, peer_timeout_s: float) -> None:
+        """Join the others; returns when all are there. Raises ConfigError when they are not within join_timeout_s.
+
+        While they load, the others wait for the longer of both times.
+        """
         self.place = place
+        self._patience_s = max(join_timeout_s, peer_timeout_s)
+        self._control: dist.ProcessGroup | None = None
+        self._exchanges = 0
         self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
         self.hosts = [socket.gethostname()]
         self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -48,38 +55,58 @@ class Topology:
             store = meet(store, place.rank, place.world_size, end_s, clock, interface)
             with variable(INTERFACE_VARIABLE, interface.name):
                 dist.init_process_group(
-                    "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_SETUP_TIMEOUT
+                    "gloo",
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=timedelta(seconds=self._patience_s),
                 )
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
             ) from error
-        self._interface = interface
+        self._interface, self._store = interface, store
         peers = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
         self._names = [f"stage {rank} (rank {rank}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)]
         self.hosts = [peer["host"] for peer in peers]
 
     def open_edges(self, peer_timeout_s: float) -> None:
-        """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s."""
-        timeout = timedelta(seconds=peer_timeout_s)
+        """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s.
+
+        And one for the end of the run, when nobody has anything left to load.
+        """
+        if self.place.world_size == 1:
+            return
         for edge in edges(self.place.world_size):
-            # gloo looks where it may listen at each new group.
-            with _a_rank_may_leave(), variable(INTERFACE_VARIABLE, self._interface.name):
-                group = dist.new_group(list(edge), timeout=timeout, backend="gloo")
+            group = self._new_group(edge, peer_timeout_s)
             if self.place.rank in edge:
                 self._edge_groups[edge] = group
+        patience_s = max(_CLOSING_S, peer_timeout_s)
+        self._control, self._patience_s = self._new_group(range(self.place.world_size), patience_s), patience_s
+
+    def _new_group(self, ranks: Sequence[int], patience_s: float) -> dist.ProcessGroup:
+        # gloo looks where it may listen at each new group.
+        with self._others_may_leave(), variable(INTERFACE_VARIABLE, self._interface.name):
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=patience_s), backend="gloo"
+            )
+            return group
 
     def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle."""
         mine = json.dumps(facts).encode()
         if self.place.world_size == 1:
             return [json.loads(mine)]
-        with _a_rank_may_leave():
+        self._exchanges += 1
+        with self._others_may_leave():
+            self._store.set(f"came/{self._exchanges}/{self.place.rank}", "")
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.place.world_size)]
-            dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64))
+            dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64), group=self._control)
             most = max(int(size) for size in sizes)
             texts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
-            dist.all_gather(texts, torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
+            dist.all_gather(
+                texts, torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8), group=self._control
+            )
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def sender(
@@ -130,13 +157,13 @@ class Topology:
 
     def send_numbers(self, numbers: list[float], rank: int) -> None:
         """A few float64 to one rank over the control group; the receiver knows how many."""
-        with _a_rank_may_leave():
-            dist.send(torch.tensor(numbers, dtype=torch.float64), rank)
+        with self._others_may_leave(rank):
+            dist.send(torch.tensor(numbers, dtype=torch.float64), rank, group=self._control)
 
     def receive_numbers(self, count: int, rank: int) -> list[float]:
         numbers = torch.empty(count, dtype=torch.float64)
-        with _a_rank_may_leave():
-            dist.recv(numbers, rank)
+        with self._others_may_leave(rank):
+            dist.recv(numbers, rank, group=self._control)
         return [float(number) for number in numbers]
 
     def send_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -144,8 +171,8 @@ class Topology:
         with open(path, "rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 self.send_numbers([float(len(piece))], rank)
-                with _a_rank_may_leave():
-                    dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank)
+                with self._others_may_leave(rank):
+                    dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank, group=self._control)
         self.send_numbers([0.0], rank)
 
     def receive_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -156,23 +183,36 @@ class Topology:
                         f"rank {rank} announced a piece of {size} bytes; at most {_PIECE_BYTES} are legal"
                     )
                 piece = torch.empty(size, dtype=torch.uint8)
-                with _a_rank_may_leave():
-                    dist.recv(piece, rank)
+                with self._others_may_leave(rank):
+                    dist.recv(piece, rank, group=self._control)
                 file.write(piece.numpy().tobytes())
 
     def leave(self) -> None:
         if self.place.world_size > 1:
             dist.destroy_process_group()
 
+    @contextmanager
+    def _others_may_leave(self, rank: int | None = None) -> Iterator[None]:
+        """What the control group raises when a rank dies or is silent, as the error that it is. rank: which."""
+        try:
+            yield
+        except RuntimeError as error:
+            # The library's text tells of sockets, not of ranks.
+            if "timed out" not in str(error).lower():
+                # Who left has said why, or its launcher has.
+                raise PeerLostError("another rank left while the run was being set up or closed") from error
+            who = self._names[rank] if rank is not None else " and ".join(self._missing()) or "another rank"
+            raise PeerLostError(
+                f"{who} has been silent for {self._patience_s:g} s while the run was being set up or closed: it hangs, "
+                f"or takes longer (--join-timeout is how long ranks wait for each other, --peer-timeout at the end)"
+            ) from error
 
-@contextmanager
-def _a_rank_may_leave() -> Iterator[None]:
-    """What the control group raises when a rank dies, as the error that it is."""
-    try:
-        yield
-    except RuntimeError as error:
-        # The library's text tells of sockets, not of ranks; who left has said why, or its launcher has.
-        raise PeerLostError("another rank left while the run was being set up or closed") from error
+    def _missing(self) -> list[str]:
+        """Who has not come to the exchange at which this rank waits, as far as the store can tell."""
+        others = [rank for rank in range(self.place.world_size) if rank != self.place.rank]
+        with suppress(RuntimeError):
+            return [self._names[rank] for rank in others if not self._store.check([f"came/{self._exchanges}/{rank}"])]
+        return []
 
 
 def _first_line(error: BaseException) -> str:

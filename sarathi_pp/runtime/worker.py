@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.errors import MemoryLostError
+from sarathi_pp.model.memory import is_out_of_memory
 from sarathi_pp.runtime.stage import Compute, Stage, StageOutput
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import Compute as ComputeSpan
@@ -187,8 +188,3 @@ class StageRunner:
             self.run(message.frame, message.payload, message.arrived_s, message.release)
         self.close()
         upstream.close()
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch has a class of its own for it on devices only."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -391,3 +391,28 @@ def test_with_endless_newcomers_the_oldest_request_finishes_within_a_bound(
     tokens = max(prompt + output for prompt, output in (*shapes, newcomer))
     bound = tokens * stages * (1 + max_num_seqs)
     assert all(age <= bound for age in ages(coordinator, shapes, newcomer))
+
+
+# Whose batches end as wholes, that is with their longest request: what ORCA was written against.
+WHOLE_BATCHES = ("fastertransformer",)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in (*POLICIES, "balanced:tbt_slo=0.01") if spec not in WHOLE_BATCHES])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_one_endless_request_holds_up_no_other(spec, stages):
+    """Short ones that come while it runs are all done long before it is."""
+    coordinator = Coordinator(Limits(stages, 16, 4, 1000, 4, 400, stages), make_policy(spec))
+    shapes = [(8, 600), *[(5, 3)] * 20]
+    for index, (tokens, new) in enumerate(shapes):
+        params = SamplingParams(max_new_tokens=new, ignore_eos=True, seed=0)
+        coordinator.submit(Request(index, (1,) * tokens, params))
+    pipeline, inflight, finished, issued = StandInPipeline(coordinator.limits), deque(), [], 0
+    while len(finished) < len(shapes):
+        microbatch = coordinator.next_microbatch()
+        if microbatch is None:
+            finished += [done.request.index for done in coordinator.complete(pipeline.run(inflight.popleft()))]
+            continue
+        inflight.append(microbatch)
+        issued += 1
+        assert issued < 200 or len(finished) == len(shapes) - 1, f"{len(finished)} done after {issued} microbatches"
+    assert finished[-1] == 0

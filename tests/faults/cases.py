@@ -81,7 +81,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SECURITY}nothing_is_left_outside_the_run_directory")),
     24: ("a stage that is stopped or hangs", (
         f"{_CODES}a_stopped_stage_is_named_when_the_timeout_is_over",
-        f"{_INSIDE}a_stage_that_hangs_is_named_and_shows_its_stacks")),
+        f"{_INSIDE}a_stage_that_hangs_is_named_and_shows_its_stacks",
+        f"{_INSIDE}a_stage_that_never_ends_loading_is_named")),
     25: ("a network that swallows packets", (
         f"{_NETWORK}a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_with",
         f"{_NETWORK}a_network_that_comes_back_in_time_costs_no_answer")),
@@ -123,6 +124,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),
     40: ("no memory at the start, or in mid-run", (
         f"{_REFUSED}a_start_that_was_refused_is_not_in_the_way_of_the_next",
+        "faults/test_no_room.py::test_kv_pages_that_do_not_fit_are_refused_with_what_would",
+        "faults/test_no_room.py::test_weights_that_do_not_fit_are_refused_before_they_are_read",
+        "faults/test_no_room.py::test_no_memory_in_the_middle_of_loading_is_not_taken_for_a_bad_checkpoint",
         f"{_INSIDE}no_memory_once_costs_no_answer", "runtime/test_out_of_memory.py::test_there_is_no_third")),
     41: ("a KV pool that decodes exhaust", (
         "runtime/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),
@@ -130,7 +134,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "core/test_pages.py::test_giving_back_twice_fails_at_once",
         "core/test_coordinator.py::test_drains_conserves_and_never_changes_an_output")),
     43: ("one endless request among short ones", (
-        "core/test_policies.py::test_with_endless_newcomers_the_oldest_request_finishes_within_a_bound",)),
+        "core/test_policies.py::test_one_endless_request_holds_up_no_other",
+        "core/test_policies.py::test_with_endless_newcomers_the_oldest_request_finishes_within_a_bound")),
     44: ("stages of unequal speed", ("report/test_advice.py::test_stages_of_unequal_speed_are_cut_anew",)),
     45: ("clocks that differ", (
         "trace/test_bubbles.py::test_clock_offsets_are_applied_and_interpolated",
@@ -140,6 +145,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "trace/test_summary.py::test_one_microbatch", f"{_RESUME}what_is_done_is_not_done_again")),
     47: ("the same seed, cut and batched in other ways", (
         "runtime/test_sampling_invariance.py::test_samples_do_not_depend_on_how_the_work_is_cut",
+        "runtime/test_source.py::test_a_row_keeps_its_seed_wherever_it_stands",
         f"{_RESUME}a_job_that_is_killed_as_a_whole_goes_on")),
     48: ("prompts in logs, open ports, readable outputs", (
         f"{_SECURITY}prompts_are_in_no_log", f"{_SECURITY}nobody_outside_this_machine_can_connect",

@@ -82,6 +82,19 @@ def test_a_stage_that_hangs_is_named_and_shows_its_stacks(stage, files, model):
 
 
 @pytest.mark.parametrize("stage", range(STAGES))
+def test_a_stage_that_never_ends_loading_is_named(stage, files, model):
+    options = (*OPTIONS, "--stages", str(STAGES), "--join-timeout", "12", "--peer-timeout", "12")
+    with started(files, model, *options, **fault(stage, "stall")) as run:
+        run.stage(2)
+        family = run.family
+        said = run.end()
+        assert run.process.returncode == 75, said
+        assert not psutil.wait_procs(family, timeout=2)[1]
+    assert f"stage {stage} (rank {stage}" in said and "has been silent for 12 s while the run was being set up" in said
+    assert not files.output.exists()
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
 def test_no_memory_once_costs_no_answer(stage, files, model, undisturbed):
     with started(files, model, *OPTIONS, "--stages", str(STAGES), **fault(stage, "memory")) as run:
         said = run.end()

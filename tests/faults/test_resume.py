@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -60,6 +61,26 @@ def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, undisturbed, tmp
     assert answers(files) == undisturbed
     report = files.report()
     assert (report["resumed"], report["requests"]) == ({"rows": lines, "failed": 0}, NUM_ROWS - lines)
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_is_killed_as_a_whole_at_random_moments_goes_on(model, tmp_path):
+    """Also before it has joined, loaded or written anything."""
+    kills = 20 if thinning.full else 4
+    num_rows, options = 100 * kills, (*OPTIONS, "--stages", "2")
+    calm, files = files_of(tmp_path / "calm", num_rows), files_of(tmp_path / "killed", num_rows)
+    with started(calm, model, *options) as run:
+        assert run.end() == "" and run.process.returncode == 0
+    moments = random.Random("the whole job")
+    for _ in range(kills):
+        with started(files, model, *options, "--resume", "--request-rate", "30") as run:
+            time.sleep(moments.uniform(0.5, 7.0))
+            assert run.process.poll() is None, run.end()
+            run.kill_all()
+    with started(files, model, *options, "--resume") as run:
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert answers(files) == answers(calm)
 
 
 @pytest.mark.parametrize("stage", range(3))

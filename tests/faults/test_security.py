@@ -103,7 +103,14 @@ def test_prompts_are_in_no_log(model, tmp_path):
     """Neither what is said nor what is traced holds a prompt's text or ids."""
     files = Files(tmp_path)
     secret = "61, 62, 63, 61, 60, 59"
-    files.input.write_text(f'{{"prompt_token_ids": [{secret}]}}\n{{"prompt_token_ids": [{secret}, 99999999]}}\n')
+    rows = (
+        f'{{"prompt_token_ids": [{secret}]}}',
+        f'{{"prompt_token_ids": [{secret}, 99999999]}}',
+        f'{{"prompt_token_ids": [5], "suffix": "{secret}"}}',
+        f'{{"prompt_token_ids": [5], "{secret}": 1}}',
+        f'{{"prompt_token_ids": "{secret}"}}',
+    )
+    files.input.write_text("\n".join(rows))
     with started(files, model, *OPTIONS, "--stages", "2") as run:
         said = run.end()
         assert run.process.returncode == 3

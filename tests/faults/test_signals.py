@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 
@@ -19,7 +21,7 @@ PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(6000)]
 NUM_TOKENS = 24
 OPTIONS = ("--max-new-tokens", str(NUM_TOKENS), "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32")
 # What is promised, three times over: a busy machine takes longer.
-PROMPT_END_S, SILENT_END_S = 3 * 5.0, 3 * 7.0
+PROMPT_END_S, SILENT_END_S, HEEDED_S = 3 * 5.0, 3 * 7.0, 3 * 1.0
 
 
 @pytest.fixture
@@ -42,6 +44,13 @@ def expect_drained(run: Started, number: int, code: int) -> None:
     assert run.files.exit_code() == code
 
 
+def last_begun_s(files: Files) -> float:
+    """When a request was given its first microbatch for the last time, Unix time."""
+    events = [json.loads(line) for line in files.traces()[0].read_text().splitlines()]
+    zero_s = events[0]["unix_s"] - events[0]["t"]
+    return zero_s + max(event["t"] for event in events if event["e"] == "issued" and re.search(r"s\d+:0\+", event["x"]))
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
 )
@@ -51,9 +60,10 @@ def test_what_runs_is_finished(number, code, stages, files, model):
         run.wait_for_lines(30)
         family = run.family
         run.process.send_signal(number)
-        began_s = time.monotonic()
+        sent_s, began_s = time.time(), time.monotonic()
         said = run.end()
         assert time.monotonic() - began_s < PROMPT_END_S
+        assert last_begun_s(files) < sent_s + HEEDED_S
         assert run.process.returncode == code, said
         assert f"stopped by {signal.Signals(number).name}" in said and "Traceback" not in said
         assert not psutil.wait_procs(family, timeout=1)[1]

@@ -25,7 +25,7 @@ PRODUCTS: dict[str, Product] = {
 }
 
 
-@pytest.fixture(params=[1, 2, 3], autouse=True)
+@pytest.fixture(params=[1, 2, 3, 4, 6], autouse=True)
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -52,6 +52,33 @@ def test_a_row_is_the_same_bits_in_any_company(kind: str, total: int, first: int
     torch.testing.assert_close(some, PRODUCTS[kind](x[first : first + total], weight), atol=1e-3, rtol=1e-4)
 
 
+CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "module": nn.SiLU(),
+    "gelu": functional.gelu,
+    "tanh gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "tanh method": lambda x: x.tanh(),
+    "cos": lambda x: x.cos(),
+    "sin": lambda x: x.sin(),
+    "exp": torch.exp,
+}
+
+
+@pytest.mark.parametrize("kind", CURVES)
+@pytest.mark.parametrize("width", [8, 48, 1000, 1376])
+def test_a_curve_is_the_same_bits_in_any_company(kind: str, width: int) -> None:
+    x = torch.randn(60, width, generator=torch.Generator().manual_seed(width))
+    take = CURVES[kind]
+    with steady_rows(torch.float32, CPU):
+        whole = take(x)
+        for first, end in ((0, 1), (1, 2), (5, 8), (59, 60), (0, 50), (50, 60)):
+            assert take(x[first:end]).equal(whole[first:end])
+        assert take(x.T).equal(whole.T) and take(x[None]).equal(whole[None])
+    torch.testing.assert_close(whole, take(x))
+
+
 def test_other_products_and_dtypes_pass_through() -> None:
     x = torch.randn(3, 8)
     with steady_rows(torch.float32, CPU):
@@ -62,5 +89,11 @@ def test_other_products_and_dtypes_pass_through() -> None:
         assert torch.matmul(x[None], x.T[None]).shape == (1, 3, 3)
         assert functional.linear(x[:0], x).shape == (0, 3)
         assert functional.linear(x, weight=x).shape == (3, 3)
+        assert torch.addmm(x @ x.T, x, x.T).shape == (3, 3)
+        out = torch.empty(3, 3)
+        assert torch.matmul(x, x.T, out=out) is out and out.equal(x @ x.T)
+        kept = x.clone()
+        assert functional.silu(kept, inplace=True) is kept and kept.allclose(functional.silu(x))
+        assert functional.silu(x[:0]).shape == (0, 8)
     assert not isinstance(steady_rows(torch.bfloat16, CPU), torch.overrides.TorchFunctionMode)
     assert not isinstance(steady_rows(torch.float32, torch.device("cuda")), torch.overrides.TorchFunctionMode)

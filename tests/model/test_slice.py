@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -164,6 +165,34 @@ def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, 
         for name, rows in answers.items():
             differing = [position for position, logits in rows.items() if not logits.equal(together[name][position])]
             assert not differing, (name, differing)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("width", [1000, 1376])
+def test_so_they_are_where_threads_share_the_work(num_threads: int, width: int, tmp_path: Path) -> None:
+    """Widths that fill no registers, and more of a chunk than one thread takes by itself."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=width, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB_SIZE,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    facts = check_model(tmp_path)
+    stage = load(tmp_path, (0, NUM_LAYERS), backend="numba")
+    tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
+
+    def logits(cuts: list[int]) -> torch.Tensor:
+        kv = shard(facts, (0, NUM_LAYERS))
+        parts = []
+        for first, end in itertools.pairwise(cuts):
+            inputs = build_inputs([Span(first, end - first, range(NUM_PAGES))], range(end - first), PAGE_SIZE, CPU)
+            parts.append(stage.forward(tokens[first:end], inputs, kv))
+        return torch.cat(parts)
+
+    torch.set_num_threads(num_threads)
+    whole = logits([0, 150])
+    for cuts in ([0, 75, 150], [0, 1, 3, 100, 150], list(range(151))):
+        assert logits(cuts).equal(whole), cuts
 
 
 def test_the_proof_covers_every_supported_family() -> None:

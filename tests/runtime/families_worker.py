@@ -64,7 +64,7 @@ def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
 def main(plan: Path, answers: Path) -> None:
     place = find_place()
     assert place is not None, "start this under torchrun"
-    topology = Topology(place, 60)
+    topology = Topology(place, 60, 60)
     outputs = [answer(case, topology) for case in json.loads(plan.read_text())]
     if place.rank == 0:
         answers.write_text(json.dumps(outputs))

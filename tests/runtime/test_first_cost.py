@@ -31,7 +31,7 @@ def first_cost(
     told: list[Any] = []
     monkeypatch.setattr(job_module, "Engine", lambda *given, cost, **rest: told.append(cost))
     facts = check_model(model_dir) if emulated is None else emulated_facts(emulated, config.page_size)
-    topology = Topology(Place(), 60)
+    topology = Topology(Place(), 60, 60)
     run_dir = RunDirectory(folder / "run")
     job = Job(config, model_dir, facts, topology, run_dir, SystemClock(), Watchdog(None), profile=emulated)
     job.engine((), lambda stop: None, lambda snapshot: None)

@@ -13,8 +13,9 @@ from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import MemoryLostError
+from sarathi_pp.model.memory import is_out_of_memory
 from sarathi_pp.runtime.stage import StageOutput
-from sarathi_pp.runtime.worker import StageRunner, is_out_of_memory
+from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.trace.timer import HostTimer
 from sarathi_pp.wire.channel import QueueChannel

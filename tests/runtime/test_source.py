@@ -84,16 +84,26 @@ def test_rows_come_in_order_with_errors_among_them(tmp_path):
     ]
     good = [row.request for row in rows if row.request]
     assert [(request.index, request.prompt_token_ids) for request in good] == [(0, (3, 5)), (3, (7, 99))]
-    assert good[0].sampling == SamplingParams(max_new_tokens=4, seed=row_seed(5, 1))
+    assert good[0].sampling == SamplingParams(max_new_tokens=4, seed=row_seed(5, "a"))
     assert good[1].sampling == SamplingParams(max_new_tokens=4, temperature=0.5, seed=3)
     assert rows[1].error.message.startswith("line 3: ")
     assert rows[0].num_prompt_tokens == 2
 
 
-def test_a_seed_depends_on_run_and_line_only():
-    assert row_seed(5, 1) == row_seed(5, 1)
-    assert len({row_seed(run, line) for run in range(4) for line in range(50)}) == 200
+def test_a_seed_depends_on_run_and_id_only():
+    assert row_seed(5, "1") == row_seed(5, "1") != row_seed(5, 1)
+    assert len({row_seed(run, id) for run in range(4) for id in range(50)}) == 200
     assert 0 <= row_seed(-1, 1) < 2**63
+
+
+def test_a_row_keeps_its_seed_wherever_it_stands(tmp_path):
+    records = [{"id": name, "prompt": "one three"} for name in "abcd"]
+    found = [
+        drain(opened(write(tmp_path, *order))) for order in (records, records[::-1], [records[0], "\n", records[3]])
+    ]
+    seeds = [{row.id: row.request.sampling.seed for row in rows if row.request} for rows in found]
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 4
+    assert seeds[2] == {"a": seeds[0]["a"], "d": seeds[0]["d"]}
 
 
 def test_an_empty_file_is_exhausted_at_once(tmp_path):

@@ -1,0 +1,57 @@
+"""Memory that is not there at the start: who needs how much, how much there is, and what would fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sarathi_pp.errors import CapacityError
+from sarathi_pp.model import slice as slices
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.weights import StoredTensor
+from tests.faults.jobs import started
+from tests.model.families import NUM_LAYERS
+from tests.runtime.processes import Files
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_kv_pages_that_do_not_fit_are_refused_with_what_would(stages, model, tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts([(5, 6)])
+    room = ("--kv-cache-memory", "100TiB", "--max-num-seqs", "2000000")
+    with started(files, model, *room, "--stages", stages) as run:
+        said = run.end()
+        assert run.process.returncode == 2, said
+    assert "need" in said and "KV pages of 16 tokens" in said and "are available" in said
+    assert "try  --kv-cache-memory " in said and "Traceback" not in said
+    assert not files.output.exists()
+
+
+def load(model, room_bytes: int | None) -> None:
+    backend = choose_backend("sdpa", CPU, 16)
+    slices.load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, CPU, backend, room_bytes)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(model, monkeypatch):
+    load(model, 1 << 30)
+    monkeypatch.setattr(StoredTensor, "__getitem__", lambda self, everything: pytest.fail("it is read"))
+    with pytest.raises(
+        CapacityError, match=r"layers \[0, 5\) have .* GiB of weights: .* GiB are available\n  try  more"
+    ):
+        load(model, 1000)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory"), MemoryError()]
+)
+def test_no_memory_in_the_middle_of_loading_is_not_taken_for_a_bad_checkpoint(error, model, monkeypatch):
+    def refuse(self, everything):
+        raise error
+
+    monkeypatch.setattr(StoredTensor, "__getitem__", refuse)
+    with pytest.raises(CapacityError, match=r"layers \[0, 5\) have .* of weights"):
+        load(model, None)

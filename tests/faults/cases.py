@@ -99,6 +99,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "runtime/test_metrics.py::test_a_taken_port_is_refused_with_its_number_and_a_way_out",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again")),
     29: ("ranks of other releases or with other options", (
+        "runtime/test_passport.py::test_whatever_differs_is_named_with_both_values",
         f"{_INSIDE}ranks_of_another_release_do_not_mix", f"{_INSIDE}ranks_with_other_options_do_not_mix")),
     30: ("ranks with other model files", (f"{_INSIDE}ranks_with_other_weights_do_not_mix",)),
     31: ("wire messages that are short, long, replayed or damaged", (
@@ -121,6 +122,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_HUB}no_network", f"{_HUB}a_repository_that_is_missing_or_gated_or_a_hub_that_is_ill",
         f"{_HUB}a_hub_that_does_not_answer", f"{_HUB}a_model_is_fetched_once_and_then_needs_no_hub")),
     39: ("values that are not finite", (
+        f"{_BAD}what_float16_does_not_hold_ends_its_request_alone",
         f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),
     40: ("no memory at the start, or in mid-run", (
         f"{_REFUSED}a_start_that_was_refused_is_not_in_the_way_of_the_next",
@@ -136,7 +138,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     43: ("one endless request among short ones", (
         "core/test_policies.py::test_one_endless_request_holds_up_no_other",
         "core/test_policies.py::test_with_endless_newcomers_the_oldest_request_finishes_within_a_bound")),
-    44: ("stages of unequal speed", ("report/test_advice.py::test_stages_of_unequal_speed_are_cut_anew",)),
+    44: ("stages of unequal speed", (
+        "report/test_advice.py::test_stages_of_unequal_speed_are_cut_anew",
+        "report/test_advice.py::test_one_slow_stage_is_evened_out")),
     45: ("clocks that differ", (
         "trace/test_bubbles.py::test_clock_offsets_are_applied_and_interpolated",
         "runtime/test_align.py::test_the_uncertainty_holds_where_one_way_takes_all_the_time")),

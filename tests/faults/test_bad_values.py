@@ -103,3 +103,15 @@ def test_the_first_bad_stage_is_named(name, stage, model, tmp_path):
     assert len(told) == 3 and all(f"stage {stage} (rank {stage}) was the first" in message for message in told)
     untold = [row["error"]["message"] for row in generate(files, model, "--stages", "2")]
     assert all("--debug-nan tells at which stage" in message for message in untold)
+
+
+def test_what_float16_does_not_hold_ends_its_request_alone(model, tmp_path):
+    """70,000 is a number in float32 and infinite in float16."""
+    spoil(model, "model.embed_tokens.weight", POISON, 70_000.0)
+    files = Files(tmp_path)
+    prompts = [POISONED.get(row, prompt) for row, prompt in enumerate(CLEAN)]
+    files.write_prompts(prompts)
+    assert len(tokens(generate(files, model))) == len(prompts)
+    rows = generate(files, model, "--dtype", "float16")
+    assert {int(row["id"]) - 1 for row in rows if "error" in row} == POISONED.keys()
+    assert all(len(ids) == 8 for ids in tokens(rows).values())  # which, hangs on last bits here

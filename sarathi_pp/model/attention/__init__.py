@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
@@ -58,17 +59,27 @@ def _numba() -> AttentionBackend:
     return NumbaAttention()
 
 
+def _triton() -> AttentionBackend:
+    # Here, not above: torch has it in its builds for CUDA alone, and it is a slow import.
+    from sarathi_pp.model.attention.triton import TritonAttention
+
+    return TritonAttention()
+
+
 # The order in which `auto` tries them.
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"numba": _numba, "sdpa": SdpaAttention}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"numba": _numba, "triton": _triton, "sdpa": SdpaAttention}
 # Package of its own that a backend needs, and the extra that installs it.
-EXTRAS = {"numba": ("numba", "cpu")}
+EXTRAS = {"numba": ("numba", "cpu"), "triton": ("triton", "gpu")}
+
+_log = logging.getLogger(__name__)
 
 
 def choose_backend(name: str, device: torch.device, page_size: int | None) -> AttentionBackend:
     """The backend called `name`; `auto` takes the first of BACKENDS that is installed and runs on the device.
 
     page_size: None leaves it to the backend's default_page_size. Raises ConfigError for an unknown name, a
-    package that is missing, a device that the backend does not run on, or a page size that it cannot take.
+    package that is missing, a device that the backend does not run on, or a page size that it cannot take. Logs one
+    line: the backend, and why none before it.
     """
     choices = ", ".join(["auto", *BACKENDS])
     if name != "auto" and name not in BACKENDS:
@@ -76,19 +87,30 @@ def choose_backend(name: str, device: torch.device, page_size: int | None) -> At
     if name != "auto" and not _installed(name):
         package, extra = EXTRAS[name]
         raise ConfigError(f"--attention {name} needs the package {package}; try  pip install 'sarathi-pp[{extra}]'")
-    names = [name] if name != "auto" else [known for known in BACKENDS if _installed(known)]
-    candidates = [BACKENDS[known]() for known in names]
-    able = [backend for backend in candidates if device.type in backend.device_types]
-    if not able:
+    passed_over: list[str] = []
+    tried: list[AttentionBackend] = []
+    for known in [name] if name != "auto" else BACKENDS:
+        if not _installed(known):
+            passed_over.append(f"{known} needs the package {EXTRAS[known][0]}")
+            continue
+        # Made only when its turn comes: those behind the one that runs are not imported.
+        backend = BACKENDS[known]()
+        if device.type in backend.device_types:
+            break
+        tried.append(backend)
+        passed_over.append(f"{known} runs on {' or '.join(backend.device_types)}")
+    else:
         raise ConfigError(
-            f"--attention {name} does not run on device {device.type!r}; try one of {choices} on {_where(candidates)}"
+            f"--attention {name} does not run on device {device.type!r}; try one of {choices} on {_where(tried)}"
         )
-    backend = able[0]
     if page_size is not None and page_size % backend.page_multiple:
         raise ConfigError(
             f"--page-size is {page_size}; --attention {backend.name} needs a multiple of "
             f"{backend.page_multiple} (auto: {backend.default_page_size})"
         )
+    _log.info(
+        "attention %s for %s on %s (%s)", backend.name, name, device, "; ".join(passed_over) or "the first choice"
+    )
     return backend
 
 

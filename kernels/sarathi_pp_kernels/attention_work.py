@@ -1,0 +1,191 @@
+"""How the attention of one microbatch is cut into programs, on the host, once for all layers with the same window.
+
+A tile is consecutive tokens of one sequence, times the query heads that share a KV head, one row each. What a tile
+reads, the keys that any of its rows sees, is cut into pieces of whole blocks where there are too few tiles to fill the
+device (Flash-Decoding, Dao et al. 2023), and a piece for one KV head is a program:
+
+                 keys of the sequence                       block_keys
+    tile 0       |---- piece 0 ----|-- piece 1 --|          pieces of a tile begin at multiples of it
+    tile 1       |---- piece 2 ----|---- piece 3 ----|      partial results, merged by a second kernel
+    a decode     |-- piece 4 --|                            alone, so it writes the output itself
+
+Where blocks, pieces and tiles begin depends on the sequence's own tokens and on keys_per_piece, so that what else is
+in the microbatch changes a row's result only by way of that number. Chunks and decodes lie in one table: one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# int32 columns of a piece: its tile's first row in the microbatch, tokens, and position of the first of them; where
+# the sequence's page table begins; the keys [first, end) it reads; its first partial row, or -1; 1 if it takes the
+# sinks, else 0.
+PIECE_COLUMNS = 8
+# int32 columns of a merge: the tile's first row and tokens; the first partial row of its first piece; pieces.
+MERGE_COLUMNS = 4
+
+# Programs that a processor of the device holds at once. Fewer keys than the least are not worth a merge.
+_PROGRAMS_PER_PROCESSOR = 2
+_LEAST_KEYS_PER_PIECE = 256
+# The least rows that tensor cores multiply.
+_LEAST_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Rows [first_row, first_row + num_tokens) of the microbatch: tokens [start, start + num_tokens) of one sequence.
+
+    first_page: where its page table begins in the microbatch's page tables, one after the other.
+    """
+
+    first_row: int
+    num_tokens: int
+    start: int
+    first_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What one program holds at once. Tiles of up to few_rows rows, decodes above all, leave less idle in blocks of
+    their own; all others have many_rows. A row is one token's one query head; group: of those share a KV head.
+    """
+
+    group: int
+    few_rows: int
+    many_rows: int
+    keys: int
+
+    @classmethod
+    def of(cls, group: int, head_dim: int, itemsize: int) -> Blocks:
+        """As large as 99 KiB of shared memory take with two blocks of keys and of values under way, and registers.
+
+        itemsize: bytes of a query, key or value. With 4 there are no tensor cores for IEEE products, whose factors then
+        lie in registers: more than 32 rows were seen to spill thousands of bytes.
+        """
+        few_rows = max(_LEAST_ROWS, power_of_two(group))
+        dim = power_of_two(head_dim)
+        if itemsize == 4:
+            many_rows, keys = 32, 32 if dim <= 128 else 16
+        else:
+            many_rows, keys = (128, 64) if dim <= 128 else (64, 32)
+        return cls(group, few_rows, max(many_rows, few_rows), keys)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """The programs of one microbatch. pieces: (N, PIECE_COLUMNS), merges: (M, MERGE_COLUMNS), int32 on the device.
+
+    window: a row sees so many keys up to its own; None: all. partial_rows: of all split tiles' pieces.
+    most_merged_tokens: of a split tile. has_many: a tile has more than blocks.few_rows rows.
+    """
+
+    pieces: Tensor
+    merges: Tensor
+    blocks: Blocks
+    window: int | None
+    partial_rows: int
+    most_merged_tokens: int
+    has_many: bool
+
+    @property
+    def most_rows(self) -> int:
+        """Of the blocks that its tiles need."""
+        return self.blocks.many_rows if self.has_many else self.blocks.few_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """first_key: the first block with a key that any row sees; end_key: behind the last such key."""
+
+    extent: Extent
+    first_row: int
+    num_tokens: int
+    start: int
+    first_key: int
+
+    @property
+    def end_key(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def num_keys(self) -> int:
+        return self.end_key - self.first_key
+
+
+def cut_work(
+    extents: Sequence[Extent],
+    blocks: Blocks,
+    window: int | None,
+    num_kv_heads: int,
+    num_processors: int,
+    device: torch.device,
+    *,
+    keys_per_piece: int | None = None,
+) -> AttentionWork:
+    """The work of a microbatch, moved to the device in one copy. keys_per_piece: None chooses it."""
+    tiles = [tile for extent in extents for tile in _tiles(extent, blocks, window)]
+    # Long ones first: what is begun last is then short, and the device is not left waiting for one program.
+    tiles.sort(key=lambda tile: tile.num_keys, reverse=True)
+    if keys_per_piece is None:
+        keys_per_piece = choose_keys_per_piece([tile.num_keys for tile in tiles], num_kv_heads, num_processors)
+    pieces: list[int] = []
+    merges: list[int] = []
+    partial_rows = most_merged_tokens = 0
+    for tile in tiles:
+        bounds = _bounds(tile, keys_per_piece, blocks.keys)
+        split = len(bounds) > 2
+        rows = tile.num_tokens * blocks.group
+        if split:
+            merges += (tile.first_row, tile.num_tokens, partial_rows, len(bounds) - 1)
+            most_merged_tokens = max(most_merged_tokens, tile.num_tokens)
+        for first, end in zip(bounds, bounds[1:], strict=False):
+            partial = partial_rows if split else -1
+            place = (tile.first_row, tile.num_tokens, tile.start, tile.extent.first_page)
+            pieces += (*place, first, end, partial, int(first == tile.first_key))
+            partial_rows += rows if split else 0
+    table = torch.tensor(pieces + merges, dtype=torch.int32).to(device)
+    return AttentionWork(
+        table[: len(pieces)].view(-1, PIECE_COLUMNS),
+        table[len(pieces) :].view(-1, MERGE_COLUMNS),
+        blocks,
+        window,
+        partial_rows,
+        most_merged_tokens,
+        any(tile.num_tokens * blocks.group > blocks.few_rows for tile in tiles),
+    )
+
+
+def choose_keys_per_piece(tile_keys: Sequence[int], num_kv_heads: int, num_processors: int) -> int:
+    """About how many keys a program should read, for tiles that read so many each.
+
+    An equal share of all reading for each program that the device holds at once: a long decode beside a chunk is cut as
+    well, and where there are enough tiles of about the same length nothing is.
+    """
+    share = -(-sum(tile_keys) * num_kv_heads // (num_processors * _PROGRAMS_PER_PROCESSOR))
+    return max(share, _LEAST_KEYS_PER_PIECE)
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is not less than `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _tiles(extent: Extent, blocks: Blocks, window: int | None) -> Iterator[_Tile]:
+    rows = blocks.few_rows if extent.num_tokens * blocks.group <= blocks.few_rows else blocks.many_rows
+    step = rows // blocks.group
+    for token in range(0, extent.num_tokens, step):
+        start = extent.start + token
+        seen = 0 if window is None else max(start - window + 1, 0)
+        num_tokens = min(step, extent.num_tokens - token)
+        yield _Tile(extent, extent.first_row + token, num_tokens, start, seen // blocks.keys * blocks.keys)
+
+
+def _bounds(tile: _Tile, keys_per_piece: int, block_keys: int) -> list[int]:
+    """Where the tile's pieces begin, and the end of the last: about equal, and no piece is empty."""
+    num_pieces = -(-tile.num_keys // keys_per_piece)
+    step = -(-tile.num_keys // (num_pieces * block_keys)) * block_keys
+    return [*range(tile.first_key, tile.end_key, step), tile.end_key]

@@ -1,0 +1,92 @@
+"""Attention on a CUDA device with a kernel of our own, which needs only torch and the Triton it comes with.
+
+Chunks and decodes of a microbatch are one launch, and one more where long contexts were split. What the kernel is to
+do is laid out on the host once per microbatch and window: layers differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from sarathi_pp_kernels.attention_work import AttentionWork, Blocks, Extent, cut_work
+from sarathi_pp_kernels.paged_attention import paged_attention
+from torch import Tensor
+
+from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.kv import KVShard
+
+
+class TritonAttention:
+    """page_multiple 16: pages are read key by key, so that smaller ones would do too, but no size below it is tested.
+
+    default_page_size: for the same reason large pages gain nothing, and small ones waste less at a sequence's end.
+    """
+
+    name = "triton"
+    device_types = ("cuda",)
+    page_multiple = 16
+    default_page_size = 16
+
+    def __init__(self) -> None:
+        self._microbatch: _Microbatch | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        kv: KVShard,
+        layer: int,
+        inputs: StageInputs,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See AttentionBackend. Scores, softmax and sums are float32; weights are rounded to the values' dtype."""
+        if self._microbatch is None or self._microbatch.inputs is not inputs:
+            self._microbatch = _Microbatch.of(inputs)
+        return paged_attention(
+            query,
+            kv.keys(layer),
+            kv.values(layer),
+            self._microbatch.pages,
+            self._microbatch.work(sliding_window, query.shape[1] // kv.num_kv_heads, kv),
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    """What all layers of a microbatch read. pages: (n,) int64 on the device, the spans' page tables in a row."""
+
+    inputs: StageInputs
+    extents: tuple[Extent, ...]
+    pages: Tensor
+    _work: dict[int | None, AttentionWork] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: StageInputs) -> _Microbatch:
+        extents: list[Extent] = []
+        first_page = 0
+        for span in inputs.spans:
+            extents.append(Extent(span.first_row, span.num_tokens, span.start, first_page))
+            first_page += span.pages.shape[0]
+        return cls(inputs, tuple(extents), torch.cat([span.pages for span in inputs.spans]))
+
+    def work(self, window: int | None, group: int, kv: KVShard) -> AttentionWork:
+        """Cut when the first layer with such a window asks."""
+        if window not in self._work:
+            blocks = Blocks.of(group, kv.head_dim, kv.dtype.itemsize)
+            device = self.pages.device
+            self._work[window] = cut_work(
+                self.extents, blocks, window, kv.num_kv_heads, _num_processors(device), device
+            )
+        return self._work[window]
+
+
+def _num_processors(device: torch.device) -> int:
+    """Of a CUDA device; 1 of a CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.lanes import compile as compiling
 from sarathi_pp.model.lanes.compile import has_lanes
+from tests.missing import missing
 
 CPU = torch.device("cpu")
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])
@@ -503,6 +505,30 @@ def test_without_numba_auto_falls_back_and_asking_for_it_names_the_remedy() -> N
             choose_backend("numba", CPU, 16)
 
 
+def test_on_cuda_auto_takes_triton_where_it_is_installed_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", attention.__name__)
+    cuda = torch.device("cuda")
+    if find_spec("triton") is None:
+        missing("triton")
+    backend = choose_backend("auto", cuda, None)
+    assert (backend.name, backend.default_page_size) == ("triton", 16)
+    with pytest.raises(ConfigError, match=r"--page-size is 24; --attention triton needs a multiple of 16"):
+        choose_backend("auto", cuda, 24)
+    with mock.patch.dict(attention.EXTRAS, numba=("no_such_package", "cpu"), triton=("nor_this", "gpu")):
+        assert choose_backend("auto", cuda, None).name == "sdpa"
+    assert [record.message for record in caplog.records] == [
+        "attention triton for auto on cuda (numba runs on cpu)",
+        "attention sdpa for auto on cuda (numba needs the package no_such_package; triton needs the package nor_this)",
+    ]
+
+
+def test_triton_is_refused_on_cpu() -> None:
+    if find_spec("triton") is None:
+        missing("triton")
+    with pytest.raises(ConfigError, match=r"--attention triton does not run on device 'cpu'; try .* on cuda"):
+        choose_backend("triton", CPU, None)
+
+
 def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> None:
     def no_folder(*args: object, **kwargs: object) -> object:
         if kwargs.get("cache"):
@@ -515,7 +541,7 @@ def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> No
 
 
 def test_an_unknown_backend_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"--attention is 'flesh'; it must be one of auto, numba, sdpa"):
+    with pytest.raises(ConfigError, match=r"--attention is 'flesh'; it must be one of auto, numba, triton, sdpa"):
         choose_backend("flesh", CPU, 16)
 
 

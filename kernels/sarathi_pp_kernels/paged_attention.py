@@ -260,9 +260,10 @@ def _walk(
     summed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     if sinks is not None:
         # A key without value: what the walk begins with, in one piece of each tile.
-        takes_sink = live & (tl.load(piece + 7) != 0)
-        peak = tl.load(sinks + head, mask=takes_sink, other=float("-inf")).to(tl.float32) * _LOG2_E
-        total = tl.where(takes_sink, 1.0, 0.0)
+        takes_sinks = tl.load(piece + 7) != 0
+        sink = tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) * _LOG2_E
+        peak = tl.where(takes_sinks, sink, peak)
+        total = tl.where(takes_sinks, 1.0, total)
 
     for first in range(first_key, end_key, BLOCK_KEYS):
         key = first + tl.arange(0, BLOCK_KEYS)

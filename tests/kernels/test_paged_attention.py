@@ -204,6 +204,13 @@ def test_the_number_of_pieces_changes_only_roundings(window: int | None, most_ke
         close(case.run(work, softcap=3.0, sinks=True), whole.double())
 
 
+def test_more_pieces_are_merged_than_are_read_at_once() -> None:
+    case = Case([(310, 1)], 32)
+    work = case.cut(None, 16)
+    assert int(work.merges[0, 3]) > 16
+    close(case.run(work, sinks=True), case.expected(sinks=True))
+
+
 @pytest.mark.parametrize("keys_per_piece", [EVERYTHING, 48])
 def test_batch_mates_change_no_bit(keys_per_piece: int) -> None:
     case = Case([(140, 1), (30, 40), (33, 1), (5, 3)])

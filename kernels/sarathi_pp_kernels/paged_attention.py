@@ -239,7 +239,6 @@ def _walk(
     num_tokens = tl.load(piece + 1)
     start = tl.load(piece + 2)
     table = pages + tl.load(piece + 3)
-    first_key = tl.load(piece + 4)
     end_key = tl.load(piece + 5)
     partial = tl.load(piece + 6)
     kv_head = tl.program_id(1)
@@ -265,7 +264,7 @@ def _walk(
         peak = tl.where(takes_sinks, sink, peak)
         total = tl.where(takes_sinks, 1.0, total)
 
-    for first in range(first_key, end_key, BLOCK_KEYS):
+    for first in range(tl.load(piece + 4), end_key, BLOCK_KEYS):
         key = first + tl.arange(0, BLOCK_KEYS)
         there = key < end_key
         if HAS_WINDOW:

@@ -320,6 +320,8 @@ def test_every_row_is_in_one_tile_whose_pieces_hold_all_its_keys(
     ]
     partial_rows: list[int] = []
     seen: list[int] = []
+    lengths = [pieces[-1][1] - pieces[0][0] for pieces in tiles.values()]
+    assert lengths == sorted(lengths, reverse=True)
     for (first, tokens, start, first_page), pieces in tiles.items():
         seen += range(first, first + tokens)
         assert positions[first : first + tokens] == [(start + token, first_page) for token in range(tokens)]

@@ -147,7 +147,8 @@ def cut_work(
             place = (tile.first_row, tile.num_tokens, tile.start, tile.extent.first_page)
             pieces += (*place, first, end, partial, int(first == tile.first_key))
             partial_rows += rows if split else 0
-    table = torch.tensor(pieces + merges, dtype=torch.int32).to(device)
+    # Ordinary memory is copied away before such a copy returns, and the host does not wait for the device.
+    table = torch.tensor(pieces + merges, dtype=torch.int32).to(device, non_blocking=True)
     return AttentionWork(
         table[: len(pieces)].view(-1, PIECE_COLUMNS),
         table[len(pieces) :].view(-1, MERGE_COLUMNS),

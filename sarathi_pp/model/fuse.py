@@ -1,27 +1,30 @@
 """Rewrites of a loaded stage that make it faster. Applied from outside: no model knows of them.
 
 In bfloat16 on CPU, where our own products run (packed.py), gated MLPs, RMSNorms, attention with rotary embedding and
-the layers made of them become those of fused.py. Then every other linear layer is packed. Which modules those are is
-read off their code: one whose `forward` is Llama's own, instruction by instruction, does what Llama's does, whatever
-its name.
+the layers made of them become those of fused.py. Then every other linear layer is packed. On CUDA, where Triton's
+kernels run, the same modules in any float dtype become those of fused_cuda.py. Which modules those are is read off
+their code: one whose `forward` is Llama's own, instruction by instruction, does what Llama's does, whatever its name.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from sarathi_pp.model import fused_cuda
 from sarathi_pp.model.fused import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.kernels import has_kernels
 from sarathi_pp.model.packed import fits_panels, has_panels, packing
 
 Rewrite = Callable[[Any], nn.Module]
@@ -29,15 +32,34 @@ Rewrite = Callable[[Any], nn.Module]
 Place = tuple[nn.Module, str, Rewrite]
 
 
-def fuse(module: nn.Module) -> int:
+@dataclass(frozen=True, slots=True)
+class _Kit:
+    """The modules that are put in, and what they take."""
+
+    gated_mlp: Rewrite
+    row_norm: type[nn.Module]
+    attention: Callable[..., nn.Module]
+    takes_products: Callable[..., bool]
+    takes_norm: Callable[[Tensor], bool]
+    head_step: int  # head_dim must be a multiple of it
+
+
+def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
     """Replaces what can be replaced; returns how many modules. Attention then needs a PagedCall.
+
+    by_kernels: whether Triton's kernels run what is fused; None asks the device of the weights.
 
     One weight at a time is held twice; gate and up are one, and so are query, key and value. Weights that
     another module shares (tied embeddings) stay as they are, since packing would copy them; no module that is fused
     shares any.
     """
+    if by_kernels is None:
+        by_kernels = any(has_kernels(parameter.device) for parameter in module.parameters())
+    rewrites: list[Callable[[nn.Module], Rewrite | None]] = [partial(_part, _CUDA if by_kernels else _CPU), _layer]
+    if not by_kernels:
+        rewrites.append(_packed(module))
     count = 0
-    for rewrite in (_part, _layer, _packed(module)):
+    for rewrite in rewrites:
         places = list(_places(module, rewrite))
         for parent, name, make in places:
             setattr(parent, name, make(getattr(parent, name)))
@@ -60,32 +82,30 @@ def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -
                 seen.add(child)
 
 
-def _part(child: Any) -> Rewrite | None:
+def _part(kit: _Kit, child: Any) -> Rewrite | None:
     """Of a layer."""
     if _runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
-        return GatedMLP if _all_fit(child.gate_proj, child.up_proj, child.down_proj) else None
-    if _is_row_norm(child):
-        return RowNorm
+        fits = kit.takes_products(child.gate_proj, child.up_proj) and kit.takes_products(child.down_proj)
+        return kit.gated_mlp if fits else None
+    if _is_row_norm(kit, child):
+        return kit.row_norm
     # All but Llama's hand a window to the attention function too, which knows it from the stage.
     if any(_runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
-        return RotaryAttention if _fits_one_pass(child) else None
+        return kit.attention if _fits_one_pass(kit, child) else None
     if _runs(child, Qwen3Attention):
         norms = child.q_norm, child.k_norm
-        fits = all(_is_row_norm(norm) and norm.weight.numel() == child.head_dim for norm in norms)
+        fits = all(_is_row_norm(kit, norm) and norm.weight.numel() == child.head_dim for norm in norms)
         same = norms[0].variance_epsilon == norms[1].variance_epsilon
-        return partial(RotaryAttention, with_norms=True) if fits and same and _fits_one_pass(child) else None
+        return partial(kit.attention, with_norms=True) if fits and same and _fits_one_pass(kit, child) else None
     return None
 
 
-def _is_row_norm(child: Any) -> bool:
-    if not _runs(child, llama.LlamaRMSNorm):
-        return False
-    weight = child.weight
-    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_panels()
+def _is_row_norm(kit: _Kit, child: Any) -> bool:
+    return _runs(child, llama.LlamaRMSNorm) and kit.takes_norm(child.weight)
 
 
 def _layer(child: Any) -> Rewrite | None:
-    fits = _runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) is RowNorm
+    fits = _runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) in (RowNorm, fused_cuda.RowNorm)
     return Block if fits else None
 
 
@@ -101,13 +121,10 @@ def _packed(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
     return rewrite
 
 
-def _all_fit(*linears: nn.Module) -> bool:
-    return all(type(one) is nn.Linear and fits_panels(one) for one in linears)
-
-
-def _fits_one_pass(attention: Any) -> bool:
-    """Whether its products are ours, and its rotation is Llama's, of heads that fill registers."""
-    if not _all_fit(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj) or attention.head_dim % 32:
+def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
+    """Whether its products are the kit's, and its rotation is Llama's, of heads that the kit takes."""
+    inputs, out = (attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj
+    if not kit.takes_products(*inputs) or not kit.takes_products(out) or attention.head_dim % kit.head_step:
         return False
     names = inspect.unwrap(type(attention).forward).__globals__
     return all(_same_code(names[name], getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half"))
@@ -123,3 +140,23 @@ def _same_code(ours: Any, theirs: Any) -> bool:
     return hasattr(ours, "__code__") and all(
         getattr(ours.__code__, name) == getattr(theirs.__code__, name) for name in names
     )
+
+
+def _all_fit(*linears: nn.Module) -> bool:
+    return all(type(one) is nn.Linear and fits_panels(one) for one in linears)
+
+
+def _fits_lanes(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_panels()
+
+
+# Heads fill registers on CPU.
+_CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_lanes, head_step=32)
+_CUDA = _Kit(
+    fused_cuda.GatedMLP,
+    fused_cuda.RowNorm,
+    fused_cuda.RotaryAttention,
+    fused_cuda.can_merge,
+    lambda weight: weight.dtype in fused_cuda.DTYPES,
+    head_step=2,
+)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sarathi_pp.model.kernels import has_kernels
+
 
 class Row(Protocol):
     """How one token is drawn. temperature 0: greedy. top_k 0, top_p 1 and min_p 0 keep every token.
@@ -33,14 +35,17 @@ class Row(Protocol):
     def seed(self) -> int: ...
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
+def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = None) -> tuple[list[int], list[bool]]:
     """One token id per row of the (n, vocab) logits, and which rows failed because a logit is not finite.
 
     The token id of a failed row is 0 and means nothing. Of equal logits greedy takes the lowest token id.
+    by_kernels: whether Triton's kernels draw; None asks the device of the logits.
     """
     assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} draws"
     if not rows:
         return [], []
+    if has_kernels(logits.device) if by_kernels is None else by_kernels:
+        return _sample_by_kernels(logits, rows)
     values = logits.float()  # on CPU reductions of bfloat16 take five times as long
     top, greedy = _largest(values)
     # a NaN anywhere in a row is its minimum and its maximum
@@ -50,6 +55,27 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
         for index, (row, ok, token) in enumerate(zip(rows, finite, greedy.tolist(), strict=True))
     ]
     return token_ids, [not ok for ok in finite]
+
+
+def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
+    """The host waits once, for the token ids."""
+    from sarathi_pp_kernels.sampling import drawn_tokens, greedy_tokens  # triton is not everywhere
+
+    if all(row.temperature == 0 for row in rows):
+        found = greedy_tokens(logits)
+    else:
+        numbers = torch.tensor([_parameters(row) for row in rows], dtype=torch.float64)
+        if logits.is_cuda:
+            numbers = numbers.pin_memory()  # a copy from other memory stops the host
+        found = drawn_tokens(logits, numbers.to(logits.device, non_blocking=True))
+    token_ids = found.tolist()
+    return [max(token, 0) for token in token_ids], [token < 0 for token in token_ids]
+
+
+def _parameters(row: Row) -> tuple[float, ...]:
+    """In the order of the kernel's columns. A greedy row needs no random number."""
+    number = uniform(row.seed, row.position) if row.temperature else 0.0
+    return row.temperature, row.top_k, row.top_p, row.min_p, number
 
 
 def _largest(values: Tensor) -> tuple[Tensor, Tensor]:

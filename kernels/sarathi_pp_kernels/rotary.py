@@ -1,0 +1,158 @@
+"""What attention needs between its projections and its scores: heads normalised and rotated, keys and values in pages.
+
+One program takes one KV head of one row: the query heads that share it, its key and its value. A head is held as two
+halves, because rotation mixes channel i with channel i + head_dim / 2:
+
+    a row of the product    q0 q1 q2 q3 | k0 k1 | v0 v1          4 query heads, 2 KV heads
+    program (row, 1)              q2 q3      k1      v1
+
+Every value is rounded to the dtype where transformers' own modules round: behind the norm, behind its weight, behind
+either product of the rotation and behind their sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    write_pages: Tensor,
+    write_offsets: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """Rotates the queries where they are, puts rotated keys and values into their pages; returns queries (T, H, D).
+
+    qkv: (T, (H + 2 Hkv) * D), contiguous. cos, sin: (T, D). write_pages, write_offsets: (T,) int64, page of a row and
+    place in it. keys, values: (num_pages, Hkv, page_size, D). query_norm, key_norm: (D,), weights of an RMSNorm of each
+    head before it is rotated; both or none. All of one dtype but the indices.
+    """
+    num_rows, width = qkv.shape
+    _, num_kv_heads, page_size, head_dim = keys.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    # Behind the kernel are addresses: nothing there would notice.
+    assert width == (num_heads + 2 * num_kv_heads) * head_dim and num_heads % num_kv_heads == 0, (
+        f"{width} columns are not heads of {head_dim} with {num_kv_heads} KV heads"
+    )
+    assert cos.shape == sin.shape == (num_rows, head_dim), f"{cos.shape}, {sin.shape} for {num_rows} x {head_dim}"
+    assert write_pages.shape == write_offsets.shape == (num_rows,), f"{write_pages.shape}, {write_offsets.shape}"
+    assert keys.shape == values.shape and head_dim % 2 == 0
+    assert (query_norm is None) == (key_norm is None), "norms come in pairs"
+    floats = [one for one in (qkv, cos, sin, keys, values, query_norm, key_norm) if one is not None]
+    assert all(one.dtype == qkv.dtype and one.is_contiguous() for one in floats), [one.dtype for one in floats]
+    group = num_heads // num_kv_heads
+    if num_rows:
+        _rotate_rows[(num_rows, num_kv_heads)](
+            qkv,
+            cos,
+            sin,
+            write_pages,
+            write_offsets,
+            keys,
+            values,
+            query_norm,
+            key_norm,
+            epsilon,
+            num_kv_heads,
+            page_size,
+            GROUP=group,
+            BLOCK_GROUP=triton.next_power_of_2(group),
+            HALF=head_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+            num_warps=1 if group * head_dim <= 512 else 4,
+            enable_fp_fusion=False,  # a product that is not rounded before it is added is not transformers'
+        )
+    return qkv.view(num_rows, -1, head_dim)[:, :num_heads]
+
+
+def reference_rotate_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    write_pages: Tensor,
+    write_offsets: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """The same in plain torch."""
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    query.copy_(_reference_head(query, query_norm, cos, sin, epsilon))
+    keys[write_pages, :, write_offsets] = _reference_head(key, key_norm, cos, sin, epsilon)
+    values[write_pages, :, write_offsets] = value
+    return query
+
+
+def _reference_head(heads: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, epsilon: float) -> Tensor:
+    if norm is not None:
+        wide = heads.float()
+        heads = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(heads.dtype)
+    low, high = heads.chunk(2, dim=-1)
+    return heads * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+
+
+@triton.jit
+def _rotate_rows(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, write_pages, write_offsets, keys, values, query_norm, key_norm, epsilon, num_kv_heads, page_size,
+    GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    size: tl.constexpr = 2 * HALF
+    begin = qkv + row * num_kv_heads * (GROUP + 2) * size
+    page, offset = tl.load(write_pages + row), tl.load(write_offsets + row)
+    place = ((page * num_kv_heads + kv_head) * page_size + offset) * size
+
+    member, at = tl.arange(0, BLOCK_GROUP)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    one, group = at < HALF, (member < GROUP) & (at < HALF)
+    query = begin + (kv_head * GROUP + member) * size + at
+    _rotate_heads(query, query, group, at, cos + row * size, sin + row * size, query_norm, epsilon, HALF)
+    key = begin + (num_kv_heads * GROUP + kv_head) * size + at
+    _rotate_heads(key, keys + place + at, one, at, cos + row * size, sin + row * size, key_norm, epsilon, HALF)
+    value = key + num_kv_heads * size
+    tl.store(values + place + at, tl.load(value, mask=one), mask=one)
+    tl.store(values + place + at + HALF, tl.load(value + HALF, mask=one), mask=one)
+
+
+@triton.jit
+def _rotate_heads(source, to, inside, at, cos, sin, norm, epsilon, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Heads at `source`, the addresses of their lower halves, normed and rotated to `to`; at: channels of a half."""
+    dtype = to.dtype.element_ty
+    channel = at < HALF
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        inverse = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
+        low_gain = tl.load(norm + at, mask=channel, other=0.0).to(tl.float32)
+        high_gain = tl.load(norm + HALF + at, mask=channel, other=0.0).to(tl.float32)
+        low = _rounded(_rounded(low * inverse, dtype) * low_gain, dtype)
+        high = _rounded(_rounded(high * inverse, dtype) * high_gain, dtype)
+    low_cos = tl.load(cos + at, mask=channel, other=0.0).to(tl.float32)
+    low_sin = tl.load(sin + at, mask=channel, other=0.0).to(tl.float32)
+    high_cos = tl.load(cos + HALF + at, mask=channel, other=0.0).to(tl.float32)
+    high_sin = tl.load(sin + HALF + at, mask=channel, other=0.0).to(tl.float32)
+    first = _rounded(low * low_cos, dtype) - _rounded(high * low_sin, dtype)
+    second = _rounded(high * high_cos, dtype) + _rounded(low * high_sin, dtype)
+    tl.store(to, first.to(dtype), mask=inside)
+    tl.store(to + HALF, second.to(dtype), mask=inside)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    return x.to(dtype).to(tl.float32)

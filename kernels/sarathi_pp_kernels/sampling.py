@@ -1,0 +1,247 @@
+"""Token ids drawn on the device: greedy, or by inverting the distribution that temperature and filters leave.
+
+Three launches, one program for each row in all of them, and nothing comes to the host between them:
+
+    _find_peaks     largest logit and its lowest id, -1 where a logit is not finite      all that greedy rows need
+    _weigh          weight exp((logit - peak) / temperature) of each token, 0 outside of top-k
+    _invert         the lightest weight that top-p and min-p leave, then the cumulative weights in token id order
+
+No filter sorts. The edge of one is the smallest value such that all above it count less than the filter lets through:
+tokens for top-k, weight for top-p. It is searched for by bisection over the bits of the values, which are ordered as
+the values are. Bounds move to values that occur, so the search ends as soon as they meet, after about as many passes as
+it takes to tell neighbours apart. Weights and sums are float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Columns of the parameters of a row.
+TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM = range(5)
+NUM_PARAMETERS = 5
+
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _COLUMNS = map(tl.constexpr, range(6))
+_NONE = tl.constexpr(-1)
+_LONGEST_BLOCK = 4096
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Of (n, vocab) logits the token ids (n,) int64 of the largest, the lowest of equal ones; -1: one is not finite."""
+    return _find(logits.contiguous())[0]
+
+
+def drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
+    """Token ids (n,) int64 drawn from (n, vocab) logits; -1 where a logit is not finite.
+
+    parameters: (n, 5) float64 on the device of the logits, columns as named above. temperature 0: greedy. top_k 0, or
+    vocab and more, top_p 1 and min_p 0 keep every token. uniform: in [0, 1), where the distribution is inverted.
+    """
+    num_rows, vocab = logits.shape
+    assert parameters.shape == (num_rows, NUM_PARAMETERS) and parameters.dtype == torch.float64, parameters.shape
+    logits, parameters = logits.contiguous(), parameters.contiguous()
+    tokens, peaks = _find(logits)
+    weights = torch.empty((num_rows, vocab), dtype=torch.float64, device=logits.device)
+    if num_rows:
+        _weigh[(num_rows,)](logits, peaks, tokens, parameters, weights, vocab, BLOCK=_block(vocab), num_warps=8)
+        _invert[(num_rows,)](weights, tokens, parameters, vocab, BLOCK=_block(vocab), num_warps=8)
+    return tokens
+
+
+def reference_drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
+    """The same in plain torch, by sorting."""
+    found = [_reference_row(row, *one) for row, one in zip(logits.double(), parameters.tolist(), strict=True)]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _reference_row(row: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> int:
+    if not bool(row.isfinite().all()):
+        return -1
+    peak = row.max()
+    if temperature == 0:
+        return int((row == peak).nonzero()[0])
+    scores = (row - peak) / temperature
+    weights = scores.exp()
+    if 0 < top_k < len(row):
+        weights[scores < scores.sort(descending=True).values[int(top_k) - 1]] = 0
+    if top_p < 1:
+        descending = weights.sort(descending=True).values
+        above = descending.cumsum(0) - descending
+        weights[weights < descending[above < top_p * descending.sum()][-1]] = 0
+    weights[weights < min_p] = 0
+    cumulative = weights.cumsum(0)
+    target = torch.minimum(uniform * cumulative[-1], cumulative[-1].nextafter(cumulative.new_zeros(())))
+    return int((cumulative > target).nonzero()[0])
+
+
+def _block(vocab: int) -> int:
+    return min(triton.next_power_of_2(vocab), _LONGEST_BLOCK)
+
+
+def _find(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids as of greedy_tokens, and the largest logit of each row, (n,) float32."""
+    num_rows, vocab = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        _find_peaks[(num_rows,)](logits, tokens, peaks, vocab, BLOCK=_block(vocab), num_warps=8)
+    return tokens, peaks
+
+
+@triton.jit
+def _find_peaks(logits, tokens, peaks, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_at = tl.zeros((BLOCK,), tl.int64)
+    bad = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, vocab, BLOCK):
+        inside = first + at < vocab
+        logit = tl.load(logits + row * vocab + first + at, mask=inside, other=0.0).to(tl.float32)
+        bad |= (tl.abs(logit) < float("inf")).to(tl.int32) ^ 1  # not below infinity: NaN too
+        better = inside & (logit > best)
+        best, best_at = tl.where(better, logit, best), tl.where(better, first + at, best_at)
+    peak = tl.max(best, 0)
+    token = tl.min(tl.where(best == peak, best_at, vocab), 0)
+    tl.store(tokens + row, tl.where(tl.max(bad, 0) > 0, _NONE, token))
+    tl.store(peaks + row, peak)
+
+
+@triton.jit
+def _weigh(logits, peaks, tokens, parameters, weights, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(parameters + row * _COLUMNS + _TEMPERATURE)
+    if (temperature > 0) & (tl.load(tokens + row) != _NONE):
+        logits += row * vocab
+        peak = tl.load(peaks + row)
+        edge = tl.full((), float("-inf"), tl.float64)
+        top_k = tl.load(parameters + row * _COLUMNS + _TOP_K)
+        if (top_k > 0) & (top_k < vocab):
+            low = tl.full((), -(2**31), tl.int64)
+            key = _edge(logits, vocab, low, _ordered(peak), top_k, True, BLOCK)
+            edge = _score(_logit_of(key), peak, temperature)
+        at = tl.arange(0, BLOCK)
+        for first in range(0, vocab, BLOCK):
+            inside = first + at < vocab
+            logit = tl.load(logits + first + at, mask=inside, other=0.0).to(tl.float32)
+            score = _score(logit, peak, temperature)
+            # Scores and not logits are compared: logits that division makes equal are a tie.
+            tl.store(weights + row * vocab + first + at, tl.where(score < edge, 0.0, tl.exp(score)), mask=inside)
+
+
+@triton.jit
+def _invert(weights, tokens, parameters, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    parameters += row * _COLUMNS
+    if (tl.load(parameters + _TEMPERATURE) > 0) & (tl.load(tokens + row) != _NONE):
+        weights += row * vocab
+        lightest = tl.load(parameters + _MIN_P)
+        top_p = tl.load(parameters + _TOP_P)
+        if top_p < 1:
+            total, smallest = _extent(weights, vocab, BLOCK)
+            one = tl.full((), 1.0, tl.float64).to(tl.int64, bitcast=True)  # what the likeliest token weighs
+            bits = _edge(weights, vocab, smallest, one, top_p * total, False, BLOCK)
+            lightest = tl.maximum(lightest, bits.to(tl.float64, bitcast=True))
+        total = _sum_up(weights, vocab, lightest, BLOCK)
+        # Below the total even where the product rounds up to it: the last token with weight is a legal draw.
+        below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
+        target = tl.minimum(tl.load(parameters + _UNIFORM) * total, below)
+        tl.store(tokens + row, _first_beyond(weights, vocab, lightest, target, BLOCK))
+
+
+@triton.jit
+def _edge(source, vocab, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The smallest of the values for which those above it come to less than `most`; it lies in [low, high], int64.
+
+    COUNT: values are logits by their order, each counting 1. Else they are weights by their bits, counting themselves.
+    """
+    at = tl.arange(0, BLOCK)
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        above = tl.zeros((BLOCK,), tl.float64)
+        next_above = tl.zeros((BLOCK,), tl.int64) + high
+        next_below = tl.zeros((BLOCK,), tl.int64) + low
+        for first in range(0, vocab, BLOCK):
+            inside = first + at < vocab
+            value = tl.load(source + first + at, mask=inside, other=0.0)
+            if COUNT:
+                share = tl.full((BLOCK,), 1.0, tl.float64)
+                order = _ordered(value.to(tl.float32))
+            else:
+                share = value
+                order = value.to(tl.int64, bitcast=True)
+            is_above = inside & (order > middle)
+            above += tl.where(is_above, share, 0.0)
+            next_above = tl.where(is_above, tl.minimum(next_above, order), next_above)
+            next_below = tl.where(inside & (order <= middle), tl.maximum(next_below, order), next_below)
+        enough = tl.sum(above, 0) < most
+        low = tl.where(enough, low, tl.min(next_above, 0))
+        high = tl.where(enough, tl.max(next_below, 0), high)
+    return high
+
+
+@triton.jit
+def _extent(weights, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of the weights, and the bits of the smallest that is not 0. Summed in the order of _edge."""
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    smallest = tl.full((BLOCK,), 1.0, tl.float64)
+    for first in range(0, vocab, BLOCK):
+        weight = tl.load(weights + first + at, mask=first + at < vocab, other=0.0)
+        total += weight
+        smallest = tl.where(weight > 0, tl.minimum(smallest, weight), smallest)
+    return tl.sum(total, 0), tl.min(smallest, 0).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _kept(weights, first, vocab, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = first + tl.arange(0, BLOCK)
+    weight = tl.load(weights + at, mask=at < vocab, other=0.0)
+    return tl.where(weight < lightest, 0.0, weight)
+
+
+@triton.jit
+def _sum_up(weights, vocab, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the tokens weigh that are at least as heavy as the lightest. Summed in the order of _first_beyond."""
+    total = tl.zeros((), tl.float64)
+    for first in range(0, vocab, BLOCK):
+        total += tl.sum(_kept(weights, first, vocab, lightest, BLOCK), 0)
+    return total
+
+
+@triton.jit
+def _first_beyond(weights, vocab, lightest, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first token with weight at which the cumulative weight exceeds the target, which is below the total."""
+    token = tl.full((), -1, tl.int64)
+    before = tl.zeros((), tl.float64)
+    for first in range(0, vocab, BLOCK):
+        weight = _kept(weights, first, vocab, lightest, BLOCK)
+        after = before + tl.sum(weight, 0)
+        if (token < 0) & (after > target):
+            at = first + tl.arange(0, BLOCK).to(tl.int64)
+            # A scan adds in another order than a sum: it may stay below, and then it is the block's last token.
+            beyond = (weight > 0) & (before + tl.cumsum(weight, 0) > target)
+            last = tl.max(tl.where(weight > 0, at, -1), 0)
+            token = tl.min(tl.where(beyond, at, last), 0)
+        before = after
+    return token
+
+
+@triton.jit
+def _score(logit, peak, temperature):  # type: ignore[no-untyped-def]
+    return (logit.to(tl.float64) - peak.to(tl.float64)) / temperature
+
+
+@triton.jit
+def _ordered(logit):  # type: ignore[no-untyped-def]
+    """int64 that are ordered as float32 are: of negative ones all bits but the sign are turned over."""
+    bits = logit.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _logit_of(order):  # type: ignore[no-untyped-def]
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

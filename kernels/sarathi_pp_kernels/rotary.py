@@ -72,7 +72,7 @@ def rotate_and_write(
             num_warps=1 if group * head_dim <= 512 else 4,
             enable_fp_fusion=False,  # a product that is not rounded before it is added is not transformers'
         )
-    return qkv.view(num_rows, -1, head_dim)[:, :num_heads]
+    return qkv.view(num_rows, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
 
 
 def reference_rotate_and_write(
@@ -92,7 +92,7 @@ def reference_rotate_and_write(
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    query, key, value = torch.split_with_sizes(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     query.copy_(_reference_head(query, query_norm, cos, sin, epsilon))
     keys[write_pages, :, write_offsets] = _reference_head(key, key_norm, cos, sin, epsilon)
     values[write_pages, :, write_offsets] = value
@@ -104,7 +104,8 @@ def _reference_head(heads: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor
         wide = heads.float()
         heads = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(heads.dtype)
     low, high = heads.chunk(2, dim=-1)
-    return heads * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+    rotated: Tensor = heads * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+    return rotated
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def _reference_row(row: Tensor, temperature: float, top_k: float, top_p: float, 
 
 
 def _block(vocab: int) -> int:
-    return min(triton.next_power_of_2(vocab), _LONGEST_BLOCK)
+    return min(int(triton.next_power_of_2(vocab)), _LONGEST_BLOCK)
 
 
 def _find(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,10 @@ def _is_row_norm(kit: _Kit, child: Any) -> bool:
 
 
 def _layer(child: Any) -> Rewrite | None:
-    fits = _runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) in (RowNorm, fused_cuda.RowNorm)
+    fits = _runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) in (
+        RowNorm,
+        fused_cuda.RowNorm,
+    )
     return Block if fits else None
 
 

@@ -45,8 +45,8 @@ def drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     tokens, peaks = _find(logits)
     weights = torch.empty((num_rows, vocab), dtype=torch.float64, device=logits.device)
     if num_rows:
-        _weigh[(num_rows,)](logits, peaks, tokens, parameters, weights, vocab, BLOCK=_block(vocab), num_warps=8)
-        _invert[(num_rows,)](weights, tokens, parameters, vocab, BLOCK=_block(vocab), num_warps=8)
+        _weigh[(num_rows,)](logits, peaks, tokens, parameters, weights, VOCAB=vocab, BLOCK=_block(vocab), num_warps=8)
+        _invert[(num_rows,)](weights, tokens, parameters, VOCAB=vocab, BLOCK=_block(vocab), num_warps=8)
     return tokens
 
 
@@ -86,73 +86,73 @@ def _find(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        _find_peaks[(num_rows,)](logits, tokens, peaks, vocab, BLOCK=_block(vocab), num_warps=8)
+        _find_peaks[(num_rows,)](logits, tokens, peaks, VOCAB=vocab, BLOCK=_block(vocab), num_warps=8)
     return tokens, peaks
 
 
 @triton.jit
-def _find_peaks(logits, tokens, peaks, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_peaks(logits, tokens, peaks, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_at = tl.zeros((BLOCK,), tl.int64)
     bad = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, vocab, BLOCK):
-        inside = first + at < vocab
-        logit = tl.load(logits + row * vocab + first + at, mask=inside, other=0.0).to(tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        inside = first + at < VOCAB
+        logit = tl.load(logits + row * VOCAB + first + at, mask=inside, other=0.0).to(tl.float32)
         bad |= (tl.abs(logit) < float("inf")).to(tl.int32) ^ 1  # not below infinity: NaN too
         better = inside & (logit > best)
         best, best_at = tl.where(better, logit, best), tl.where(better, first + at, best_at)
     peak = tl.max(best, 0)
-    token = tl.min(tl.where(best == peak, best_at, vocab), 0)
+    token = tl.min(tl.where(best == peak, best_at, VOCAB), 0)
     tl.store(tokens + row, tl.where(tl.max(bad, 0) > 0, _NONE, token))
     tl.store(peaks + row, peak)
 
 
 @triton.jit
-def _weigh(logits, peaks, tokens, parameters, weights, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weigh(logits, peaks, tokens, parameters, weights, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(parameters + row * _COLUMNS + _TEMPERATURE)
     if (temperature > 0) & (tl.load(tokens + row) != _NONE):
-        logits += row * vocab
+        logits += row * VOCAB
         peak = tl.load(peaks + row)
         edge = tl.full((), float("-inf"), tl.float64)
         top_k = tl.load(parameters + row * _COLUMNS + _TOP_K)
-        if (top_k > 0) & (top_k < vocab):
+        if (top_k > 0) & (top_k < VOCAB):
             low = tl.full((), -(2**31), tl.int64)
-            key = _edge(logits, vocab, low, _ordered(peak), top_k, True, BLOCK)
+            key = _edge(logits, VOCAB, low, _ordered(peak), top_k, True, BLOCK)
             edge = _score(_logit_of(key), peak, temperature)
         at = tl.arange(0, BLOCK)
-        for first in range(0, vocab, BLOCK):
-            inside = first + at < vocab
+        for first in range(0, VOCAB, BLOCK):
+            inside = first + at < VOCAB
             logit = tl.load(logits + first + at, mask=inside, other=0.0).to(tl.float32)
             score = _score(logit, peak, temperature)
             # Scores and not logits are compared: logits that division makes equal are a tie.
-            tl.store(weights + row * vocab + first + at, tl.where(score < edge, 0.0, tl.exp(score)), mask=inside)
+            tl.store(weights + row * VOCAB + first + at, tl.where(score < edge, 0.0, tl.exp(score)), mask=inside)
 
 
 @triton.jit
-def _invert(weights, tokens, parameters, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _invert(weights, tokens, parameters, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     parameters += row * _COLUMNS
     if (tl.load(parameters + _TEMPERATURE) > 0) & (tl.load(tokens + row) != _NONE):
-        weights += row * vocab
+        weights += row * VOCAB
         lightest = tl.load(parameters + _MIN_P)
         top_p = tl.load(parameters + _TOP_P)
         if top_p < 1:
-            total, smallest = _extent(weights, vocab, BLOCK)
+            total, smallest = _extent(weights, VOCAB, BLOCK)
             one = tl.full((), 1.0, tl.float64).to(tl.int64, bitcast=True)  # what the likeliest token weighs
-            bits = _edge(weights, vocab, smallest, one, top_p * total, False, BLOCK)
+            bits = _edge(weights, VOCAB, smallest, one, top_p * total, False, BLOCK)
             lightest = tl.maximum(lightest, bits.to(tl.float64, bitcast=True))
-        total = _sum_up(weights, vocab, lightest, BLOCK)
+        total = _sum_up(weights, VOCAB, lightest, BLOCK)
         # Below the total even where the product rounds up to it: the last token with weight is a legal draw.
         below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
         target = tl.minimum(tl.load(parameters + _UNIFORM) * total, below)
-        tl.store(tokens + row, _first_beyond(weights, vocab, lightest, target, BLOCK))
+        tl.store(tokens + row, _first_beyond(weights, VOCAB, lightest, target, BLOCK))
 
 
 @triton.jit
-def _edge(source, vocab, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _edge(source, VOCAB: tl.constexpr, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The smallest of the values for which those above it come to less than `most`; it lies in [low, high], int64.
 
     COUNT: values are logits by their order, each counting 1. Else they are weights by their bits, counting themselves.
@@ -163,8 +163,8 @@ def _edge(source, vocab, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constex
         above = tl.zeros((BLOCK,), tl.float64)
         next_above = tl.zeros((BLOCK,), tl.int64) + high
         next_below = tl.zeros((BLOCK,), tl.int64) + low
-        for first in range(0, vocab, BLOCK):
-            inside = first + at < vocab
+        for first in range(0, VOCAB, BLOCK):
+            inside = first + at < VOCAB
             value = tl.load(source + first + at, mask=inside, other=0.0)
             if COUNT:
                 share = tl.full((BLOCK,), 1.0, tl.float64)
@@ -183,41 +183,41 @@ def _edge(source, vocab, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _extent(weights, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _extent(weights, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of the weights, and the bits of the smallest that is not 0. Summed in the order of _edge."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     smallest = tl.full((BLOCK,), 1.0, tl.float64)
-    for first in range(0, vocab, BLOCK):
-        weight = tl.load(weights + first + at, mask=first + at < vocab, other=0.0)
+    for first in range(0, VOCAB, BLOCK):
+        weight = tl.load(weights + first + at, mask=first + at < VOCAB, other=0.0)
         total += weight
         smallest = tl.where(weight > 0, tl.minimum(smallest, weight), smallest)
     return tl.sum(total, 0), tl.min(smallest, 0).to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def _kept(weights, first, vocab, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _kept(weights, first, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = first + tl.arange(0, BLOCK)
-    weight = tl.load(weights + at, mask=at < vocab, other=0.0)
+    weight = tl.load(weights + at, mask=at < VOCAB, other=0.0)
     return tl.where(weight < lightest, 0.0, weight)
 
 
 @triton.jit
-def _sum_up(weights, vocab, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_up(weights, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """What the tokens weigh that are at least as heavy as the lightest. Summed in the order of _first_beyond."""
     total = tl.zeros((), tl.float64)
-    for first in range(0, vocab, BLOCK):
-        total += tl.sum(_kept(weights, first, vocab, lightest, BLOCK), 0)
+    for first in range(0, VOCAB, BLOCK):
+        total += tl.sum(_kept(weights, first, VOCAB, lightest, BLOCK), 0)
     return total
 
 
 @triton.jit
-def _first_beyond(weights, vocab, lightest, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _first_beyond(weights, VOCAB: tl.constexpr, lightest, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first token with weight at which the cumulative weight exceeds the target, which is below the total."""
     token = tl.full((), -1, tl.int64)
     before = tl.zeros((), tl.float64)
-    for first in range(0, vocab, BLOCK):
-        weight = _kept(weights, first, vocab, lightest, BLOCK)
+    for first in range(0, VOCAB, BLOCK):
+        weight = _kept(weights, first, VOCAB, lightest, BLOCK)
         after = before + tl.sum(weight, 0)
         if (token < 0) & (after > target):
             at = first + tl.arange(0, BLOCK).to(tl.int64)

@@ -28,9 +28,9 @@ def sources(dtype):
         heads = (row, row, row, "*i64", "*i64", row, row, gain, gain, "fp32", "i32", "i32", 4, 4, 48, 64)
         yield rotary._rotate_rows, heads, {"num_warps": 1, "enable_fp_fusion": False}
     eight = {"num_warps": 8}
-    yield sampling._find_peaks, (row, "*i64", "*fp32", "i32", 4096), eight
-    yield sampling._weigh, (row, "*fp32", "*i64", "*fp64", "*fp64", "i32", 4096), eight
-    yield sampling._invert, ("*fp64", "*i64", "*fp64", "i32", 4096), eight
+    yield sampling._find_peaks, (row, "*i64", "*fp32", 128256, 4096), eight
+    yield sampling._weigh, (row, "*fp32", "*i64", "*fp64", "*fp64", 128256, 4096), eight
+    yield sampling._invert, ("*fp64", "*i64", "*fp64", 128256, 4096), eight
 
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 for dtype in ("bf16", "fp32"):

@@ -63,7 +63,7 @@ def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
     process = start(tmp_path, str(tmp_path / "out.jsonl"), "--attention", "bogus")
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 2, said
-    assert said.count("--attention is 'bogus'; it must be one of auto, numba, sdpa") == 1
+    assert said.count("--attention is 'bogus'; it must be one of auto, numba, triton, sdpa") == 1
 
 
 def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):

@@ -41,6 +41,7 @@ def _launch(x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> 
     assert weight.shape == (width,) and weight.dtype == x.dtype, f"{weight.dtype} {weight.shape} for {x.dtype} {width}"
     out = torch.empty_like(x)
     num_rows = x.numel() // width
+    block = triton.next_power_of_2(width)
     if num_rows:
         _norm_rows[(num_rows,)](
             x,
@@ -49,8 +50,9 @@ def _launch(x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> 
             out,
             epsilon,
             WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=8 if width >= 4096 else 4,
+            BLOCK=block,
+            # No number is in two warps, whatever the width: the sum is written where it was read.
+            num_warps=min(max(block // 512, 1), 8),
         )
     return out
 

@@ -31,6 +31,8 @@ from sarathi_pp_kernels.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, Atte
 
 # Softmaxes are taken to base 2, which is what devices compute.
 _LOG2_E = tl.constexpr(math.log2(math.e))
+# The least that tensor cores sum over.
+_LEAST_DIM = 16
 # Pieces of a tile that a merging program reads at once.
 _BLOCK_PIECES = 16
 # Blocks of keys and of values under way at once. Three of them do not fit into the shared memory of every device.
@@ -62,7 +64,9 @@ def paged_attention(
     assert num_heads == num_kv_heads * blocks.group, f"{num_heads} heads are not {num_kv_heads} times {blocks.group}"
     assert keys.is_contiguous() and values.is_contiguous() and pages.dtype == torch.int64
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    maxima, sums = torch.empty((2, work.partial_rows, num_kv_heads), dtype=torch.float32, device=query.device)
+    # Two and not halves of one: where a second half is not aligned to 16 bytes, it is another kernel to compile.
+    maxima = torch.empty((work.partial_rows, num_kv_heads), dtype=torch.float32, device=query.device)
+    sums = torch.empty_like(maxima)
     weighted = torch.empty((work.partial_rows, num_kv_heads, head_dim), dtype=torch.float32, device=query.device)
     _attend[(work.pieces.shape[0], num_kv_heads)](
         query,
@@ -85,7 +89,7 @@ def paged_attention(
         HAS_SPLITS=work.partial_rows > 0,
         GROUP=blocks.group,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=power_of_two(head_dim),
+        BLOCK_DIM=max(power_of_two(head_dim), _LEAST_DIM),
         PAGE_SIZE=page_size,
         FEW_ROWS=blocks.few_rows,
         MANY_ROWS=blocks.many_rows if work.has_many else 0,

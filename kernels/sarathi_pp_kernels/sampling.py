@@ -215,18 +215,20 @@ def _sum_up(weights, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # typ
 def _first_beyond(weights, VOCAB: tl.constexpr, lightest, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first token with weight at which the cumulative weight exceeds the target, which is below the total."""
     token = tl.full((), -1, tl.int64)
+    heavy = tl.full((), -1, tl.int64)
     before = tl.zeros((), tl.float64)
     for first in range(0, VOCAB, BLOCK):
         weight = _kept(weights, first, VOCAB, lightest, BLOCK)
         after = before + tl.sum(weight, 0)
+        at = first + tl.arange(0, BLOCK).to(tl.int64)
+        heavy = tl.maximum(heavy, tl.max(tl.where(weight > 0, at, -1), 0))
         if (token < 0) & (after > target):
-            at = first + tl.arange(0, BLOCK).to(tl.int64)
             # A scan adds in another order than a sum: it may stay below, and then it is the block's last token.
             beyond = (weight > 0) & (before + tl.cumsum(weight, 0) > target)
             last = tl.max(tl.where(weight > 0, at, -1), 0)
             token = tl.min(tl.where(beyond, at, last), 0)
         before = after
-    return token
+    return tl.where(token < 0, heavy, token)  # this total may end a bit below the one that the target was drawn from
 
 
 @triton.jit

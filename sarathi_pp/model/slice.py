@@ -144,6 +144,9 @@ def load_stage(
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
     fuse(module)
+    if device.type == "cuda":
+        # Merged parts leave memory that torch keeps and nothing uses; whoever counts KV pages asks the driver.
+        torch.cuda.empty_cache()
     windows = layer_windows(config, family)
     return StageModel(module, layers, num_layers, windows, backend, count.num_bytes)
 

@@ -35,22 +35,21 @@ def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: int) -> in
     return min(_CPU_MOST_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE) // sharers)
 
 
-def room_bytes(device: torch.device, sharers: int) -> int:
-    """What each of the ranks that draw on this memory may take of it now."""
+def room_bytes(device: torch.device) -> int:
+    """All that is free now. Ranks that share it need different parts of it: what is beyond all of it fits none."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(free) // sharers
+    return int(free)
 
 
 def make_shard(
-    run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype, device: torch.device, sharers: int
+    run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> KVShard:
     """The stage's KV pages. Raises CapacityError where there is no room for them, which a system need not tell at once.
 
-    sharers: ranks that draw on the same memory. On CPU it is not taken before pages are written, so it is counted; on a
-    GPU those who share it may have theirs already.
+    On CPU memory is not taken before pages are written, so it is compared; a GPU says itself that it has none.
     """
     one = page_bytes(layers[1] - layers[0], run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
-    needed, room = one * run.num_pages, room_bytes(device, sharers)
+    needed, room = one * run.num_pages, room_bytes(device)
     try:
         if needed <= room or device.type != "cpu":
             return KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, device)

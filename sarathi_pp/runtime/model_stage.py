@@ -53,7 +53,7 @@ class ModelStages:
         self._device = device
         self._sharers = sharers
         # Now, before any of the sharers has loaded anything.
-        self._room = room_bytes(device, sharers)
+        self._room = room_bytes(device)
         self._loaded: StageModel | None = None
 
     def load(self, layers: tuple[int, int]) -> int:
@@ -66,7 +66,7 @@ class ModelStages:
         facts = self._facts
         assert self._loaded is not None, "load comes first"
         warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
-        kv = make_shard(run, facts, layers, dtype, self._device, self._sharers)
+        kv = make_shard(run, facts, layers, dtype, self._device)
         debug_nan = self._config.debug_nan
         return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device, debug_nan=debug_nan)
 

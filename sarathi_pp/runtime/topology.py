@@ -26,7 +26,7 @@ from sarathi_pp.wire.order import edges
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
 # What a rank may take at the end of a run, even where peers are given less.
-_CLOSING_S = 30.0
+_CLOSING_S = 300.0
 _PIECE_BYTES = 4 << 20
 
 

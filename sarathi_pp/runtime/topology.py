@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -25,8 +26,8 @@ from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.order import edges
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
-# What a rank may take at the end of a run, even where peers are given less.
-_CLOSING_S = 300.0
+# How long a store may take to tell who has come: that of a host which is gone would take for ever.
+_TOLD_S = 2.0
 _PIECE_BYTES = 4 << 20
 
 
@@ -36,11 +37,10 @@ class Topology:
     def __init__(self, place: Place, join_timeout_s: float, peer_timeout_s: float) -> None:
         """Join the others; returns when all are there. Raises ConfigError when they are not within join_timeout_s.
 
-        While they load, the others wait for the longer of both times.
+        While they load, and when they bring their traces together, the others wait for the longer of both times.
         """
         self.place = place
         self._patience_s = max(join_timeout_s, peer_timeout_s)
-        self._control: dist.ProcessGroup | None = None
         self._exchanges = 0
         self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
         self.hosts = [socket.gethostname()]
@@ -71,26 +71,14 @@ class Topology:
         self.hosts = [peer["host"] for peer in peers]
 
     def open_edges(self, peer_timeout_s: float) -> None:
-        """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s.
-
-        And one for the end of the run, when nobody has anything left to load.
-        """
-        if self.place.world_size == 1:
-            return
+        """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s."""
+        timeout = timedelta(seconds=peer_timeout_s)
         for edge in edges(self.place.world_size):
-            group = self._new_group(edge, peer_timeout_s)
+            # gloo looks where it may listen at each new group.
+            with self._others_may_leave(), variable(INTERFACE_VARIABLE, self._interface.name):
+                group = dist.new_group(list(edge), timeout=timeout, backend="gloo")
             if self.place.rank in edge:
                 self._edge_groups[edge] = group
-        patience_s = max(_CLOSING_S, peer_timeout_s)
-        self._control, self._patience_s = self._new_group(range(self.place.world_size), patience_s), patience_s
-
-    def _new_group(self, ranks: Sequence[int], patience_s: float) -> dist.ProcessGroup:
-        # gloo looks where it may listen at each new group.
-        with self._others_may_leave(), variable(INTERFACE_VARIABLE, self._interface.name):
-            group: dist.ProcessGroup = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=patience_s), backend="gloo"
-            )
-            return group
 
     def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle."""
@@ -101,12 +89,10 @@ class Topology:
         with self._others_may_leave():
             self._store.set(f"came/{self._exchanges}/{self.place.rank}", "")
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.place.world_size)]
-            dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64), group=self._control)
+            dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64))
             most = max(int(size) for size in sizes)
             texts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
-            dist.all_gather(
-                texts, torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8), group=self._control
-            )
+            dist.all_gather(texts, torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def sender(
@@ -158,12 +144,12 @@ class Topology:
     def send_numbers(self, numbers: list[float], rank: int) -> None:
         """A few float64 to one rank over the control group; the receiver knows how many."""
         with self._others_may_leave(rank):
-            dist.send(torch.tensor(numbers, dtype=torch.float64), rank, group=self._control)
+            dist.send(torch.tensor(numbers, dtype=torch.float64), rank)
 
     def receive_numbers(self, count: int, rank: int) -> list[float]:
         numbers = torch.empty(count, dtype=torch.float64)
         with self._others_may_leave(rank):
-            dist.recv(numbers, rank, group=self._control)
+            dist.recv(numbers, rank)
         return [float(number) for number in numbers]
 
     def send_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -172,7 +158,7 @@ class Topology:
             while piece := file.read(_PIECE_BYTES):
                 self.send_numbers([float(len(piece))], rank)
                 with self._others_may_leave(rank):
-                    dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank, group=self._control)
+                    dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank)
         self.send_numbers([0.0], rank)
 
     def receive_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -184,7 +170,7 @@ class Topology:
                     )
                 piece = torch.empty(size, dtype=torch.uint8)
                 with self._others_may_leave(rank):
-                    dist.recv(piece, rank, group=self._control)
+                    dist.recv(piece, rank)
                 file.write(piece.numpy().tobytes())
 
     def leave(self) -> None:
@@ -193,7 +179,10 @@ class Topology:
 
     @contextmanager
     def _others_may_leave(self, rank: int | None = None) -> Iterator[None]:
-        """What the control group raises when a rank dies or is silent, as the error that it is. rank: which."""
+        """What the control group raises when a rank dies or is silent, as the error that it is.
+
+        rank: the other end; None where all take part.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -201,18 +190,34 @@ class Topology:
             if "timed out" not in str(error).lower():
                 # Who left has said why, or its launcher has.
                 raise PeerLostError("another rank left while the run was being set up or closed") from error
-            who = self._names[rank] if rank is not None else " and ".join(self._missing()) or "another rank"
+            if rank is None:
+                who = " and ".join(self._missing()) or "another rank"
+            else:
+                # Rank 0 talks with one after the other, the others with rank 0 alone.
+                who = self._names[rank] + ("" if self.place.rank == 0 else " or a rank that it waits for")
             raise PeerLostError(
-                f"{who} has been silent for {self._patience_s:g} s while the run was being set up or closed: it hangs, "
-                f"or takes longer (--join-timeout is how long ranks wait for each other, --peer-timeout at the end)"
+                f"no word from {who} within {self._patience_s:g} s while the run was being set up or closed: a rank "
+                f"that hangs, or takes longer (--join-timeout is how long ranks wait for each other)"
             ) from error
 
     def _missing(self) -> list[str]:
-        """Who has not come to the exchange at which this rank waits, as far as the store can tell."""
-        others = [rank for rank in range(self.place.world_size) if rank != self.place.rank]
-        with suppress(RuntimeError):
-            return [self._names[rank] for rank in others if not self._store.check([f"came/{self._exchanges}/{rank}"])]
-        return []
+        """Who has not come to the exchange at which this rank waits, as far as the store tells in time.
+
+        A TCPStore's `check` heeds no timeout (torch 2.13), and who is silent may be who holds the store.
+        """
+        found: list[str] = []
+
+        def ask() -> None:
+            others = [rank for rank in range(self.place.world_size) if rank != self.place.rank]
+            with suppress(RuntimeError):
+                found.extend(
+                    self._names[rank] for rank in others if not self._store.check([f"came/{self._exchanges}/{rank}"])
+                )
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_TOLD_S)
+        return [] if asking.is_alive() else found
 
 
 def _first_line(error: BaseException) -> str:

@@ -82,7 +82,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     24: ("a stage that is stopped or hangs", (
         f"{_CODES}a_stopped_stage_is_named_when_the_timeout_is_over",
         f"{_INSIDE}a_stage_that_hangs_is_named_and_shows_its_stacks",
-        f"{_INSIDE}a_stage_that_never_ends_loading_is_named")),
+        f"{_INSIDE}a_stage_that_never_ends_loading_is_named",
+        f"{_INSIDE}a_rank_0_that_is_stopped_in_set_up_holds_nobody",
+        "runtime/test_topology.py::test_a_store_whose_holder_is_stopped_is_not_waited_for")),
     25: ("a network that swallows packets", (
         f"{_NETWORK}a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_with",
         f"{_NETWORK}a_network_that_comes_back_in_time_costs_no_answer")),

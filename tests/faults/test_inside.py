@@ -6,6 +6,7 @@ Faults come from inject/sitecustomize.py, since nothing outside a process can ma
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from tests.faults.jobs import answers, started
 from tests.model.families import write_checkpoint
-from tests.runtime.processes import COMMAND, Files, environment
+from tests.runtime.processes import COMMAND, Files, environment, free_port
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -90,8 +91,34 @@ def test_a_stage_that_never_ends_loading_is_named(stage, files, model):
         said = run.end()
         assert run.process.returncode == 75, said
         assert not psutil.wait_procs(family, timeout=2)[1]
-    assert f"stage {stage} (rank {stage}" in said and "has been silent for 12 s while the run was being set up" in said
+    assert f"no word from stage {stage} (rank {stage}" in said and "within 12 s while the run was being set up" in said
     assert not files.output.exists()
+
+
+def test_a_rank_0_that_is_stopped_in_set_up_holds_nobody(files, model):
+    """Ranks started by hand: the store is rank 0's own, and a stopped one answers no question about who has come."""
+    options = files.options(model, "--quiet", *OPTIONS, "--join-timeout", "12", "--peer-timeout", "12")
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            (*COMMAND, *options), cwd=files.folder, stderr=subprocess.PIPE, text=True,
+            env={**environment(), **fault(0, "stall"), **place, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (files.folder / "stalled").exists():
+            assert time.monotonic() < deadline_s, "rank 0 loads nothing"
+            time.sleep(0.05)
+        ranks[0].send_signal(signal.SIGSTOP)
+        said = ranks[1].communicate(timeout=60)[1]
+        assert ranks[1].returncode == 75, said
+        assert "within 12 s while the run was being set up" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 @pytest.mark.parametrize("stage", range(STAGES))

@@ -3,8 +3,8 @@
     SARATHI_PP_TEST_FAULT=stage=1:step=7:raise
 
 stage: whose process. step: of its microbatches, counted from 0. Then raise, hang or memory (no memory, the first time
-it computes that microbatch); `stall` never ends loading, whatever the step; `versions` makes it say that it is another
-release. Nothing of this is in the package.
+it computes that microbatch); `stall` never ends loading, whatever the step, and leaves a file of that name; `versions`
+makes it say that it is another release. Nothing of this is in the package.
 """
 
 import importlib.abc
@@ -31,7 +31,12 @@ def fail(what):
 
 def spoil(module, step, what):
     if what == "stall":
-        module.ModelStages.load = lambda self, layers: fail("hang")
+
+        def stall(self, layers):
+            with open("stalled", "w"):
+                fail("hang")
+
+        module.ModelStages.load = stall
         return
     prepare, steps = module.ModelStage.prepare, []
 

@@ -127,6 +127,38 @@ def cut_work(
     keys_per_piece: int | None = None,
 ) -> AttentionWork:
     """The work of a microbatch, moved to the device in one copy. keys_per_piece: None chooses it."""
+    cut = _cut(extents, blocks, window, num_kv_heads, num_processors, keys_per_piece)
+    table = _moved(torch.tensor(cut.pieces + cut.merges, dtype=torch.int32), device)
+    return AttentionWork(
+        table[: len(cut.pieces)].view(-1, PIECE_COLUMNS),
+        table[len(cut.pieces) :].view(-1, MERGE_COLUMNS),
+        blocks,
+        window,
+        cut.partial_rows,
+        cut.most_merged_tokens,
+        cut.has_many,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """See AttentionWork: pieces and merges as numbers in a row."""
+
+    pieces: list[int]
+    merges: list[int]
+    partial_rows: int
+    most_merged_tokens: int
+    has_many: bool
+
+
+def _cut(
+    extents: Sequence[Extent],
+    blocks: Blocks,
+    window: int | None,
+    num_kv_heads: int,
+    num_processors: int,
+    keys_per_piece: int | None,
+) -> _Cut:
     tiles = [tile for extent in extents for tile in _tiles(extent, blocks, window)]
     # Long ones first: what is begun last is then short, and the device is not left waiting for one program.
     tiles.sort(key=lambda tile: tile.num_keys, reverse=True)
@@ -147,17 +179,17 @@ def cut_work(
             place = (tile.first_row, tile.num_tokens, tile.start, tile.extent.first_page)
             pieces += (*place, first, end, partial, int(first == tile.first_key))
             partial_rows += rows if split else 0
-    # Ordinary memory is copied away before such a copy returns, and the host does not wait for the device.
-    table = torch.tensor(pieces + merges, dtype=torch.int32).to(device, non_blocking=True)
-    return AttentionWork(
-        table[: len(pieces)].view(-1, PIECE_COLUMNS),
-        table[len(pieces) :].view(-1, MERGE_COLUMNS),
-        blocks,
-        window,
-        partial_rows,
-        most_merged_tokens,
-        any(tile.num_tokens * blocks.group > blocks.few_rows for tile in tiles),
-    )
+    has_many = any(tile.num_tokens * blocks.group > blocks.few_rows for tile in tiles)
+    return _Cut(pieces, merges, partial_rows, most_merged_tokens, has_many)
+
+
+def _moved(host: Tensor, device: torch.device) -> Tensor:
+    return _pinned(host, device).to(device, non_blocking=True)
+
+
+def _pinned(host: Tensor, device: torch.device) -> Tensor:
+    """From memory that is not pinned a copy to a device may wait for it."""
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def choose_keys_per_piece(tile_keys: Sequence[int], num_kv_heads: int, num_processors: int) -> int:

@@ -108,7 +108,8 @@ def _reference_head(heads: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor
     return rotated
 
 
-@triton.jit
+# Where both begin in a microbatch's table depends on its rows: each way would be a kernel of its own to compile.
+@triton.jit(do_not_specialize_on_alignment=["write_pages", "write_offsets"])
 def _rotate_rows(  # type: ignore[no-untyped-def]
     qkv, cos, sin, write_pages, write_offsets, keys, values, query_norm, key_norm, epsilon, num_kv_heads, page_size,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,

@@ -26,6 +26,8 @@ class Family:
     function (qwen2_moe does not).
     once: factors on the embedding that the base model applies even to activations that come from another
     stage; a stage that does not embed sets them to 1.
+    softcap: config.json's name of the bound on attention scores, in families that have one. sinks: whether
+    attention has one more logit a head.
     keys: config.json names of hidden_size and others, where they are not those names.
 
     kv_heads, head_dim, tied: what transformers' configuration class takes for num_key_value_heads, head_dim
@@ -45,6 +47,8 @@ class Family:
     head: str = "lm_head"
     windows: Literal["none", "every", "by_type"] = "none"
     once: tuple[str, ...] = ()
+    softcap: str | None = None
+    sinks: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -62,7 +66,13 @@ _ALL = (
     Family(architecture="Qwen3ForCausalLM", model_type="qwen3", windows="by_type", kv_heads=32, head_dim=128),
     Family(architecture="MistralForCausalLM", model_type="mistral", windows="every", kv_heads=8),
     Family(
-        architecture="Gemma2ForCausalLM", model_type="gemma2", windows="by_type", kv_heads=4, head_dim=256, tied=True
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        windows="by_type",
+        softcap="attn_logit_softcapping",
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
     ),
     Family(
         architecture="Gemma3ForCausalLM",
@@ -82,7 +92,9 @@ _ALL = (
     Family(architecture="MixtralForCausalLM", model_type="mixtral", windows="every", kv_heads=8),
     Family(architecture="Qwen2MoeForCausalLM", model_type="qwen2_moe", windows="by_type", kv_heads=16),
     Family(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", windows="every", kv_heads=4),
-    Family(architecture="GptOssForCausalLM", model_type="gpt_oss", windows="by_type", kv_heads=8, head_dim=64),
+    Family(
+        architecture="GptOssForCausalLM", model_type="gpt_oss", windows="by_type", sinks=True, kv_heads=8, head_dim=64
+    ),
     Family(
         architecture="GPT2LMHeadModel",
         model_type="gpt2",

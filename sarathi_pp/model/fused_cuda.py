@@ -1,7 +1,8 @@
-"""What fuse.py puts in the place of a model's own modules on CUDA: the same values in fewer launches.
+"""What fuse.py puts in the place of a model's own modules on CUDA: the same operations in fewer launches.
 
-Products stay torch's own, merged where they have the same input. What lies between them is Triton's
-(sarathi_pp_kernels), with every rounding where the model has it. bfloat16, float16 or float32.
+Products stay torch's own, merged where they have the same input; the library may sum a wider one in another order.
+What lies between them is Triton's (sarathi_pp_kernels), with every rounding where the model has it, but for the order
+of sums and the last bit of exp and rsqrt. bfloat16, float16 or float32.
 """
 
 from __future__ import annotations

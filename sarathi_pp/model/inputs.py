@@ -35,13 +35,15 @@ class Span:
 class SpanRows:
     """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens).
 
-    pages: (n,) int64, exactly the ceil(end / page_size) pages that hold keys [0, end).
+    pages: (n,) int64, exactly the ceil(end / page_size) pages that hold keys [0, end). first_page: where they begin in
+    those of the microbatch.
     """
 
     start: int
     num_tokens: int
     first_row: int
     pages: Tensor
+    first_page: int
 
     @property
     def end(self) -> int:
@@ -55,6 +57,7 @@ class StageInputs:
     position_ids: (T,) int64, index of each row's token in its sequence.
     write_pages, write_offsets: (T,) int64, page and place in the page for each row's K and V.
     logit_rows: (n,) int64, rows whose logits are wanted.
+    pages: (n,) int64, the spans' pages one after the other.
     """
 
     position_ids: Tensor
@@ -62,6 +65,7 @@ class StageInputs:
     write_offsets: Tensor
     logit_rows: Tensor
     spans: tuple[SpanRows, ...]
+    pages: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -74,29 +78,57 @@ def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: in
     A span whose pages do not reach its last token is a bug of the caller and asserts: it would otherwise
     write into a neighbour's pages.
     """
-    starts = np.array([span.start for span in spans], dtype=np.int64)
-    counts = np.array([span.num_tokens for span in spans], dtype=np.int64)
-    tables = [np.asarray(span.pages, dtype=np.int64) for span in spans]
-    used = (starts + counts + page_size - 1) // page_size
-    for span, table, needed in zip(spans, tables, used.tolist(), strict=True):
-        assert span.num_tokens > 0 and span.start >= 0, f"span {span.start}+{span.num_tokens} has no tokens"
-        assert len(table) >= needed, f"{span.start}+{span.num_tokens} needs {needed} pages, has {len(table)}"
-    pages = np.concatenate([table[:needed] for table, needed in zip(tables, used, strict=True)])
+    laid = _Layout.of(spans, page_size)
+    parts = [laid.positions, laid.write_pages, laid.write_offsets, np.asarray(logit_rows, np.int64), laid.pages]
+    packed = on_device(torch.from_numpy(np.concatenate(parts)), device)
+    positions, pages, offsets, logits, page_ids = torch.split_with_sizes(packed, [len(part) for part in parts])
+    return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids)
 
-    first_rows = np.cumsum(counts) - counts
-    first_pages = np.cumsum(used) - used
-    num_rows = int(counts.sum())
-    positions = np.arange(num_rows) + np.repeat(starts - first_rows, counts)
-    page_index, write_offsets = np.divmod(positions, page_size)
-    write_pages = pages[page_index + np.repeat(first_pages, counts)]
 
-    packed = np.concatenate([positions, write_pages, write_offsets, np.asarray(logit_rows, np.int64), pages])
-    sizes = [num_rows, num_rows, num_rows, len(logit_rows), *used.tolist()]
-    position_ids, write_to, offsets, logits, *page_tables = torch.split_with_sizes(
-        torch.from_numpy(packed).to(device), sizes
-    )
-    rows = tuple(
-        SpanRows(span.start, span.num_tokens, first_row, page_table)
-        for span, first_row, page_table in zip(spans, first_rows.tolist(), page_tables, strict=True)
-    )
-    return StageInputs(position_ids, write_to, offsets, logits, rows)
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the rows of some spans go. positions, write_pages, write_offsets: of each row; pages: see StageInputs;
+    used: pages of each span.
+    """
+
+    positions: np.ndarray
+    write_pages: np.ndarray
+    write_offsets: np.ndarray
+    pages: np.ndarray
+    used: np.ndarray
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], page_size: int) -> _Layout:
+        starts = np.array([span.start for span in spans], dtype=np.int64)
+        counts = np.array([span.num_tokens for span in spans], dtype=np.int64)
+        tables = [np.asarray(span.pages, dtype=np.int64) for span in spans]
+        used = (starts + counts + page_size - 1) // page_size
+        for span, table, needed in zip(spans, tables, used.tolist(), strict=True):
+            assert span.num_tokens > 0 and span.start >= 0, f"span {span.start}+{span.num_tokens} has no tokens"
+            assert len(table) >= needed, f"{span.start}+{span.num_tokens} needs {needed} pages, has {len(table)}"
+        pages = np.concatenate([table[:needed] for table, needed in zip(tables, used, strict=True)])
+        first_rows = np.cumsum(counts) - counts
+        first_pages = np.cumsum(used) - used
+        positions = np.arange(int(counts.sum())) + np.repeat(starts - first_rows, counts)
+        page_index, write_offsets = np.divmod(positions, page_size)
+        return cls(positions, pages[page_index + np.repeat(first_pages, counts)], write_offsets, pages, used)
+
+    def rows(self, spans: Sequence[Span], page_ids: Tensor) -> tuple[SpanRows, ...]:
+        """page_ids: the pages, on the device."""
+        made: list[SpanRows] = []
+        first_row = first_page = 0
+        for span, table in zip(spans, torch.split_with_sizes(page_ids, self.used.tolist()), strict=True):
+            made.append(SpanRows(span.start, span.num_tokens, first_row, table, first_page))
+            first_row += span.num_tokens
+            first_page += table.shape[0]
+        return tuple(made)
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of what lies in the host's memory, which the device makes when it comes to it; the program goes on."""
+    return pinned(host, device).to(device, non_blocking=True)
+
+
+def pinned(host: Tensor, device: torch.device) -> Tensor:
+    """In memory from which a device copies by itself; copies from other memory wait for what it was given before."""
+    return host if device.type == "cpu" else host.pin_memory()

@@ -28,7 +28,8 @@ _DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "b
 class ModelFacts:
     """What planning needs to know of a model.
 
-    num_heads, num_kv_heads, head_dim: of the attention. max_position_embeddings: most tokens of prompt and
+    num_heads, num_kv_heads, head_dim: of the attention. softcap: it bounds its scores; sinks: it has one more logit a
+    head. max_position_embeddings: most tokens of prompt and
     output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
     fingerprint: hex, equal for equal config.json, equal tensor names, types, shapes and files, and equal samples of
     what the files hold.
@@ -46,6 +47,8 @@ class ModelFacts:
     dtype: str
     tie_word_embeddings: bool
     fingerprint: str
+    softcap: bool = False
+    sinks: bool = False
 
     def max_model_len(self, asked: int | None) -> int:
         """Most tokens of prompt and output together in a run. Raises ConfigError for more than there are positions."""
@@ -85,6 +88,8 @@ def check_model(directory: Path) -> ModelFacts:
         dtype=_stored_dtype(checkpoint),
         tie_word_embeddings=bool(config.values.get("tie_word_embeddings", family.tied)),
         fingerprint=_fingerprint(directory, checkpoint),
+        softcap=family.softcap is not None and config.values.get(family.softcap, True) is not None,
+        sinks=family.sinks,
     )
 
 

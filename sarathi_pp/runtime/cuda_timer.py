@@ -75,3 +75,7 @@ class CudaMark:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What the stream is given next waits for this point."""
+        stream.wait_event(self._event)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class EmulatedStage:
 
         return compute
 
-    def warm_up(self, num_tokens: int) -> None:
+    def warm_up(self, num_tokens: int, num_keys: int) -> None:
         """Nothing is compiled or allocated on first use."""
 
     def _output(self, microbatch: MicroBatch) -> StageOutput:

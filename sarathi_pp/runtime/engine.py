@@ -34,6 +34,7 @@ from sarathi_pp.trace.events import Issued, RequestArrived, Returned, RowRefused
 from sarathi_pp.trace.latency import RequestLatency
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.request import TokenTimes
+from sarathi_pp.trace.timer import Instant
 from sarathi_pp.wire.channel import Receiver
 from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame
 
@@ -198,7 +199,7 @@ class Engine:
                 self._live[chunk.sequence].times.issued(microbatch.issued_s)
         self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
         self._chunks_inflight.append(sum(not chunk.decode for chunk in microbatch.chunks))
-        self._runner.run(MicroBatchFrame(microbatch), None, microbatch.issued_s)
+        self._runner.run(MicroBatchFrame(microbatch), None, Instant(microbatch.issued_s))
         return True
 
     def _collect(self, sink: Sink, timeout_s: float) -> None:

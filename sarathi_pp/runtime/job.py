@@ -7,6 +7,7 @@ join -> check that all ranks have the same software, model and options -> load t
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import platform
 import socket
@@ -38,6 +39,7 @@ from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.stage import StageMaker
 from sarathi_pp.runtime.topology import Topology
+from sarathi_pp.runtime.transport import Standing, choose_transport, nccl_lanes, stand
 from sarathi_pp.runtime.tuning import estimated_cost
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.runtime.worker import StageRunner
@@ -48,11 +50,15 @@ from sarathi_pp.trace.summary import Analyse, figures
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
+from sarathi_pp.wire.torch_channel import Payloads
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 # First calls cost the same for larger microbatches.
 _WARM_UP_TOKENS = 256
+_WARM_UP_KEYS = 4096
 
 
 class Job:
@@ -85,8 +91,10 @@ class Job:
         self._watchdog = watchdog
         torch.set_num_threads(place.num_threads())
         self._agree(lambda: _passport(config, facts), must_match=True)
-        memories = self._agree(self._choose_device)
-        self._sharers = memories.count(memories[place.rank])
+        standings = [Standing(**found) for found in self._agree(self._choose_device)]
+        self._sharers = standings.count(standings[place.rank])
+        self._transport = choose_transport(standings)
+        _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
         hosts = self._agree(lambda: {"run_dir": str(run_dir.path), "attempt": run_dir.attempt})
         self._run_dir = run_dir.joining(Path(hosts[0]["run_dir"]), hosts[0]["attempt"], own=config.run_dir is not None)
         located(self._run_dir)
@@ -111,7 +119,8 @@ class Job:
         )
         self.layers = layers[place.rank]
         self._agree(self._make_stage)
-        self._stage.warm_up(min(self.run.chunk_size, self.run.max_model_len, _WARM_UP_TOKENS))
+        longest = self.run.max_model_len
+        self._stage.warm_up(min(self.run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS))
         homes = self._agree(lambda: {"identity": self._run_dir.identity()})
         self._agree(lambda: self._open_trace(alone=homes[0] != homes[place.rank]))
         self._recorder.record(self._trace_start(align(self._topology, clock.now)))
@@ -167,7 +176,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""
-        found = {"hosts": self._topology.hosts, **self._memory()}
+        found = {"hosts": self._topology.hosts, "transport": self._transport.name, **self._memory()}
         return {**dataclasses.asdict(self.run), **found, **_software(), "fingerprint": self.facts.fingerprint}
 
     def serve(self) -> None:
@@ -212,10 +221,8 @@ class Job:
 
     def _choose_device(self) -> dict[str, Any]:
         """Whose memory the device has: the same of ranks that share it, whoever started them."""
-        self.device = choose_device(self._config.device, self.place)
-        on_gpu = self.device.type == "cuda"
-        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None
-        return {"host": os.uname().nodename, "gpu": gpu}
+        self.device = choose_device("cpu" if self._profile is not None else self._config.device, self.place)
+        return dataclasses.asdict(stand(self.device, os.uname().nodename))
 
     def _choose_stages(self) -> dict[str, Any]:
         """What an attention backend needs may be installed on some hosts alone."""
@@ -259,28 +266,26 @@ class Job:
     def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
         run, clock = self.run, self._clock
         num_buffers = run.inflight + 1
-        self._topology.open_edges(run.peer_timeout_s)
+        by_nccl = self._transport.name == "nccl"
+        self._topology.open_edges(run.peer_timeout_s, nccl_lanes(self.device, clock) if by_nccl else None)
         if self.place.world_size == 1:
             channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)
             return channel, self._runner_to(channel)
-        row_shape = (self.facts.hidden_size,)
-        bound = codec.max_message_bytes(
+        payloads = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
+        bound = codec.max_frame_bytes(
             max_tokens=run.max_microbatch_tokens,
             max_seqs=run.max_num_seqs,
             page_size=run.page_size,
             num_stages=run.num_stages,
-            row_bytes=self.facts.hidden_size * self.dtype.itemsize,
         )
         upstream = self._topology.receiver(
-            bound, row_shape, self.dtype, self.device, num_buffers, clock.now, run.peer_timeout_s, self._watchdog.report
+            bound, payloads, num_buffers, clock.now, run.peer_timeout_s, self._watchdog.report
         )
         # The sender's heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
         runner: list[StageRunner] = []
         downstream: Sender[torch.Tensor] = self._topology.sender(
             bound,
-            row_shape,
-            self.dtype,
-            self.device,
+            payloads,
             num_buffers,
             lambda: runner[0].progress() if runner else (0, False),
             self._watchdog.report,
@@ -300,8 +305,7 @@ class Job:
         )
 
     def _timer(self) -> Timer:
-        on_gpu = self.device.type == "cuda" and self._profile is None
-        return CudaTimer(self._clock) if on_gpu else HostTimer(self._clock)
+        return CudaTimer(self._clock) if self.device.type == "cuda" else HostTimer(self._clock)
 
     def _trace_start(self, offset: Offset) -> TraceStart:
         run, rank = self.run, self.place.rank

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow
 from sarathi_pp.errors import ProtocolError
-from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.attention import Needs, choose_backend
+from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
@@ -24,6 +24,10 @@ from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, room_bytes
 from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import SystemClock
+
+# For warming up.
+_GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+_DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, seed=0)
 
 
 class ModelStages:
@@ -41,7 +45,8 @@ class ModelStages:
         device: torch.device,
         sharers: int,
     ) -> None:
-        backend = choose_backend(config.attention, device, config.page_size)
+        needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks)
+        backend = choose_backend(config.attention, device, config.page_size, needs)
         self.page_size = config.page_size or backend.default_page_size
         self.attention = backend.name
         self.device_name = device.type
@@ -124,18 +129,27 @@ class ModelStage:
 
         return compute
 
-    def warm_up(self, num_tokens: int) -> None:
+    def warm_up(self, num_tokens: int, num_keys: int) -> None:
         """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel
-        choice, allocator) fall before the run."""
-        num_tokens = min(num_tokens, self.kv.num_pages * self.kv.page_size)
-        pages = range(-(-num_tokens // self.kv.page_size))
-        for span in (Span(0, num_tokens, pages), Span(num_tokens - 1, 1, pages)):
-            inputs = build_inputs([span], (span.num_tokens - 1,), self.kv.page_size, self.device)
-            if self.model.embed:
-                x = torch.zeros(span.num_tokens, dtype=torch.int64, device=self.device)
-            else:
-                x = torch.zeros(span.num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
-            self.model.forward(x, inputs, self.kv)
+        choice, allocator) fall before the run. On a device both again behind a long context, which kernels there share
+        out, and a draw of either kind.
+        """
+        room = self.kv.num_pages * self.kv.page_size
+        num_tokens, num_keys = min(num_tokens, room), min(num_keys, room)
+        ends = (num_tokens,) if self.device.type == "cpu" else (num_tokens, max(num_keys, num_tokens))
+        for end in ends:
+            pages = range(-(-end // self.kv.page_size))
+            for count in (num_tokens, 1):
+                inputs = build_inputs([Span(end - count, count, pages)], (count - 1,), self.kv.page_size, self.device)
+                y = self.model.forward(self._made_up(count), inputs, self.kv)
+        if self.model.head:
+            for row in (_GREEDY, _DRAWN):
+                sample(y, [row])
+
+    def _made_up(self, num_tokens: int) -> Tensor:
+        if self.model.embed:
+            return torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
 
     def _update_tables(self, microbatch: MicroBatch) -> None:
         for sequence in microbatch.freed:
@@ -148,7 +162,7 @@ class ModelStage:
 
     def _embedding_input(self, microbatch: MicroBatch) -> Tensor:
         ids = array("q", (token for chunk in microbatch.chunks for token in chunk.token_ids))
-        return torch.frombuffer(ids, dtype=torch.int64).to(self.device)
+        return on_device(torch.frombuffer(ids, dtype=torch.int64), self.device)
 
 
 def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from sarathi_pp.errors import ConfigError
 
 STORE_VARIABLE = "SARATHI_PP_STORE"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
 LAUNCHER_VARIABLE = "SARATHI_PP_LAUNCHER"
 # torchrun's; our own launcher counts in it too.
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -21,9 +22,10 @@ RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 class Place:
     """This process among the run's.
 
-    store: path of the FileStore where our own launcher started it. master: host and port at which the others meet rank
-    0. agent_store: torchrun's agent listens there, and not rank 0 itself. interface: the one on which the user wants
-    ranks to talk. launcher: our own's pid; whoever asked for its parent later might get another's.
+    store: path of the FileStore where our own launcher started it. master: host and port at which the others meet
+    rank 0. agent_store: torchrun's agent listens there, and not rank 0 itself. interface: the one on which the user
+    wants ranks to talk; nccl_interface: those for NCCL, where they are others. launcher: our own's pid; whoever asked
+    for its parent later might get another's.
     """
 
     rank: int = 0
@@ -36,6 +38,7 @@ class Place:
     master: tuple[str, int] | None = None
     agent_store: bool = False
     interface: str | None = None
+    nccl_interface: str | None = None
     launcher: int | None = None
 
     @property
@@ -70,6 +73,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             master=_master(environment),
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             interface=environment.get(INTERFACE_VARIABLE) or None,
+            nccl_interface=environment.get(NCCL_INTERFACE_VARIABLE) or None,
             launcher=int(environment[LAUNCHER_VARIABLE]) if LAUNCHER_VARIABLE in environment else None,
         )
     except ValueError as error:

@@ -52,8 +52,8 @@ class Stage(Protocol):
         """The program's own part: page tables, indices, token ids. Returns the rest, which is timed."""
         ...
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Bear the costs of first calls, before the run, for microbatches of up to num_tokens."""
+    def warm_up(self, num_tokens: int, num_keys: int) -> None:
+        """Bear the costs of first calls, before the run, for microbatches of up to num_tokens behind num_keys."""
         ...
 
 

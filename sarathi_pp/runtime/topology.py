@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,13 +22,16 @@ from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place, variable
 from sarathi_pp.runtime.store import open_store
+from sarathi_pp.runtime.transport import Lanes, surroundings
 from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.order import edges
-from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
+from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 
 # How long a store may take to tell who has come: that of a host which is gone would take for ever.
 _TOLD_S = 2.0
 _PIECE_BYTES = 4 << 20
+_LOOK_EVERY_S = 0.001
 
 
 class Topology:
@@ -45,6 +48,7 @@ class Topology:
         self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
         self.hosts = [socket.gethostname()]
         self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._lanes: dict[tuple[int, int], Lane] = {}
         if place.world_size == 1:
             return
         clock = SystemClock()
@@ -70,15 +74,54 @@ class Topology:
         self._names = [f"stage {rank} (rank {rank}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)]
         self.hosts = [peer["host"] for peer in peers]
 
-    def open_edges(self, peer_timeout_s: float) -> None:
-        """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s."""
-        timeout = timedelta(seconds=peer_timeout_s)
+    def open_edges(self, peer_timeout_s: float, lanes: Lanes | None = None) -> None:
+        """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s.
+
+        lanes: of activations, beside the edges that carry any. Raises PeerLostError where one does not open.
+        """
+        forward = edges(self.place.world_size)[:-1]
         for edge in edges(self.place.world_size):
-            # gloo looks where it may listen at each new group.
-            with self._others_may_leave(), variable(INTERFACE_VARIABLE, self._interface.name):
-                group = dist.new_group(list(edge), timeout=timeout, backend="gloo")
+            group = self._new_group(edge, peer_timeout_s, "gloo")
             if self.place.rank in edge:
                 self._edge_groups[edge] = group
+        if lanes is None:
+            return
+        for edge in forward:
+            group = self._new_group(edge, peer_timeout_s, lanes.backend)
+            if self.place.rank in edge:
+                self._lanes[edge] = self._open_lane(edge, group, lanes)
+
+    def _new_group(self, edge: tuple[int, int], timeout_s: float, backend: str) -> dist.ProcessGroup:
+        # gloo looks where it may listen at each new group.
+        with self._others_may_leave(), self._surrounded(backend):
+            group: dist.ProcessGroup = dist.new_group(list(edge), timeout=timedelta(seconds=timeout_s), backend=backend)
+        return group
+
+    def _open_lane(self, edge: tuple[int, int], group: dist.ProcessGroup, lanes: Lanes) -> Lane:
+        """One edge after the other, on every rank in the same order, so that none waits for one that waits for it."""
+        sending = edge[0] == self.place.rank
+        peer = edge[1] if sending else edge[0]
+        lane = Lane(group, peer, lanes.new_stream())
+        clock = SystemClock()
+        end_s = clock.now() + self._patience_s
+        # NCCL looks at the first transfer.
+        with self._others_may_leave(peer), self._surrounded(lanes.backend):
+            opened = lane.connect(lanes.device, sending=sending)
+            while opened.at_s() is None:
+                if clock.now() > end_s:
+                    raise PeerLostError(
+                        f"no connection between the devices of this rank and {self._names[peer]} within "
+                        f"{self._patience_s:g} s (--join-timeout); NCCL_DEBUG=INFO tells more"
+                    )
+                clock.sleep(_LOOK_EVERY_S)
+        return lane
+
+    @contextmanager
+    def _surrounded(self, backend: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, value in surroundings(backend, self._interface.name, self.place.nccl_interface).items():
+                stack.enter_context(variable(name, value))
+            yield
 
     def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle."""
@@ -97,25 +140,21 @@ class Topology:
 
     def sender(
         self,
-        message_bytes: int,
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
+        frame_bytes: int,
+        payloads: Payloads,
         num_buffers: int,
         progress: Callable[[], tuple[int, bool]],
         on_failure: Callable[[SarathiError], None],
     ) -> TorchSender:
         """The sending end of the edge to the next stage, or of the return edge on the last one."""
         target = (self.place.rank + 1) % self.place.world_size
-        edge = self._edge(self.place.rank, target, target, message_bytes, row_shape, dtype, device)
+        edge = self._edge(self.place.rank, target, target, frame_bytes, payloads)
         return TorchSender(edge, num_buffers=num_buffers, progress=progress, on_failure=on_failure)
 
     def receiver(
         self,
-        message_bytes: int,
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
+        frame_bytes: int,
+        payloads: Payloads,
         num_buffers: int,
         now: Callable[[], float],
         peer_timeout_s: float,
@@ -123,23 +162,14 @@ class Topology:
     ) -> TorchReceiver:
         """The receiving end of the edge from the stage before, or of the return edge on rank 0."""
         source = (self.place.rank - 1) % self.place.world_size
-        edge = self._edge(source, self.place.rank, source, message_bytes, row_shape, dtype, device)
+        edge = self._edge(source, self.place.rank, source, frame_bytes, payloads)
         return TorchReceiver(
             edge, num_buffers=num_buffers, now=now, peer_timeout_s=peer_timeout_s, on_failure=on_failure
         )
 
-    def _edge(
-        self,
-        source: int,
-        target: int,
-        peer: int,
-        message_bytes: int,
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Edge:
-        group = self._edge_groups[source, target]
-        return Edge(group, peer, self._names[peer], message_bytes, row_shape, dtype, device)
+    def _edge(self, source: int, target: int, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:
+        group, lane = self._edge_groups[source, target], self._lanes.get((source, target))
+        return Edge(group, peer, self._names[peer], frame_bytes, payloads, lane)
 
     def send_numbers(self, numbers: list[float], rank: int) -> None:
         """A few float64 to one rank over the control group; the receiver knows how many."""

@@ -22,7 +22,7 @@ from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import Compute as ComputeSpan
 from sarathi_pp.trace.events import SendWait
 from sarathi_pp.trace.recorder import Recorder
-from sarathi_pp.trace.timer import Mark, Timer
+from sarathi_pp.trace.timer import Instant, Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
 from sarathi_pp.wire.codec import Goodbye, MicroBatchFrame, ResultFrame
 
@@ -35,7 +35,7 @@ class _Span:
     """A microbatch given to the device. release: of the buffer that its input lies in."""
 
     microbatch: MicroBatch
-    arrived_s: float
+    arrived: Mark
     start: Mark
     end: Mark
     cpu_s: float | None
@@ -82,7 +82,7 @@ class StageRunner:
         self,
         frame: MicroBatchFrame,
         hidden: Tensor | None,
-        arrived_s: float,
+        arrived: Mark,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
@@ -96,7 +96,7 @@ class StageRunner:
         if output.hidden is None:
             end.wait()
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
-        self._unsettled.append(_Span(microbatch, arrived_s, start, end, cpu_s, release))
+        self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, release))
         self._settle()
         own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
         stage_times = (*frame.stage_times, own)
@@ -150,13 +150,14 @@ class StageRunner:
         while self._unsettled:
             span = self._unsettled[0]
             start_s, end_s = span.start.at_s(), span.end.at_s()
-            if start_s is None or end_s is None:
+            arrived_s = span.arrived.at_s()
+            if arrived_s is None or start_s is None or end_s is None:
                 return
             self._unsettled.popleft()
             span.release()
             microbatch = span.microbatch
             self._recorder.record(
-                ComputeSpan(microbatch.index, microbatch.issued_s, span.arrived_s, start_s, end_s, span.cpu_s)
+                ComputeSpan(microbatch.index, microbatch.issued_s, min(arrived_s, start_s), start_s, end_s, span.cpu_s)
             )
             self._untold.append(StageTime(microbatch.index, end_s - start_s))
 
@@ -185,6 +186,7 @@ class StageRunner:
             if isinstance(message.frame, Goodbye):
                 break
             assert isinstance(message.frame, MicroBatchFrame), message.frame
-            self.run(message.frame, message.payload, message.arrived_s, message.release)
+            arrived = message.landed or Instant(message.arrived_s)
+            self.run(message.frame, message.payload, arrived, message.release)
         self.close()
         upstream.close()

@@ -33,11 +33,13 @@ class HostTimer:
     clock: Clock
 
     def mark(self) -> Mark:
-        return _Instant(self.clock.now())
+        return Instant(self.clock.now())
 
 
 @dataclass(frozen=True, slots=True)
-class _Instant:
+class Instant:
+    """A point in the work of the host, which is over."""
+
     seconds: float
 
     def at_s(self) -> float:

@@ -20,17 +20,26 @@ Payload = TypeVar("Payload")
 Sent = TypeVar("Sent", contravariant=True)
 
 
+class Landing(Protocol):
+    """A point in a device's work, see trace.timer.Mark."""
+
+    def at_s(self) -> float | None: ...
+    def wait(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Message(Generic[Payload]):
     """One frame and its payload. arrived_s: this rank's clock when it was complete here.
 
-    release: call once, when the payload is no longer read.
+    release: call once, when the payload is no longer read. landed: the point in a device's work at which the payload
+    is complete, where it comes by a lane and later than the frame.
     """
 
     frame: Frame
     payload: Payload | None
     arrived_s: float
     release: Callable[[], None]
+    landed: Landing | None = None
 
 
 class Sender(Protocol[Sent]):

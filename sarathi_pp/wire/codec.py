@@ -260,14 +260,14 @@ def _expect(legal: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def max_message_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int, row_bytes: int) -> int:
-    """The largest legal message of a run: what receivers post ahead and senders assert.
+def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int) -> int:
+    """The largest legal message of a run, but for its payload: what receivers post ahead and senders assert.
 
-    max_tokens, max_seqs: of one microbatch and over the pipeline. row_bytes: one token's activations.
+    max_tokens, max_seqs: of one microbatch and over the pipeline.
     """
     chunks = min(max_tokens, max_seqs)
     pages = -(-max_tokens // page_size) + chunks
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
     integers = 5 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
     reals = 2 + 2 * num_stages + 3 * chunks
-    return payload_start(_COUNTS.size + 8 * (integers + reals)) + max_tokens * row_bytes
+    return payload_start(_COUNTS.size + 8 * (integers + reals))

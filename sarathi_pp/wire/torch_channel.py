@@ -6,11 +6,12 @@ short wait used as a poll destroys the pair. Hence: receives of the largest lega
 asserted by the sender, no polling, and a heartbeat a second so that only a real silence reaches the timeout.
 
 Each end runs its own thread; the compute thread only touches queues. A send buffer is held until its send is
-complete. CUDA tensors pass through pinned host buffers (ranks that share a GPU).
+complete. Activations travel behind their frame, on devices through pinned host buffers; or beside it, by a lane.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
@@ -20,13 +21,28 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.channel import Message, NumberCheck
+from sarathi_pp.wire.channel import Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame
+from sarathi_pp.wire.lane import Lane
 
 HEARTBEAT_S = 1.0
 GOODBYE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """Activations as an edge carries them: up to max_tokens rows of row_shape, on this rank's device."""
+
+    max_tokens: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return num_tokens * math.prod(self.row_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +50,21 @@ class Edge:
     """One directed edge as one of its two ends sees it.
 
     peer: global rank at the other end; peer_name: how messages call it. group: the edge's own communicator,
-    whose timeout is how long the peer may be silent. message_bytes: the largest legal message.
-    row_shape, dtype: what one token's payload looks like. device: where payloads live on this rank.
+    whose timeout is how long the peer may be silent. frame_bytes: the largest legal frame. lane: where payloads travel
+    beside the frames.
     """
 
     group: dist.ProcessGroup
     peer: int
     peer_name: str
-    message_bytes: int
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+    frame_bytes: int
+    payloads: Payloads
+    lane: Lane | None = None
+
+    @property
+    def message_bytes(self) -> int:
+        """The largest legal message: a frame, and the payload where that travels behind it."""
+        return self.frame_bytes + (0 if self.lane is not None else self.payloads.num_bytes(self.payloads.max_tokens))
 
     def buffer(self) -> torch.Tensor:
         """One message's bytes. On CPU untouched until used, so that a large bound costs no memory by itself.
@@ -52,11 +72,31 @@ class Edge:
         Raises CapacityError where there is no room for them.
         """
         try:
-            return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.payloads.device.type == "cuda")
         except RuntimeError as error:
             raise CapacityError(
                 f"no memory for messages of up to {self.message_bytes} bytes; try a smaller --chunk-size"
             ) from error
+
+    def rows(self) -> torch.Tensor | None:
+        """One payload's memory on the device, where it is not in the message's own. Raises CapacityError."""
+        if self.lane is None:
+            return None
+        max_tokens, device = self.payloads.max_tokens, self.payloads.device
+        try:
+            return self.lane.buffer((max_tokens, *self.payloads.row_shape), self.payloads.dtype, device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"no memory on {device} for activations of {max_tokens} tokens; try a smaller --chunk-size"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """What one message is received into. rows: of its payload, where that comes by a lane."""
+
+    message: torch.Tensor
+    rows: torch.Tensor | None
 
 
 class TorchSender:
@@ -91,13 +131,17 @@ class TorchSender:
         if self._failure is not None:
             self._free.release()
             raise self._failure
+        if self._edge.lane is not None:
+            self._edge.lane.wait_for_room(self._num_buffers)
 
     def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
-        """Copy head and payload into the reserved buffer; the transfer itself is the sender thread's."""
-        payload_bytes = 0 if payload is None else payload.numel() * payload.element_size()
-        if payload is not None and payload.device.type == "cuda":
+        """Copy frame and payload into the reserved buffer; the transfer is the sender thread's, or the lane's."""
+        lane = self._edge.lane
+        behind = payload if lane is None else None
+        payload_bytes = 0 if behind is None else behind.numel() * behind.element_size()
+        if behind is not None and behind.device.type == "cuda":
             # Copying it to the host waits for the device in any case; heartbeats must not wait with it.
-            torch.cuda.current_stream(payload.device).synchronize()
+            torch.cuda.current_stream(behind.device).synchronize()
         with self._order:
             head = codec.encode(frame, self._number, payload_bytes)
             size = len(head) + payload_bytes
@@ -107,10 +151,12 @@ class TorchSender:
                 )
             buffer = self._spare.popleft()
             buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            if payload is not None:
-                buffer[len(head) : size].view(payload.dtype).view(payload.shape).copy_(payload)
+            if behind is not None:
+                buffer[len(head) : size].view(behind.dtype).view(behind.shape).copy_(behind)
             self._number += 1
             self._outbox.put((buffer[:size], buffer))
+        if payload is not None and lane is not None:
+            lane.send(payload)
 
     def close(self) -> None:
         if self._failure is None and self._thread.is_alive():
@@ -171,9 +217,9 @@ class TorchReceiver:
         self._peer_timeout_s = peer_timeout_s
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Message[torch.Tensor] | SarathiError] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for _ in range(num_buffers):
-            self._free.put(edge.buffer())
+            self._free.put(_Buffer(edge.buffer(), edge.rows()))
         self._numbers = NumberCheck()
         self._stalled_since: tuple[int, float] | None = None
         self._thread = threading.Thread(target=self._run, name=f"receive from {edge.peer_name}", daemon=True)
@@ -187,6 +233,8 @@ class TorchReceiver:
         if isinstance(item, SarathiError):
             self._inbox.put(item)  # for whoever asks again
             raise item
+        if self._edge.lane is not None and item.landed is not None:
+            self._edge.lane.admit(item.landed)
         return item
 
     def close(self) -> None:
@@ -194,12 +242,12 @@ class TorchReceiver:
         self._thread.join(GOODBYE_S)
 
     def _run(self) -> None:
-        posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        posted: deque[tuple[dist.Work, _Buffer]] = deque()
         try:
             while True:
                 while not posted or not self._free.empty():
                     buffer = self._free.get()
-                    posted.append((self._post(buffer), buffer))
+                    posted.append((self._post(buffer.message), buffer))
                 work, buffer = posted.popleft()
                 self._wait(work)
                 if self._deliver(buffer):
@@ -221,31 +269,42 @@ class TorchReceiver:
         except RuntimeError as error:
             raise _peer_lost(self._edge, error) from error
 
-    def _deliver(self, buffer: torch.Tensor) -> bool:
+    def _deliver(self, buffer: _Buffer) -> bool:
         """Pass one message on; True when it was the last."""
-        envelope = codec.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+        envelope = codec.decode(memoryview(buffer.message.numpy()))  # type: ignore[arg-type]
         self._numbers.check(envelope.number)
-        end = envelope.payload_start + envelope.payload_bytes
-        payload = self._payload(buffer[envelope.payload_start : end], envelope.frame)
-        if isinstance(envelope.frame, Heartbeat):
-            self._watch(envelope.frame)
+        frame, start = envelope.frame, envelope.payload_start
+        behind = buffer.message[start : start + envelope.payload_bytes]
+        if not isinstance(frame, MicroBatchFrame) and behind.numel():
+            raise ProtocolError(f"a {type(frame).__name__} with {behind.numel()} bytes of payload")
+        if isinstance(frame, Heartbeat):
+            self._watch(frame)
             self._free.put(buffer)
             return False
         self._stalled_since = None
-        self._inbox.put(Message(envelope.frame, payload, self._now(), lambda: self._free.put(buffer)))
-        return isinstance(envelope.frame, Goodbye)
+        payload = landed = None
+        if isinstance(frame, MicroBatchFrame):
+            payload, landed = self._payload(frame.microbatch, behind, buffer.rows)
+        self._inbox.put(Message(frame, payload, self._now(), lambda: self._free.put(buffer), landed))
+        return isinstance(frame, Goodbye)
 
-    def _payload(self, raw: torch.Tensor, frame: Frame) -> torch.Tensor | None:
-        """The activations as (tokens, *row_shape): a view of the buffer on CPU, a copy on the device."""
-        if not isinstance(frame, MicroBatchFrame):
-            if raw.numel():
-                raise ProtocolError(f"a {type(frame).__name__} with {raw.numel()} bytes of payload")
-            return None
-        shape = (frame.microbatch.num_tokens, *self._edge.row_shape)
-        expected = torch.Size(shape).numel() * self._edge.dtype.itemsize
-        if raw.numel() != expected:
-            raise ProtocolError(f"{frame.microbatch} came with {raw.numel()} bytes of activations, not {expected}")
-        return raw.view(self._edge.dtype).view(shape).to(self._edge.device, non_blocking=True)
+    def _payload(
+        self, microbatch: MicroBatch, behind: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Landing | None]:
+        """The activations as (tokens, *row_shape): of the bytes behind the frame a view on CPU and a copy on devices;
+        or what comes by the lane, and when.
+        """
+        lane, payloads, num_tokens = self._edge.lane, self._edge.payloads, microbatch.num_tokens
+        expected = payloads.num_bytes(num_tokens) if lane is None else 0
+        if behind.numel() != expected:
+            raise ProtocolError(f"{microbatch} came with {behind.numel()} bytes of activations, not {expected}")
+        if lane is None or rows is None:
+            shape = (num_tokens, *payloads.row_shape)
+            return behind.view(payloads.dtype).view(shape).to(payloads.device, non_blocking=True), None
+        if num_tokens > len(rows):
+            raise ProtocolError(f"{microbatch} has {num_tokens} tokens; {len(rows)} are legal")
+        filled = rows[:num_tokens]
+        return filled, lane.receive(filled)
 
     def _watch(self, beat: Heartbeat) -> None:
         """A peer that stays busy with the same microbatch for the whole timeout is hung, though it lives."""

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,9 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from sarathi_pp.errors import ConfigError
-from sarathi_pp.model import attention
-from sarathi_pp.model.attention import AttentionBackend, choose_backend, decode_kernel, sdpa
+from sarathi_pp.model.attention import choose_backend, decode_kernel, sdpa
 from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, rows_at_once
 from sarathi_pp.model.attention.numba import NumbaAttention, by_keys
 from sarathi_pp.model.crew import scratch_of_thread
@@ -33,9 +29,8 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.lanes import compile as compiling
 from sarathi_pp.model.lanes.compile import has_lanes
-from tests.missing import missing
+from tests.model.microbatches import CPU, Case, rule, visible
 
-CPU = torch.device("cpu")
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])
 
 
@@ -46,101 +41,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def visible(start: int, num_tokens: int, window: int | None) -> Tensor:
-    """(num_tokens, start + num_tokens) bool: which keys each row sees."""
-    row = torch.arange(start, start + num_tokens)[:, None]
-    key = torch.arange(start + num_tokens)
-    return (key <= row) if window is None else (key <= row) & (key > row - window)
-
-
-def naive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """One sequence: the last rows' (T, H, D) queries over all its (K, Hkv, D) keys, in float64."""
-    group = query.shape[1] // key.shape[1]
-    query, key, value = query.double(), key.double(), value.double()
-    scores = torch.einsum("thd,khd->htk", query, key.repeat_interleave(group, 1)) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    num_tokens = query.shape[0]
-    seen = visible(key.shape[0] - num_tokens, num_tokens, sliding_window)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.double()[:, None, None].expand(-1, num_tokens, 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return torch.einsum("htk,khd->thd", weights, value.repeat_interleave(group, 1))
-
-
-@dataclass
-class Case:
-    """Sequences whose last tokens make up one microbatch; unwritten places of the pages hold NaN."""
-
-    extents: list[tuple[int, int]]
-    page_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    backend: str = "sdpa"
-
-    def __post_init__(self) -> None:
-        random = torch.Generator().manual_seed(self.seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=random).to(self.dtype)
-
-        counts = [-(-(start + tokens) // self.page_size) for start, tokens in self.extents]
-        ids = torch.randperm(sum(counts) + 3, generator=random).tolist()
-        tables = [[ids.pop() for _ in range(count)] for count in counts]
-        layer = 3
-        self.layer = layer
-        self.kv = KVShard(
-            (layer, layer + 1), sum(counts) + 3, self.page_size, self.num_kv_heads, self.head_dim, self.dtype, CPU
-        )
-        self.kv.keys(layer).fill_(torch.nan)
-        self.kv.values(layer).fill_(torch.nan)
-        self.keys, self.values = [], []
-        for (start, tokens), table in zip(self.extents, tables, strict=True):
-            key, value = (normal(start + tokens, self.num_kv_heads, self.head_dim) for _ in range(2))
-            self.kv.write(layer, key, value, build_inputs([Span(0, start + tokens, table)], [], self.page_size, CPU))
-            self.keys.append(key)
-            self.values.append(value)
-        spans = [Span(*extent, table) for extent, table in zip(self.extents, tables, strict=True)]
-        self.inputs = build_inputs(spans, [], self.page_size, CPU)
-        self.query = normal(self.inputs.num_tokens, self.num_heads, self.head_dim)
-        self.sinks = normal(self.num_heads) * 2
-
-    def expected(self, **rule: Any) -> Tensor:
-        parts = [
-            naive(self.query[span.first_row : span.first_row + span.num_tokens], key, value, **rule)
-            for span, key, value in zip(self.inputs.spans, self.keys, self.values, strict=True)
-        ]
-        return torch.cat(parts)
-
-    def run(self, backend: AttentionBackend | None = None, **rule: Any) -> Tensor:
-        backend = backend or choose_backend(self.backend, CPU, self.page_size)
-        return backend(self.query, self.kv, self.layer, self.inputs, **rule)
-
-
-def rule(case: Case, *, window: int | None = None, softcap: float | None = None, sinks: bool = False) -> dict[str, Any]:
-    return {
-        "scaling": case.head_dim**-0.5,
-        "sliding_window": window,
-        "softcap": softcap,
-        "sinks": case.sinks if sinks else None,
-    }
 
 
 @contextmanager
@@ -489,46 +389,6 @@ def test_float32_models_never_multiply_in_bf16(precisions: list[str]) -> None:
     assert precisions == ["ieee", "ieee"]
 
 
-@pytest.mark.parametrize(("name", "chosen"), [("auto", "numba"), ("numba", "numba"), ("sdpa", "sdpa")])
-@pytest.mark.parametrize("page_size", [None, 1, 24])
-def test_cpu_backends_take_every_page_size(name: str, chosen: str, page_size: int | None) -> None:
-    backend = choose_backend(name, CPU, page_size)
-    assert (backend.name, backend.default_page_size) == (chosen, 16)
-
-
-def test_without_numba_auto_falls_back_and_asking_for_it_names_the_remedy() -> None:
-    with mock.patch.dict(attention.EXTRAS, numba=("no_such_package", "cpu")):
-        assert choose_backend("auto", CPU, 16).name == "sdpa"
-        with pytest.raises(
-            ConfigError, match=r"needs the package no_such_package; try  pip install 'sarathi-pp\[cpu\]'"
-        ):
-            choose_backend("numba", CPU, 16)
-
-
-def test_on_cuda_auto_takes_triton_where_it_is_installed_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", attention.__name__)
-    cuda = torch.device("cuda")
-    if find_spec("triton") is None:
-        missing("triton")
-    backend = choose_backend("auto", cuda, None)
-    assert (backend.name, backend.default_page_size) == ("triton", 16)
-    with pytest.raises(ConfigError, match=r"--page-size is 24; --attention triton needs a multiple of 16"):
-        choose_backend("auto", cuda, 24)
-    with mock.patch.dict(attention.EXTRAS, numba=("no_such_package", "cpu"), triton=("nor_this", "gpu")):
-        assert choose_backend("auto", cuda, None).name == "sdpa"
-    assert [record.message for record in caplog.records] == [
-        "attention triton for auto on cuda (numba runs on cpu)",
-        "attention sdpa for auto on cuda (numba needs the package no_such_package; triton needs the package nor_this)",
-    ]
-
-
-def test_triton_is_refused_on_cpu() -> None:
-    if find_spec("triton") is None:
-        missing("triton")
-    with pytest.raises(ConfigError, match=r"--attention triton does not run on device 'cpu'; try .* on cuda"):
-        choose_backend("triton", CPU, None)
-
-
 def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> None:
     def no_folder(*args: object, **kwargs: object) -> object:
         if kwargs.get("cache"):
@@ -538,24 +398,6 @@ def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> No
     njit = compiling.numba.njit
     with mock.patch.object(compiling.numba, "njit", no_folder):
         assert callable(decode_kernel.compile_kernel.__wrapped__(decode_kernel.FLOAT32, 8, 2, 4))
-
-
-def test_an_unknown_backend_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"--attention is 'flesh'; it must be one of auto, numba, triton, sdpa"):
-        choose_backend("flesh", CPU, 16)
-
-
-def test_a_device_nobody_runs_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not run on device 'mps'"):
-        choose_backend("auto", torch.device("mps"), 16)
-
-
-def test_a_page_size_the_backend_cannot_take_is_refused() -> None:
-    with (
-        mock.patch.object(sdpa.SdpaAttention, "page_multiple", 256),
-        pytest.raises(ConfigError, match=r"--page-size is 24; --attention sdpa needs a multiple of 256"),
-    ):
-        choose_backend("sdpa", CPU, 24)
 
 
 def test_two_threads_inside_put_the_precision_back() -> None:

@@ -22,6 +22,7 @@ _SCRIPT = Path(sys.executable).with_name("sarathi-pp")
 _FROM_OUTSIDE = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
     *("SARATHI_PP_STORE", "SARATHI_PP_LAUNCHER", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    "TRITON_INTERPRET",  # of the tests of kernels, where all tests are one process
 )
 
 

@@ -22,6 +22,7 @@ from sarathi_pp.runtime.stage import StageOutput
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock, ManualClock
 from sarathi_pp.trace.events import Compute, Issued
+from sarathi_pp.trace.timer import Instant
 from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import Frame, MicroBatchFrame, ResultFrame
 from tests.runtime.pipeline import ListRecorder, run_pipeline
@@ -79,7 +80,7 @@ class Answers:
         output = StageOutput() if self.last else StageOutput(hidden=torch.zeros(microbatch.num_tokens, 1))
         return lambda hidden: output
 
-    def warm_up(self, num_tokens: int) -> None: ...
+    def warm_up(self, num_tokens: int, num_keys: int) -> None: ...
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -101,7 +102,7 @@ def test_each_span_is_recorded_told_and_its_buffer_given_back_when_the_device_ha
             assert timer.marks[2 * index + 1].told, f"the device may still read the input of {index}"
             released.append(index)
 
-        runner.run(MicroBatchFrame(microbatch), None, clock.now(), release)
+        runner.run(MicroBatchFrame(microbatch), None, Instant(clock.now()), release)
     assert last or behind < 2 or len(released) < 20
     runner.close()
     assert released == list(range(20))
@@ -140,7 +141,7 @@ def test_where_sending_waits_for_the_device_a_span_is_settled_at_once() -> None:
     runner = StageRunner(Answers(last=False), edge, recorder, clock, edge.timer)
     for index in range(4):
         chunk = Chunk(0, 0, 3 * index, 3, False, (1, 2, 3), (), None)
-        runner.run(MicroBatchFrame(MicroBatch(index, (chunk,), (), clock.now())), None, clock.now())
+        runner.run(MicroBatchFrame(MicroBatch(index, (chunk,), (), clock.now())), None, Instant(clock.now()))
         assert [event.microbatch for event in recorder.events] == list(range(index + 1))
 
 

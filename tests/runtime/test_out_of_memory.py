@@ -17,7 +17,7 @@ from sarathi_pp.model.memory import is_out_of_memory
 from sarathi_pp.runtime.stage import StageOutput
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import ManualClock
-from sarathi_pp.trace.timer import HostTimer
+from sarathi_pp.trace.timer import HostTimer, Instant
 from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame
 
@@ -52,7 +52,7 @@ class Starved:
 
         return compute
 
-    def warm_up(self, num_tokens: int) -> None: ...
+    def warm_up(self, num_tokens: int, num_keys: int) -> None: ...
 
 
 class NoRecorder:
@@ -69,7 +69,7 @@ def run(*failures: Callable[[], None], last: bool = False, short: bool = False) 
     told = []
     for index in range(2):
         microbatch = MicroBatch(index, (Chunk(0, 0, 3 * index, 3, False, (1, 2, 3), (), None),))
-        runner.run(MicroBatchFrame(microbatch, short=short), None, 0.0)
+        runner.run(MicroBatchFrame(microbatch, short=short), None, Instant(0.0))
         frame = edge.receive(0).frame
         told.append(frame.result.short if isinstance(frame, ResultFrame) else frame.short)
     return told[0], told[1]

@@ -13,10 +13,11 @@ from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError, SarathiError
 from sarathi_pp.wire import codec, torch_channel
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame
-from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
+from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 
 BLOCKED_S = 10.0
-EDGE = Edge(None, 1, "stage 1", 4096, (1,), torch.float32, torch.device("cpu"))
+PAYLOADS = Payloads(512, (1,), torch.float32, torch.device("cpu"))
+EDGE = Edge(None, 1, "stage 1", 2048, PAYLOADS)
 
 
 class Peer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -13,19 +14,18 @@ from torch import Tensor
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.kernels import why_no_kernels
 from sarathi_pp.model.kv import KVShard
 
 
 class AttentionBackend(Protocol):
     """Causal attention of T query rows over pages that already hold the rows' own keys and values.
 
-    page_multiple: the page size must be a multiple of it. device_types: where it runs.
+    page_multiple: the page size must be a multiple of it.
     """
 
     @property
     def name(self) -> str: ...
-    @property
-    def device_types(self) -> tuple[str, ...]: ...
     @property
     def page_multiple(self) -> int: ...
     @property
@@ -52,57 +52,116 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model asks of attention beside causality and windows. softcap, sinks: in any of its layers."""
+
+    dtype: torch.dtype
+    head_dim: int
+    softcap: bool
+    sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A backend by its name. make: imports what it needs, which may be an optional package and slow.
+
+    package: of its own; extra: of ours, which installs that. works: why it does not on such a device, None where it
+    does. takes: why it does not serve such a model, None where it does.
+    """
+
+    make: Callable[[], AttentionBackend]
+    device_types: tuple[str, ...]
+    package: str | None = None
+    extra: str | None = None
+    works: Callable[[torch.device], str | None] = lambda device: None
+    takes: Callable[[Needs], str | None] = lambda needs: None
+
+
 def _numba() -> AttentionBackend:
-    # Here, not above: it is an optional package, and a slow import.
     from sarathi_pp.model.attention.numba import NumbaAttention
 
     return NumbaAttention()
 
 
 def _triton() -> AttentionBackend:
-    # Here, not above: torch has it in its builds for CUDA alone, and it is a slow import.
     from sarathi_pp.model.attention.triton import TritonAttention
 
     return TritonAttention()
 
 
+def _flash() -> AttentionBackend:
+    from sarathi_pp.model.attention.flash import FlashAttention
+
+    return FlashAttention()
+
+
+def _varlen() -> AttentionBackend:
+    from sarathi_pp.model.attention.flash import VarlenAttention
+
+    return VarlenAttention()
+
+
+def _flash_takes(needs: Needs) -> str | None:
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 or float16, not {str(needs.dtype).removeprefix('torch.')}"
+    if needs.head_dim > 256 or needs.head_dim % 8:
+        return f"takes heads of up to 256 channels in steps of 8, not of {needs.head_dim}"
+    return None
+
+
+def _varlen_takes(needs: Needs) -> str | None:
+    if needs.softcap or needs.sinks:
+        return f"knows no {'soft cap of scores' if needs.softcap else 'attention sinks'}, which this model has"
+    return _flash_takes(needs)
+
+
+def _flash_works(device: torch.device) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else "needs compute capability 8.0 or more"
+
+
+def _varlen_works(device: torch.device) -> str | None:
+    major, minor = torch.__version__.split(".")[:2]
+    if (int(major), int(minor)) < (2, 12):
+        return f"reads pages since torch 2.12; this is {torch.__version__}"
+    return _flash_works(device)
+
+
 # The order in which `auto` tries them.
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"numba": _numba, "triton": _triton, "sdpa": SdpaAttention}
-# Package of its own that a backend needs, and the extra that installs it.
-EXTRAS = {"numba": ("numba", "cpu"), "triton": ("triton", "gpu")}
+BACKENDS: dict[str, _Known] = {
+    "numba": _Known(_numba, ("cpu",), "numba", "cpu"),
+    "triton": _Known(_triton, ("cuda",), "triton", "gpu", works=why_no_kernels),
+    "flash": _Known(_flash, ("cuda",), "flash_attn", "flash", works=_flash_works, takes=_flash_takes),
+    "varlen": _Known(_varlen, ("cuda",), works=_varlen_works, takes=_varlen_takes),
+    "sdpa": _Known(SdpaAttention, ("cpu", "cuda")),
+}
 
 _log = logging.getLogger(__name__)
 
 
-def choose_backend(name: str, device: torch.device, page_size: int | None) -> AttentionBackend:
-    """The backend called `name`; `auto` takes the first of BACKENDS that is installed and runs on the device.
+def choose_backend(
+    name: str, device: torch.device, page_size: int | None, needs: Needs | None = None
+) -> AttentionBackend:
+    """The backend called `name`; `auto` takes the first of BACKENDS that is installed, runs and serves the model.
 
-    page_size: None leaves it to the backend's default_page_size. Raises ConfigError for an unknown name, a
-    package that is missing, a device that the backend does not run on, or a page size that it cannot take. Logs one
-    line: the backend, and why none before it.
+    page_size: None leaves it to the backend's default_page_size. needs: of the
+    model, None where there is none. Raises ConfigError for an unknown name and for what the backend called so cannot
+    do, with the remedy. Logs one line: the backend, and why none before it.
     """
     choices = ", ".join(["auto", *BACKENDS])
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"--attention is {name!r}; it must be one of {choices}")
-    if name != "auto" and not _installed(name):
-        package, extra = EXTRAS[name]
-        raise ConfigError(f"--attention {name} needs the package {package}; try  pip install 'sarathi-pp[{extra}]'")
     passed_over: list[str] = []
-    tried: list[AttentionBackend] = []
     for known in [name] if name != "auto" else BACKENDS:
-        if not _installed(known):
-            passed_over.append(f"{known} needs the package {EXTRAS[known][0]}")
-            continue
-        # Made only when its turn comes: those behind the one that runs are not imported.
-        backend = BACKENDS[known]()
-        if device.type in backend.device_types:
+        reason = _why_not(BACKENDS[known], device, needs)
+        if reason is None:
             break
-        tried.append(backend)
-        passed_over.append(f"{known} runs on {' or '.join(backend.device_types)}")
+        passed_over.append(f"{known} {reason}")
     else:
-        raise ConfigError(
-            f"--attention {name} does not run on device {device.type!r}; try one of {choices} on {_where(tried)}"
-        )
+        remedy = f"try another of {choices}" if name != "auto" else "try --device cpu"
+        raise ConfigError(f"--attention {'; '.join(passed_over)}; {remedy}")
+    backend = BACKENDS[known].make()
     if page_size is not None and page_size % backend.page_multiple:
         raise ConfigError(
             f"--page-size is {page_size}; --attention {backend.name} needs a multiple of "
@@ -114,9 +173,10 @@ def choose_backend(name: str, device: torch.device, page_size: int | None) -> At
     return backend
 
 
-def _installed(name: str) -> bool:
-    return name not in EXTRAS or find_spec(EXTRAS[name][0]) is not None
-
-
-def _where(backends: list[AttentionBackend]) -> str:
-    return " or ".join(sorted({device for backend in backends for device in backend.device_types}))
+def _why_not(known: _Known, device: torch.device, needs: Needs | None) -> str | None:
+    """Cheapest first, and nothing is imported for a backend that does not run."""
+    if device.type not in known.device_types:
+        return f"runs on {' or '.join(known.device_types)}, not on {device.type}"
+    if known.package is not None and find_spec(known.package) is None:
+        return f"needs the package {known.package} (pip install 'sarathi-pp[{known.extra}]')"
+    return known.works(device) or (known.takes(needs) if needs is not None else None)

@@ -48,7 +48,6 @@ class NumbaAttention:
     """As many threads as torch computes with; they share a chunk's heads out, and decodes by the keys they read."""
 
     name = "numba"
-    device_types = ("cpu",)
     page_multiple = 1
     default_page_size = 16
 

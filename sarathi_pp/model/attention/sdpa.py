@@ -52,7 +52,6 @@ class SdpaAttention:
     """Owns scratch for one tile and one block, so it serves one microbatch at a time."""
 
     name = "sdpa"
-    device_types = ("cpu", "cuda")
     page_multiple = 1
     default_page_size = 16
 

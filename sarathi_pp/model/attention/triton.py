@@ -24,7 +24,6 @@ class TritonAttention:
     """
 
     name = "triton"
-    device_types = ("cuda",)
     page_multiple = 16
     default_page_size = 16
 
@@ -50,7 +49,7 @@ class TritonAttention:
             query,
             kv.keys(layer),
             kv.values(layer),
-            self._microbatch.pages,
+            inputs.pages,
             self._microbatch.work(sliding_window, query.shape[1] // kv.num_kv_heads, kv),
             scaling=scaling,
             softcap=softcap,
@@ -60,31 +59,29 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """What all layers of a microbatch read. pages: (n,) int64 on the device, the spans' page tables in a row."""
+    """What all layers of a microbatch read."""
 
     inputs: StageInputs
     extents: tuple[Extent, ...]
-    pages: Tensor
     _work: dict[int | None, AttentionWork] = field(default_factory=dict)
 
     @classmethod
     def of(cls, inputs: StageInputs) -> _Microbatch:
-        extents: list[Extent] = []
-        first_page = 0
-        for span in inputs.spans:
-            extents.append(Extent(span.first_row, span.num_tokens, span.start, first_page))
-            first_page += span.pages.shape[0]
-        return cls(inputs, tuple(extents), torch.cat([span.pages for span in inputs.spans]))
+        return cls(inputs, _extents(inputs))
 
     def work(self, window: int | None, group: int, kv: KVShard) -> AttentionWork:
         """Cut when the first layer with such a window asks."""
         if window not in self._work:
             blocks = Blocks.of(group, kv.head_dim, kv.dtype.itemsize)
-            device = self.pages.device
+            device = self.inputs.pages.device
             self._work[window] = cut_work(
                 self.extents, blocks, window, kv.num_kv_heads, _num_processors(device), device
             )
         return self._work[window]
+
+
+def _extents(inputs: StageInputs) -> tuple[Extent, ...]:
+    return tuple(Extent(span.first_row, span.num_tokens, span.start, span.first_page) for span in inputs.spans)
 
 
 def _num_processors(device: torch.device) -> int:

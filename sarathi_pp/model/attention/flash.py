@@ -1,0 +1,223 @@
+"""Attention on a CUDA device by libraries' FlashAttention-2: the package flash-attn, or what torch has built in.
+
+Both read pages in place, in this shard's own layout: they take the strides of (num_pages, page_size, num_kv_heads,
+head_dim), of which heads before tokens are one more permutation. Tables of pages are laid out once per microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sarathi_pp.model.inputs import SpanRows, StageInputs, on_device
+from sarathi_pp.model.kv import KVShard
+
+# Both libraries: pages are read in blocks that no page's end may cut.
+_PAGE_TOKENS = 256
+
+
+class FlashAttention:
+    """flash-attn's own calls: chunks in one, decodes in another, which splits long contexts over the device."""
+
+    name = "flash"
+    page_multiple = _PAGE_TOKENS
+    default_page_size = _PAGE_TOKENS
+
+    def __init__(self) -> None:
+        import flash_attn  # not everywhere
+
+        self._library = flash_attn
+        self._microbatch: _Microbatch | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        kv: KVShard,
+        layer: int,
+        inputs: StageInputs,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See AttentionBackend. A sink weakens what comes out, by its share of the softmax's denominator."""
+        if self._microbatch is None or self._microbatch.inputs is not inputs:
+            self._microbatch = _Microbatch.of(inputs)
+        keys, values = token_major(kv, layer)
+        common = {
+            "softmax_scale": scaling,
+            "causal": True,
+            "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+            "softcap": softcap or 0.0,
+        }
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        chunks, decodes = self._microbatch.chunks, self._microbatch.decodes
+        if chunks is not None:
+            found, logsumexp, _ = self._library.flash_attn_varlen_func(
+                chunks.of_query(query),
+                keys,
+                values,
+                cu_seqlens_q=chunks.row_bounds,
+                cu_seqlens_k=chunks.key_bounds,
+                max_seqlen_q=chunks.most_rows,
+                max_seqlen_k=chunks.most_keys,
+                block_table=chunks.table,
+                return_attn_probs=True,
+                **common,
+            )
+            chunks.put(out, found if sinks is None else _weakened(found, logsumexp.t(), sinks))
+        if decodes is not None:
+            found, logsumexp = self._library.flash_attn_with_kvcache(
+                decodes.of_query(query)[:, None],
+                keys,
+                values,
+                cache_seqlens=decodes.num_keys,
+                block_table=decodes.table,
+                return_softmax_lse=True,
+                **common,
+            )
+            decodes.put(out, found[:, 0] if sinks is None else _weakened(found[:, 0], logsumexp[:, :, 0], sinks))
+        return out
+
+
+class VarlenAttention:
+    """torch.nn.attention.varlen, which since torch 2.12 reads pages: chunks and decodes in one call."""
+
+    name = "varlen"
+    page_multiple = _PAGE_TOKENS
+    default_page_size = _PAGE_TOKENS
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._attend = varlen_attn
+        self._microbatch: _Rows | None = None
+        self._inputs: StageInputs | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        kv: KVShard,
+        layer: int,
+        inputs: StageInputs,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See AttentionBackend."""
+        assert softcap is None and sinks is None, "torch's varlen_attn has neither; choose_backend knows"
+        if self._microbatch is None or self._inputs is not inputs:
+            self._microbatch, self._inputs = _Rows.of(inputs, inputs.spans), inputs
+        rows = self._microbatch
+        keys, values = token_major(kv, layer)
+        out = self._attend(
+            query.contiguous(),
+            keys,
+            values,
+            rows.row_bounds,
+            rows.key_bounds,
+            rows.most_rows,
+            rows.most_keys,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=True,
+            seqused_k=rows.num_keys,
+            block_table=rows.table,
+        )
+        assert isinstance(out, Tensor), "nothing else was asked for"
+        return out
+
+
+def token_major(kv: KVShard, layer: int) -> tuple[Tensor, Tensor]:
+    """A layer's pages as these libraries name their dimensions: (num_pages, page_size, num_kv_heads, head_dim)."""
+    return kv.keys(layer).transpose(1, 2), kv.values(layer).transpose(1, 2)
+
+
+def _weakened(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """out (n, H, D) and logsumexp (n, H) without sinks, to what it is with them.
+
+    exp(l) / (exp(l) + exp(sink)) of a denominator exp(l) is a sigmoid.
+    """
+    return out * torch.sigmoid(logsumexp - sinks.float())[:, :, None].to(out.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some sequences of a microbatch, int32 on the device: bounds of their rows and of their keys in a row, (n + 1,);
+    num_keys: (n,); table: (n, most pages), page ids. rows: which of the microbatch's they are, None for all.
+    """
+
+    row_bounds: Tensor
+    key_bounds: Tensor
+    num_keys: Tensor
+    table: Tensor
+    most_rows: int
+    most_keys: int
+    rows: Tensor | None
+
+    @classmethod
+    def of(cls, inputs: StageInputs, spans: Sequence[SpanRows]) -> _Rows:
+        """In one copy to the device; page ids, which are there, are gathered."""
+        counts = np.array([span.num_tokens for span in spans])
+        ends = np.array([span.end for span in spans])
+        held = np.array([span.pages.shape[0] for span in spans])
+        first_pages = np.array([span.first_page for span in spans])
+        # Behind a sequence's pages its last one, which is not read there.
+        places = first_pages[:, None] + np.minimum(np.arange(held.max())[None, :], held[:, None] - 1)
+        some = len(spans) < len(inputs.spans)
+        rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_tokens) for span in spans])
+        parts = [_bounds(counts), _bounds(ends), ends, places.reshape(-1), rows if some else rows[:0]]
+        packed = torch.from_numpy(np.concatenate(parts).astype(np.int32))
+        device = inputs.pages.device
+        row_bounds, key_bounds, num_keys, at, chosen = torch.split_with_sizes(
+            on_device(packed, device), [len(part) for part in parts]
+        )
+        table = inputs.pages[at].to(torch.int32).view(len(spans), -1)
+        return cls(
+            row_bounds,
+            key_bounds,
+            num_keys,
+            table,
+            int(counts.max()),
+            int(ends.max()),
+            chosen if some else None,
+        )
+
+    def of_query(self, query: Tensor) -> Tensor:
+        return query.contiguous() if self.rows is None else query[self.rows]
+
+    def put(self, out: Tensor, found: Tensor) -> None:
+        if self.rows is None:
+            out.copy_(found)
+        else:
+            out[self.rows] = found
+
+
+def _bounds(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    """chunks, decodes: None where there are none."""
+
+    inputs: StageInputs
+    chunks: _Rows | None
+    decodes: _Rows | None
+
+    @classmethod
+    def of(cls, inputs: StageInputs) -> _Microbatch:
+        chunks = [span for span in inputs.spans if span.num_tokens > 1]
+        decodes = [span for span in inputs.spans if span.num_tokens == 1]
+        return cls(
+            inputs,
+            _Rows.of(inputs, chunks) if chunks else None,
+            _Rows.of(inputs, decodes) if decodes else None,
+        )

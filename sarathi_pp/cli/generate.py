@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
 from sarathi_pp.config import DEVICES, DTYPES, RunConfig
@@ -164,7 +163,14 @@ def generate(**options: Any) -> int:
     One line of input gives one line of output; a line that cannot run gives an error line and the run goes on
     (exit code 3 at the end). Sampling options are defaults that each line may override.
     """
-    from sarathi_pp.cli.show import BatchDisplay
+    from sarathi_pp.runtime.signals import stoppable
+
+    with stoppable("the run"):
+        return _generate(options)
+
+
+def _generate(options: dict[str, Any]) -> int:
+    from sarathi_pp.cli.show import BatchDisplay, RunConsole
     from sarathi_pp.runtime.batch import run_batch
     from sarathi_pp.runtime.place import find_place
     from sarathi_pp.runtime.preflight import BatchJob
@@ -181,7 +187,7 @@ def generate(**options: Any) -> int:
         verify=options["verify"] is not None,
         metrics_port=options["metrics_port"],
     )
-    console = Console(stderr=True, quiet=place is not None and place.rank != 0)
+    console = RunConsole(quiet=place is not None and place.rank != 0)
     display = BatchDisplay(
         console, quiet=options["quiet"], as_json=options["as_json"], metrics_port=options["metrics_port"]
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -10,15 +12,33 @@ from typing import Any
 import click
 from rich.console import Console
 
+from sarathi_pp.errors import OutputError
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.table import render
+from sarathi_pp.runtime.sink import OutputClosedError
 from sarathi_pp.runtime.snapshot import Snapshot
+
+_STDERR = 2
+
+
+class RunConsole(Console):
+    """Standard error of a run, which goes on when nobody reads it any more."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(stderr=True, quiet=quiet)
+
+    def on_broken_pipe(self) -> None:
+        """Not the end of the program, as elsewhere. Whatever is still written there, by whom ever, goes nowhere."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, _STDERR)
+        os.close(nowhere)
 
 
 class BatchDisplay:
     """Human text goes to the console on standard error; only the JSON document to standard output.
 
-    A terminal that was closed ends no run: what cannot be shown is not.
+    A terminal that was closed, or a pipe that nobody reads, ends no run: what cannot be shown is not.
     """
 
     def __init__(self, console: Console, *, quiet: bool, as_json: bool, metrics_port: int | None) -> None:
@@ -46,7 +66,8 @@ class BatchDisplay:
                 stack.callback(server.close)
                 watchers.append(server.update)
                 if not self._quiet:
-                    self._console.print(f"metrics on http://127.0.0.1:{server.port}/metrics", highlight=False)
+                    with suppress(OSError):
+                        self._console.print(f"metrics on http://127.0.0.1:{server.port}/metrics", highlight=False)
             if not self._quiet:
                 watchers.append(stack.enter_context(ProgressDisplay(self._console, total=None)).update)
 
@@ -62,4 +83,26 @@ class BatchDisplay:
             with suppress(OSError):
                 self._console.print(render(report))
         if self._as_json:
-            click.echo(json.dumps(report))
+            _print_document(report)
+
+
+def _print_document(report: dict[str, Any]) -> None:
+    """Raises OutputClosedError where its reader has left, and OutputError where it cannot be written."""
+    try:
+        click.echo(json.dumps(report))
+    except BrokenPipeError:
+        _forget_stdout()
+        raise OutputClosedError("standard output was closed by its reader; report.json holds the report") from None
+    except OSError as error:
+        _forget_stdout()
+        raise OutputError(
+            f"standard output does not take the report: {error.strerror}; report.json holds it"
+        ) from error
+
+
+def _forget_stdout() -> None:
+    """The interpreter tries once more when it ends, and would then end with a code of its own."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -9,6 +9,7 @@ Busy is of the last moments, the bubble ratio of the whole run so far.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -43,14 +44,16 @@ class ProgressDisplay:
         if self._console.is_terminal:
             # No refresh thread: the display changes only when there is a snapshot to show.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
+            with suppress(OSError):  # of a terminal that was closed
+                self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
         elif self._last is not None and self._last.elapsed_s != self._shown_s:
             self._show(self._last)
 

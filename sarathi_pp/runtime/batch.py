@@ -158,7 +158,7 @@ def run_rows(
             with ExitStack() as stack:
                 observe = stack.enter_context(display.progress(this.run.num_stages))
                 stack.push(lambda kind, error, trace: this.take_over() if error is not None else None)
-                run_dir.write_run(this.describe())
+                run_dir.begin(this.describe(), resumed=False)
                 engine = this.engine((), lambda stop: None, observe)
                 engine.run(MemorySource(make_rows(this.run, this.facts)), sink)
                 engine.close()
@@ -212,8 +212,8 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
         journal = Journal.open(job.output_path, job.start, retry_errors=job.retry_errors)
-        # Not before: a run.json says that the output is this run's.
-        checked.run_dir.write_run({**rank.describe(), "identity": checked.identity})
+        facts = {**rank.describe(), "identity": checked.identity, "job": rank.place.job}
+        checked.run_dir.begin(facts, resumed=job.start == "resume")
         done = journal.done
         resumed = {"rows": done.num_rows, "failed": done.num_errors}
         sink = FileSink(journal, tokenizer=tokenizer, clock=clock, model=config.model)

@@ -19,6 +19,11 @@ from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place
 
 T = TypeVar("T")
 
+# Measured with torch 2.13, also for --rdzv-endpoint and --master-addr on loopback.
+_RENDEZVOUS = (
+    "torchrun's rendezvous listens on every interface of its host and unpickles what it finds: close its port to "
+    "strangers, or use --stages on one host"
+)
 _LOOPBACK = "lo"
 # A family of addresses, and one of them with its port.
 Target = tuple[int, Any]
@@ -83,15 +88,16 @@ def _own_address(family: int, target: Any) -> str:
 
 
 def exposure(place: Place) -> str | None:
-    """What a user should know of a run whose ranks talk over a network; None where nothing leaves this host."""
+    """What a user should know of a run whose ranks, or whose launcher, can be reached; None where nothing can be."""
     if place.world_size == 1:
         return None
     interface = choose_interface(place)
     if interface.is_loopback:
-        return None
+        return _RENDEZVOUS if place.agent_store else None
+    also = f". {_RENDEZVOUS[0].upper()}{_RENDEZVOUS[1:]}" if place.agent_store else ""
     return (
         f"stages talk over {interface.name} ({interface.address}), neither encrypted nor authenticated: keep others "
-        f"off that network"
+        f"off that network{also}"
     )
 
 

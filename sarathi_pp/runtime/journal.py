@@ -5,7 +5,7 @@
 
 Which rows have a line is found by reading it again, so there is no second file that could disagree with it. An id
 has as many lines as the input has rows of that name: one that answers the first of them, and an error line
-(`duplicate_id`) for each of the others.
+(`duplicate_id`) for each of the others. A row of which nobody can tell the id has an error line that tells its line.
 """
 
 from __future__ import annotations
@@ -37,18 +37,24 @@ class Done:
     """The rows that have a line from an earlier start. Taken out as the input is read: the same rows, in order.
 
     answered: keys of ids whose first row is done, with an error too. duplicates: error lines of later rows, by key.
-    num_rows: lines there were. num_errors: error lines among them.
+    nameless: lines of the input whose error line stands for no id. num_rows: lines there were. num_errors: error lines
+    among them.
     """
 
     answered: set[int] = field(default_factory=set)
     duplicates: Counter[int] = field(default_factory=Counter)
+    nameless: set[int] = field(default_factory=set)
     num_rows: int = 0
     num_errors: int = 0
 
     def add(self, line: _Line) -> None:
         self.num_rows += 1
         self.num_errors += line.code is not None
-        if line.code == DUPLICATE_ID:
+        if line.nameless is not None:
+            if line.nameless in self.nameless:
+                raise ValueError(f"it is the second one for line {line.nameless} of the input")
+            self.nameless.add(line.nameless)
+        elif line.code == DUPLICATE_ID:
             self.duplicates[line.key] += 1
         elif line.key in self.answered:
             raise ValueError("it is the second one for its id")
@@ -66,6 +72,12 @@ class Done:
             return found
         found = self.duplicates[key] > 0
         self.duplicates[key] -= found
+        return found
+
+    def take_nameless(self, line: int) -> bool:
+        """The same of a row whose id nobody can tell: that of this line."""
+        found = line in self.nameless
+        self.nameless.discard(line)
         return found
 
 
@@ -147,10 +159,11 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """An output line: the key of its id, and the code of its error, None for an answer."""
+    """An output line: the key of its id, and the code of its error, None for an answer. nameless: see Done."""
 
     key: int
     code: str | None
+    nameless: int | None
 
     @classmethod
     def parse(cls, data: bytes) -> _Line:
@@ -159,8 +172,9 @@ class _Line:
         if not isinstance(record, dict) or "id" not in record:
             raise ValueError("it is no JSON object with an id")
         error = record.get("error")
-        code = error.get("code") if isinstance(error, dict) else None
-        return cls(id_key(record["custom_id"] if "custom_id" in record else record["id"]), code)
+        code, nameless = (error.get("code"), error.get("line")) if isinstance(error, dict) else (None, None)
+        key = id_key(record["custom_id"] if "custom_id" in record else record["id"])
+        return cls(key, code, nameless if isinstance(nameless, int) else None)
 
 
 def _repair(path: str, fd: int) -> Done:

@@ -24,8 +24,8 @@ class Place:
 
     store: path of the FileStore where our own launcher started it. master: host and port at which the others meet
     rank 0. agent_store: torchrun's agent listens there, and not rank 0 itself. interface: the one on which the user
-    wants ranks to talk; nccl_interface: those for NCCL, where they are others. launcher: our own's pid; whoever asked
-    for its parent later might get another's.
+    wants ranks to talk; nccl_interface: those for NCCL, where they are others. launcher: the pid of our own, or of
+    torchrun's agent where that has started this process; whoever asked for its parent later might get another's.
     """
 
     rank: int = 0
@@ -74,7 +74,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             interface=environment.get(INTERFACE_VARIABLE) or None,
             nccl_interface=environment.get(NCCL_INTERFACE_VARIABLE) or None,
-            launcher=int(environment[LAUNCHER_VARIABLE]) if LAUNCHER_VARIABLE in environment else None,
+            launcher=_launcher(environment),
         )
     except ValueError as error:
         names = f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and {LAUNCHER_VARIABLE}"
@@ -90,6 +90,23 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
     return host, port
 
 
+def _launcher(environment: Mapping[str, str]) -> int | None:
+    """With it this process is to end, even where it was killed and could tell nobody."""
+    if LAUNCHER_VARIABLE in environment:
+        return int(environment[LAUNCHER_VARIABLE])
+    parent = os.getppid()
+    return parent if _is_agent(environment, parent) else None
+
+
+def _is_agent(environment: Mapping[str, str], parent: int) -> bool:
+    """Whether torchrun's agent is the parent itself, and not a program that it has started."""
+    try:
+        inherited = b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{parent}/environ").read_bytes()
+    except OSError:
+        return False
+    return "TORCHELASTIC_RUN_ID" in environment and not inherited
+
+
 def _job(environment: Mapping[str, str]) -> str:
     """By our launcher's directory, or by torchrun's agent, which is this process's parent; empty without either."""
     store = environment.get(STORE_VARIABLE)
@@ -98,9 +115,9 @@ def _job(environment: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" not in environment:
         return ""
     parent = Path(f"/proc/{os.getppid()}")
+    if not _is_agent(environment, os.getppid()):
+        return ""  # a program that the agent has started, which may start us any number of times
     try:
-        if b"TORCHELASTIC_RUN_ID=" in (parent / "environ").read_bytes():
-            return ""  # a program that the agent has started, which may start us any number of times
         # The time at which it started, since numbers of processes come again: field 22, behind a name in brackets.
         started = (parent / "stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

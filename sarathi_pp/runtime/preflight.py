@@ -73,6 +73,11 @@ def preflight(job: BatchJob) -> Preflight:
         check_port(job.metrics_port)
     run_dir = run_directory(job)
     RunDirectory.check(run_dir.path, overwrite=job.start == "replace", resume=job.start == "resume")
+    if job.output_path != "-" and Path(job.output_path).resolve().is_relative_to(run_dir.path.resolve()):
+        raise ConfigError(
+            f"--output {job.output_path} lies in the run directory {run_dir.path}, which holds what runs write beside "
+            f"their outputs; name an output outside of it, or another --run-dir"
+        )
     config, model_dir, profile, facts = open_model(config)
     partition(facts.num_layers, config.stages, config.layer_split)
     facts.max_model_len(config.max_model_len)
@@ -148,7 +153,8 @@ def as_restarted(job: BatchJob, place: Place) -> BatchJob:
                 f"lost; start it again with --resume or with --overwrite"
             )
         return job
-    if (run_directory(job).read_run() or {}).get("identity") is not None:
+    begun = run_directory(job).read_run() or {}
+    if begun.get("identity") is not None and begun.get("job") == place.job:
         return replace(job, start="resume")
     # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
     # line.

@@ -30,6 +30,7 @@ MAX_LINE_BYTES = 64 * 2**20
 DUPLICATE_ID = "duplicate_id"
 _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 64 * 2**10
+_DEEPEST_ID = 32
 
 _URL_FORMS: dict[str, Form] = {
     "/v1/chat/completions": "openai-chat",
@@ -95,13 +96,17 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 class LineError(RowError):
-    """A RowError that knows its line, so that the error line gets the right id and form."""
+    """A RowError that knows its line, so that the error line gets the right id and form.
 
-    def __init__(self, code: str, message: str, *, line: int, id: object, form: Form) -> None:
+    nameless: nobody can tell what id the line meant to give, and the default one may be another row's.
+    """
+
+    def __init__(self, code: str, message: str, *, line: int, id: object, form: Form, nameless: bool) -> None:
         super().__init__(code, message)
         self.line = line
         self.id = id
         self.form = form
+        self.nameless = nameless
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,10 @@ class ParsedLine:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input line on its way to an output line: a request, or the error that it gets instead."""
+    """One input line on its way to an output line: a request, or the error that it gets instead.
+
+    nameless: see LineError.
+    """
 
     line: int
     id: object
@@ -140,6 +148,7 @@ class Row:
     request: Request | None = None
     error: RowError | None = None
     arrival_s: float = 0.0
+    nameless: bool = False
 
     def __post_init__(self) -> None:
         assert (self.request is None) != (self.error is None), "a row is a request or an error"
@@ -210,7 +219,7 @@ def parse_line(raw: RawLine, *, plain_text: bool, max_line_bytes: int = MAX_LINE
     Raises LineError: `line_too_long`, `invalid_utf8`, `invalid_json`, `invalid_parameter`,
     `missing_required_parameter`, `unknown_parameter`, `unsupported_parameter`, `empty_prompt`.
     """
-    reader = _LineReader(raw.number)
+    reader = _LineReader(raw.number, nameless=not plain_text)
     if raw.cut:
         reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
     try:
@@ -227,24 +236,25 @@ def parse_line(raw: RawLine, *, plain_text: bool, max_line_bytes: int = MAX_LINE
 class _LineReader:
     """Parses one JSON line; holds what is known of its id and form so far, for the error line."""
 
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, *, nameless: bool) -> None:
         self._line = line
         self._id: object = str(line)
         self._form: Form = "own"
+        self._nameless = nameless
 
     def fail(self, code: str, message: str) -> NoReturn:
-        raise LineError(code, message, line=self._line, id=self._id, form=self._form)
+        raise LineError(code, message, line=self._line, id=self._id, form=self._form, nameless=self._nameless)
 
     def recover_id(self, data: bytes) -> None:
         """The id of a line that is JSON but for stray bytes, which need not be in the id."""
         try:
-            record = json.loads(data.decode("utf-8", "surrogateescape"))
+            record = json.loads(data.decode("utf-8", "surrogateescape"), parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return
         if isinstance(record, dict):
             candidate, form = _name(record)
-            if candidate is not None and _is_text(candidate):
-                self._id, self._form = candidate, form
+            if candidate is not None and _is_text(candidate) and not _nests_deep(candidate):
+                self._id, self._form, self._nameless = candidate, form, False
 
     def parse(self, text: str) -> ParsedLine:
         try:
@@ -261,6 +271,7 @@ class _LineReader:
             self.fail("invalid_parameter", "id and custom_id are both given; keep one")
         if name is not None:
             self._set_id(name)
+        self._nameless = False
         return self._own(record) if self._form == "own" else self._openai(record)
 
     def _set_id(self, name: object) -> None:
@@ -268,6 +279,8 @@ class _LineReader:
             json.dumps(name, allow_nan=False)
         except ValueError:
             self.fail("invalid_parameter", f"id is {name!r}; it must be a finite JSON value")
+        if _nests_deep(name):
+            self.fail("invalid_parameter", f"id nests deeper than {_DEEPEST_ID} levels; give a string")
         self._id = name
 
     def _own(self, record: Mapping[str, object]) -> ParsedLine:
@@ -386,9 +399,27 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
         left = set(record)
         for key, _ in pairs:
             if key not in left:
-                raise ValueError(f"the key {key!r} occurs twice in one object")
+                raise ValueError(
+                    "a key occurs twice in one object"
+                )  # not which: it may be a prompt, and this is logged
             left.remove(key)
     return record
+
+
+def _nests_deep(value: object) -> bool:
+    """Whether it is nested too deep to be an id, which is written and read again where the stack may be shorter."""
+    level = [value]
+    for _ in range(_DEEPEST_ID):
+        inner: list[object] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one.values()
+            elif isinstance(one, list):
+                inner += one
+        level = inner
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,9 +58,10 @@ class RunDirectory:
     @classmethod
     @contextmanager
     def claim(cls, path: Path, *, overwrite: bool, resume: bool = False, job: str = "") -> Iterator[RunDirectory]:
-        """A fresh directory, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
+        """The directory of a run, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
 
-        resume: or an earlier run's with its traces, to which this start adds its own; how that one ended is removed.
+        overwrite, resume: it may be an earlier run's, to whose attempts this start adds its own; how that one ended is
+        removed, and nothing else before `begin`: a start that is refused until then has taken nothing away.
         job: who starts it; empty where nobody would start it again.
         Raises ConfigError, also where another run has it, or OutputError.
         """
@@ -69,10 +70,10 @@ class RunDirectory:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 held.callback(os.close, _locked(path))
-                attempts = [] if not resume else [int(entry.name[8:]) for entry in path.glob("attempt-*")]
-                for entry in path.iterdir():
-                    if not resume or entry.name not in ("run.json", *(_attempt_name(number) for number in attempts)):
-                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                kept = overwrite or resume
+                attempts = [int(entry.name[8:]) for entry in path.glob("attempt-*")] if kept else []
+                names = ("run.json", "report.json", *map(_attempt_name, attempts)) if kept else ()
+                _remove(entry for entry in path.iterdir() if entry.name not in names)
                 path.chmod(0o700)
             except OSError as error:
                 raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
@@ -80,6 +81,21 @@ class RunDirectory:
             if job:
                 claimed._write("job", job + "\n")
             yield claimed
+
+    def begin(self, facts: dict[str, Any], *, resumed: bool) -> None:
+        """The output is this run's from here on: so is run.json, which these facts make. Raises OutputError.
+
+        resumed: what earlier attempts left is part of the run.
+        """
+        with suppress(FileNotFoundError):
+            (self.path / "report.json").unlink()
+        if not resumed:
+            own = _attempt_name(self.attempt)
+            try:
+                _remove(entry for entry in self.path.glob("attempt-*") if entry.name != own)
+            except OSError as error:
+                raise OutputError(f"cannot remove the earlier run of {self.path}: {error.strerror}") from error
+        self.write_run(facts)
 
     def joining(self, leader: Path, attempt: int, *, own: bool) -> RunDirectory:
         """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
@@ -167,6 +183,11 @@ class RunDirectory:
         except OSError as error:
             raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
         write_whole(self.path / name, text, replace=replace)
+
+
+def _remove(entries: Iterable[Path]) -> None:
+    for entry in list(entries):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _attempt_name(number: int) -> str:

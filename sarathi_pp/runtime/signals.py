@@ -43,6 +43,29 @@ class Asked:
     until_s: float
 
 
+@contextmanager
+def stoppable(what: str) -> Iterator[None]:
+    """While inside, where there is nothing to finish yet, the signals that would kill raise StoppedError instead.
+
+    Not those of which the program has decided already, nor SIGINT, which Python raises. what: ends, for the message.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise StoppedError.by(number, what)
+
+    taken = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
 class Signals:
     """Those of this process while inside; where this is not the main thread they do what they did.
 

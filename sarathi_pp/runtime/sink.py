@@ -231,7 +231,9 @@ def encode_line(record: Mapping[str, object]) -> bytes:
 
 
 def _error_record(row: Row, error: RowError) -> dict[str, object]:
-    reason = {"code": error.code, "message": error.message}
+    reason: dict[str, object] = {"code": error.code, "message": error.message}
+    if row.nameless:  # its id is its line number, and may be another row's own
+        reason["line"] = row.line
     if row.form == "own":
         return {"id": row.id, "error": reason}
     return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": None, "error": reason}

@@ -196,7 +196,11 @@ def _parsed_lines(path: str, stream: BinaryIO) -> Iterator[tuple[RawLine, Parsed
             parsed = parse_line(raw, plain_text=plain_text)
         except LineError as error:
             parsed = error
-        yield raw, parsed, seen.first_line(parsed.id, raw.number) if seen else None
+        yield raw, parsed, seen.first_line(parsed.id, raw.number) if seen and not _is_nameless(parsed) else None
+
+
+def _is_nameless(parsed: ParsedLine | LineError) -> bool:
+    return isinstance(parsed, LineError) and parsed.nameless
 
 
 def _problem(parsed: ParsedLine | LineError, first_line: int | None) -> RowError:
@@ -303,7 +307,10 @@ class FileSource:
 
     def _file_rows(self) -> Iterator[Row]:
         for raw, parsed, first_line in _parsed_lines(self._path, self._stream):
-            if self._done.take(parsed.id, first=first_line is None):
+            if _is_nameless(parsed):
+                if self._done.take_nameless(raw.number):
+                    continue
+            elif self._done.take(parsed.id, first=first_line is None):
                 continue
             drawn_s = next(self._arrivals, None)
             arrival_s = self._clock.now() if drawn_s is None else drawn_s
@@ -317,7 +324,8 @@ class FileSource:
             request = self._maker.make(parsed, raw.number - 1, arrival_s)
         except RowError as error:
             located = RowError(error.code, f"line {raw.number}: {_short(error.message)}")
-            return Row(raw.number, parsed.id, parsed.form, error=located, arrival_s=arrival_s)
+            nameless = _is_nameless(parsed)
+            return Row(raw.number, parsed.id, parsed.form, error=located, arrival_s=arrival_s, nameless=nameless)
         return Row(raw.number, parsed.id, parsed.form, request=request, arrival_s=arrival_s)
 
 

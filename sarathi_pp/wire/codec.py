@@ -3,10 +3,11 @@
     head   magic 4s | version u16 | kind u16 | number u64 | body u32 | payload u64 | crc32 u32
     body   u32 integers | u32 reals | int64 ... | float64 ...
     gap    zeros to the next multiple of 64
-    payload   activations, raw, in the model's dtype
+    payload   activations, raw, in the model's dtype; behind them a trailer u64
 
 `number` counts the frames of an edge, so a repeated, lost or reordered frame is seen. The checksum covers
-head and body; the payload's length is in the head, its integrity is TCP's. Little-endian throughout.
+head and body; the payload's length is in the head, the trailer shows that it came whole, its bits are TCP's.
+Little-endian throughout.
 decode(encode(x)) == x, and any other bytes raise ProtocolError.
 """
 
@@ -22,12 +23,16 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 4
+VERSION = 5
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
+_TRAILER = struct.Struct("<Q")
+TRAILER_BYTES = _TRAILER.size
+# Of memory that nothing was written to yet the number is 0.
+_TRAILER_MARK = 0x5350505754524C52
 HEAD_BYTES = _HEAD.size + _CRC.size
 
 
@@ -90,6 +95,14 @@ def encode(frame: Frame, number: int, payload_bytes: int = 0) -> bytes:
     return message.ljust(payload_start(len(body)), b"\0")
 
 
+def trailer(number: int) -> bytes:
+    """What follows the payload of a frame, where it has one.
+
+    A receiver is not told where a message ends: behind one that was cut stands what an earlier one has left.
+    """
+    return _TRAILER.pack(number ^ _TRAILER_MARK)
+
+
 def decode(message: memoryview | bytes) -> Envelope:
     """The frame at the start of a message. Raises ProtocolError saying what does not fit."""
     view = memoryview(message)
@@ -101,12 +114,15 @@ def decode(message: memoryview | bytes) -> Envelope:
     if version != VERSION:
         raise ProtocolError(f"the peer speaks wire version {version}, this rank {VERSION}: install one version on all")
     start = payload_start(body_bytes)
-    if start + payload_bytes > len(view):
-        raise ProtocolError(f"the head announces {start + payload_bytes} bytes in a buffer of {len(view)}")
+    end = start + payload_bytes
+    if end + _TRAILER.size * (payload_bytes > 0) > len(view):
+        raise ProtocolError(f"the head announces {end} bytes and a trailer in a buffer of {len(view)}")
     body = view[HEAD_BYTES : HEAD_BYTES + body_bytes]
     (crc,) = _CRC.unpack_from(view, _HEAD.size)
     if crc != zlib.crc32(body, zlib.crc32(view[: _HEAD.size])):
         raise ProtocolError(f"frame {number}: checksum mismatch")
+    if payload_bytes and view[end : end + _TRAILER.size] != trailer(number):
+        raise ProtocolError(f"frame {number}: its payload of {payload_bytes} bytes was cut")
     try:
         frame = _restore(kind, *_read_numbers(body))
     except (struct.error, IndexError, ValueError, OverflowError) as error:

@@ -64,7 +64,9 @@ class Edge:
     @property
     def message_bytes(self) -> int:
         """The largest legal message: a frame, and the payload where that travels behind it."""
-        return self.frame_bytes + (0 if self.lane is not None else self.payloads.num_bytes(self.payloads.max_tokens))
+        if self.lane is not None:
+            return self.frame_bytes
+        return self.frame_bytes + self.payloads.num_bytes(self.payloads.max_tokens) + codec.TRAILER_BYTES
 
     def buffer(self) -> torch.Tensor:
         """One message's bytes. On CPU untouched until used, so that a large bound costs no memory by itself.
@@ -144,7 +146,8 @@ class TorchSender:
             torch.cuda.current_stream(behind.device).synchronize()
         with self._order:
             head = codec.encode(frame, self._number, payload_bytes)
-            size = len(head) + payload_bytes
+            end = len(head) + payload_bytes
+            size = end + (codec.TRAILER_BYTES if payload_bytes else 0)
             if size > self._edge.message_bytes:  # gloo would abort the peer
                 raise ProtocolError(
                     f"a message of {size} bytes, and {self._edge.peer_name} takes {self._edge.message_bytes}"
@@ -152,7 +155,8 @@ class TorchSender:
             buffer = self._spare.popleft()
             buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             if behind is not None:
-                buffer[len(head) : size].view(behind.dtype).view(behind.shape).copy_(behind)
+                buffer[len(head) : end].view(behind.dtype).view(behind.shape).copy_(behind)
+                buffer[end:size] = torch.frombuffer(bytearray(codec.trailer(self._number)), dtype=torch.uint8)
             self._number += 1
             self._outbox.put((buffer[:size], buffer))
         if payload is not None and lane is not None:

@@ -19,6 +19,7 @@ _KILL, _CODES, _SECURITY = (
     "faults/test_security.py::test_",
 )
 _BAD, _FUZZ, _WIRE = "faults/test_bad_values.py::test_", "faults/test_fuzz.py::test_", "wire/test_codec.py::test_"
+_UNHEARD = "faults/test_nobody_listens.py::test_"
 _NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
 _EDGE = "runtime/test_torch_channel.py::test_"
 _SOAK = "faults/test_soak.py::test_every_row_is_accounted_for"
@@ -28,7 +29,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_ROWS}a_bad_line_names_what_is_wrong",
         f"{_RESUME}strict_refuses_a_file_with_a_bad_line_before_anything_runs", _SOAK)),
     2: ("ids that are missing or occur twice", (
-        f"{_SOURCE}an_id_that_was_seen_gives_an_error_with_both_lines", _SOAK)),
+        f"{_SOURCE}an_id_that_was_seen_gives_an_error_with_both_lines",
+        f"{_RESUME}a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way", _SOAK)),
     3: ("blank lines, BOM, CRLF, no final newline, invalid UTF-8", (
         f"{_ROWS}lines_with_bom_crlf_blanks_and_no_final_newline",
         f"{_ROWS}invalid_utf8_keeps_an_id_that_can_be_read")),
@@ -59,7 +61,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_TEXT}a_stop_string_is_seen_across_tokens_and_split_characters",
         f"{_TEXT}incremental_stops_are_those_of_the_full_decode")),
     15: ("an output that is the input, a directory, there already or not writable", (
-        f"{_SINK}what_is_refused_before_anything_runs", f"{_REFUSED}files_that_are_not_there_or_in_the_way")),
+        f"{_SINK}what_is_refused_before_anything_runs", f"{_REFUSED}files_that_are_not_there_or_in_the_way",
+        f"{_CODES}an_output_inside_of_the_run_directory_is_refused",
+        f"{_CODES}a_start_that_is_refused_late_takes_nothing_away")),
     16: ("a disk that fills up in mid-run", ("faults/test_full_disk.py::test_a_full_disk_loses_nothing",)),
     17: ("half a last line after a kill", (
         "runtime/test_journal.py::test_a_kill_at_any_byte_loses_at_most_the_torn_line",
@@ -69,11 +73,15 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_RESUME}force_goes_on_with_other_parameters",
         "runtime/test_identity.py::test_another_model_is_another_run")),
     19: ("two runs on one output", (f"{_RESUME}two_starts_do_not_go_on_with_one_output",)),
-    20: ("a reader that goes away", (f"{_CODES}a_reader_that_leaves_ends_the_run_without_a_traceback",)),
+    20: ("a reader that goes away", (
+        f"{_CODES}a_reader_that_leaves_ends_the_run_without_a_traceback",
+        f"{_UNHEARD}a_pipe_that_nobody_reads_ends_no_run", f"{_UNHEARD}a_terminal_that_was_closed_ends_no_run",
+        f"{_UNHEARD}a_report_that_nobody_reads_is_no_crash")),
     21: ("Ctrl-C, once and twice", (
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}the_second_signal_ends_it_at_once")),
     22: ("SIGTERM and SIGUSR1, also while nothing comes back", (
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}a_stage_that_is_silent_is_not_waited_for",
+        f"{_SIGNALS}while_the_input_is_looked_through_there_is_nothing_to_finish",
         f"{_SIGNALS}under_torchrun_too", f"{_SIGNALS}a_signal_to_every_process_is_one_signal")),
     23: ("SIGKILL of a stage, each of them", (
         f"{_KILL}a_killed_stage_ends_the_run_with_75", f"{_RESUME}a_stage_that_is_killed_is_started_again",
@@ -106,7 +114,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     30: ("ranks with other model files", (f"{_INSIDE}ranks_with_other_weights_do_not_mix",)),
     31: ("wire messages that are short, long, replayed or damaged", (
         f"{_FUZZ}the_frame_decoder_survives_any_bytes", f"{_WIRE}any_damaged_byte_of_head_or_body_is_seen",
-        f"{_WIRE}a_cut_message_is_refused", f"{_EDGE}what_is_not_the_next_whole_message_ends_the_edge",
+        f"{_WIRE}a_cut_message_is_refused", f"{_WIRE}a_message_cut_over_what_an_earlier_one_left_is_refused",
+        f"{_EDGE}what_is_not_the_next_whole_message_ends_the_edge",
         f"{_EDGE}a_message_that_the_peer_would_not_take_is_not_sent")),
     32: ("shards and tensors that are missing or of another shape", (
         f"{_WEIGHTS}a_missing_shard_is_named", f"{_WEIGHTS}a_tensor_that_its_shard_lacks_is_named",

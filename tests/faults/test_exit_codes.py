@@ -63,7 +63,7 @@ def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
     process = start(tmp_path, str(tmp_path / "out.jsonl"), "--attention", "bogus")
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 2, said
-    assert said.count("--attention is 'bogus'; it must be one of auto, numba, triton, sdpa") == 1
+    assert said.count("--attention is 'bogus'; it must be one of auto, numba, triton, flash, varlen, sdpa") == 1
 
 
 def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
@@ -128,3 +128,33 @@ def test_the_echo_never_replaces_the_cause(tmp_path):
         run.write_exit_code(code)
         assert (run.path / "exit_code").read_text() == left
     assert os.listdir(run.path) == ["exit_code"]
+
+
+def test_an_output_inside_of_the_run_directory_is_refused(tmp_path):
+    """From then on it would be something that no run wrote, and in the way of every later start."""
+    (tmp_path / "run").mkdir()
+    process = start(tmp_path, str(tmp_path / "run" / "out.jsonl"))
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and "lies in the run directory" in said, said
+    assert not (tmp_path / "run" / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("how", ["--overwrite", "--resume"])
+def test_a_start_that_is_refused_late_takes_nothing_away(how, tmp_path):
+    output, run_dir = tmp_path / "out.jsonl", tmp_path / "run"
+
+    def code(*options: str) -> int:
+        process = start(tmp_path, str(output), *options)
+        process.communicate(timeout=60)
+        return process.returncode
+
+    def left() -> dict[Path, bytes]:
+        kept = [path for path in run_dir.rglob("*") if path.is_file() and path.name not in ("exit_code", "job")]
+        return {path: path.read_bytes() for path in (output, *kept)}
+
+    assert code() == 0
+    before = left()
+    assert code(how, "--attention", "bogus") == 2
+    assert left() == before
+    assert code("--resume") == 0
+    assert output.read_bytes() == before[output]

@@ -184,3 +184,14 @@ def test_workers_end_with_a_launcher_that_is_killed(start):
     assert not alive
     running.process.communicate()
     running.expect_whole_answers()
+
+
+@pytest.mark.parametrize("until", [setting_up, answering], ids=["setting up", "answering"])
+def test_workers_end_with_an_agent_that_is_killed(until, start, tmp_path):
+    """By the kernel for its memory, say: it can stop nobody then, and what it has started would hold the output."""
+    running = start(torchrun(2, console_script(tmp_path)), "--quiet", until=until)
+    running.process.kill()
+    _, alive = psutil.wait_procs(running.family, timeout=MOST_S)
+    assert not alive
+    running.process.communicate()
+    assert running.files.exit_code() == PeerLostError.exit_code

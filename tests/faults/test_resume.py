@@ -316,3 +316,30 @@ def test_two_starts_do_not_go_on_with_one_output(model, tmp_path):
         run.end()
         assert run.process.returncode == 0
     assert len(answers(files)) == NUM_ROWS
+
+
+def test_a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way(model, tmp_path):
+    """It goes by its line number, which another row may have for its id; in whatever order they come."""
+    files = Files(tmp_path)
+    rows = [{"id": name, "prompt_token_ids": [3, 4, 5]} for name in ("5", "1", "2", "3", "4", "6")]
+    lines = [json.dumps(row) for row in rows]
+    bad = ['{"id": "x", "prompt_token_ids": [3', '{"id": "y", "prompt_token_ids": [4']
+    # The third line and the fifth: one before and one behind the row that has such an id.
+    files.input.write_text("\n".join([*lines[:2], bad[0], lines[2], bad[1], *lines[3:]]) + "\n")
+    with started(files, model, *OPTIONS) as run:
+        said = run.end()
+        assert run.process.returncode == 3, said
+    whole = files.output.read_text().splitlines(keepends=True)
+    expected = sorted([(row["id"], None) for row in rows] + [("3", 3), ("5", 5)], key=str)
+
+    def found() -> list[tuple[str, int | None]]:
+        parsed = map(json.loads, files.output.read_text().splitlines())
+        return sorted(((row["id"], row.get("error", {}).get("line")) for row in parsed), key=str)
+
+    assert found() == expected
+    for line in whole:  # each of them may be what a start that was killed has not written yet
+        files.output.write_text("".join(other for other in whole if other != line))
+        with started(files, model, *OPTIONS, "--resume") as run:
+            said = run.end()
+            assert run.process.returncode == 3, said
+        assert found() == expected

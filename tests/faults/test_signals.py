@@ -159,3 +159,25 @@ def test_a_run_that_waits_for_its_input_ends_too(model, tmp_path):
         assert time.monotonic() - began_s < PROMPT_END_S
         assert run.process.returncode == 75
     assert len(answers(files)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_while_the_input_is_looked_through_there_is_nothing_to_finish(number, stages, model, tmp_path):
+    """For minutes, where it is large: no stage is there yet."""
+    files = Files(tmp_path)
+    line = json.dumps({"prompt_token_ids": [3] * 200}) + "\n"
+    files.input.write_text(line * 400_000)
+    with started(files, model, *OPTIONS, "--stages", stages) as run:
+        process = psutil.Process(run.process.pid)
+        deadline_s = time.monotonic() + 60
+        while str(files.input) not in [file.path for file in process.open_files()]:
+            assert time.monotonic() < deadline_s and run.process.poll() is None
+            time.sleep(0.01)
+        began_s = time.monotonic()
+        run.process.send_signal(number)
+        said = run.end()
+        assert time.monotonic() - began_s < HEEDED_S
+        assert run.process.returncode == 75, said
+        assert said == f"StoppedError: the run was stopped by {signal.Signals(number).name}\n"
+    assert not files.output.exists()

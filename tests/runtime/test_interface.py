@@ -53,6 +53,14 @@ def test_ranks_of_one_host_stay_inside():
     assert choose_interface(find_place({**RANKS, "LOCAL_WORLD_SIZE": "2"})) == LOOPBACK
 
 
+@pytest.mark.parametrize("more", [{"LOCAL_WORLD_SIZE": "2"}, {"GLOO_SOCKET_IFNAME": "eth0"}], ids=["one host", "two"])
+def test_torchruns_own_rendezvous_is_told_of_too(more):
+    """Ranks of one host stay inside, and it does not."""
+    agent = {**RANKS, **more, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert "rendezvous listens on every interface" in exposure(find_place(agent))
+    assert "rendezvous" not in (exposure(find_place({**RANKS, **more})) or "")
+
+
 @pytest.mark.parametrize("master", ["127.0.0.1", "127.0.1.1", "localhost"])
 def test_who_is_met_on_loopback_is_talked_to_there(master):
     found = choose_interface(find_place({**RANKS, "MASTER_ADDR": master}))

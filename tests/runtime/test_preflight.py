@@ -22,11 +22,11 @@ def job(output, start="new"):
     return BatchJob(RunConfig(model="m"), "in.jsonl", str(output), start=start)
 
 
-def leave(output, *, by, identity=True, lines="line\n"):
-    """What a start of that job has left."""
+def leave(output, *, by, identity=True, lines="line\n", begun_by=None):
+    """What a start of that job has left. begun_by: whose run.json is there, where it had not got to its own."""
     with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=True, job=by) as run_dir:
         if identity:
-            run_dir.write_run({"identity": {"model": "m"}})
+            run_dir.write_run({"identity": {"model": "m"}, "job": by if begun_by is None else begun_by})
     if lines is not None:
         output.write_text(lines)
 
@@ -44,6 +44,13 @@ def test_what_this_job_has_answered_is_gone_on_with(start, output):
 )
 def test_a_start_that_had_not_opened_its_output_begins_again(start, lines, then, output):
     leave(output, by="this one", identity=False, lines=lines)
+    assert as_restarted(job(output, start), AGAIN).start == then
+
+
+@pytest.mark.parametrize(("start", "then"), [("new", "new"), ("replace", "replace")])
+def test_what_an_earlier_run_has_answered_is_not_gone_on_with(start, then, output):
+    """This job was to replace it, and was lost before it had."""
+    leave(output, by="this one", begun_by="another one")
     assert as_restarted(job(output, start), AGAIN).start == then
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sarathi_pp.errors import ConfigError, OutputError
+from sarathi_pp.errors import CapacityError, ConfigError, OutputError
 from sarathi_pp.runtime.rundir import RunDirectory
 
 
@@ -23,8 +23,26 @@ def test_overwrite_removes_what_a_run_left(tmp_path):
     with pytest.raises(ConfigError, match="exists; use --overwrite"), RunDirectory.claim(tmp_path, overwrite=False):
         pass
     assert len(list(tmp_path.iterdir())) == 5
-    with RunDirectory.claim(tmp_path, overwrite=True):
-        assert list(tmp_path.iterdir()) == [] and tmp_path.stat().st_mode & 0o777 == 0o700
+    with RunDirectory.claim(tmp_path, overwrite=True) as run:
+        run.joining(tmp_path, run.attempt, own=True)
+        run.begin({"new": True}, resumed=False)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["attempt-0001", "run.json"]
+        assert run.read_run() == {"new": True} and tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False, "resume": True}], ids=["replace", "resume"])
+def test_a_start_that_is_refused_takes_nothing_away(how, tmp_path):
+    """Memory that is too small, say, shows when the model is loaded: by then the directory is this start's own."""
+    leave_a_run(tmp_path)
+    before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CapacityError), RunDirectory.claim(tmp_path, **how):
+        raise CapacityError("no room")
+    after = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == {
+        path: data
+        for path, data in before.items()
+        if path.name in ("run.json", "report.json") or path.parts[0] == "attempt-0000"
+    }
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "attempt-0001", "run.json.bak", "answers.jsonl.run/run.json"])

@@ -87,7 +87,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[bytes]:
 def microbatch(number: int, payload: bytes) -> bytes:
     """One of three tokens."""
     chunks = (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),)
-    return codec.encode(MicroBatchFrame(MicroBatch(0, chunks, (), 0.0)), number, len(payload)) + payload
+    head = codec.encode(MicroBatchFrame(MicroBatch(0, chunks, (), 0.0)), number, len(payload))
+    return head + payload + codec.trailer(number)
 
 
 BEAT = codec.encode(Heartbeat(0, False), 0)
@@ -102,12 +103,19 @@ ROWS = bytes(3 * 4)
         ([BEAT, microbatch(1, ROWS)[:40]], "checksum mismatch"),
         ([BEAT, microbatch(1, bytes(3 * 2))], "6 bytes of activations, not 12"),
         ([BEAT, microbatch(1, bytes(4 * 4))], "16 bytes of activations, not 12"),
-        ([BEAT, codec.encode(Goodbye(), 1, 8) + bytes(8)], "a Goodbye with 8 bytes of payload"),
-        ([BEAT, codec.encode(Heartbeat(0, False), 1, 8) + bytes(8)], "a Heartbeat with 8 bytes of payload"),
-        ([BEAT, codec.encode(Goodbye(), 1, 5000)], "in a buffer of 4096"),
+        ([BEAT, microbatch(1, ROWS), microbatch(2, ROWS)[:-12]], "frame 2: its payload of 12 bytes was cut"),
+        ([BEAT, codec.encode(Goodbye(), 1, 8) + bytes(8) + codec.trailer(1)], "a Goodbye with 8 bytes of payload"),
+        (
+            [BEAT, codec.encode(Heartbeat(0, False), 1, 8) + bytes(8) + codec.trailer(1)],
+            "a Heartbeat with 8 bytes of payload",
+        ),
+        ([BEAT, codec.encode(Goodbye(), 1, 5000)], "in a buffer of 4104"),
         ([BEAT, bytes(64)], "a message starts with"),
     ],
-    ids=["replayed", "one lost", "cut", "of another dtype", "too long", "goodbye", "heartbeat", "beyond", "zeros"],
+    ids=[
+        *("replayed", "one lost", "cut", "of another dtype", "too long", "cut behind the frame"),
+        *("goodbye", "heartbeat", "beyond", "zeros"),
+    ],
 )
 def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
     failures: queue.SimpleQueue[SarathiError] = queue.SimpleQueue()
@@ -115,7 +123,8 @@ def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
     for message in messages:
         sent.put(message)
     with pytest.raises(ProtocolError, match=says):
-        receiver.receive(BLOCKED_S)
+        while (whole := receiver.receive(BLOCKED_S)) is not None:
+            whole.release()
     assert isinstance(failures.get(timeout=BLOCKED_S), ProtocolError)
     with pytest.raises(ProtocolError, match=says):  # whoever asks again
         receiver.receive(BLOCKED_S)
@@ -134,5 +143,5 @@ def test_a_message_that_the_peer_would_not_take_is_not_sent(peer):
     """gloo would abort the process that has posted too short a receive."""
     sender = TorchSender(EDGE, num_buffers=1, progress=lambda: (0, False), on_failure=lambda error: None)
     sender.reserve()
-    with pytest.raises(ProtocolError, match="and stage 1 takes 4096"):
+    with pytest.raises(ProtocolError, match="and stage 1 takes 4104"):
         sender.send(Goodbye(), torch.zeros(4096))

@@ -46,7 +46,8 @@ frames = st.one_of(
 def test_round_trip(frame, number, payload_bytes):
     head = codec.encode(frame, number, payload_bytes)
     assert len(head) % codec.ALIGNMENT == 0
-    envelope = codec.decode(head + b"x" * payload_bytes + b"tail of an older, longer message")
+    behind = b"x" * payload_bytes + codec.trailer(number) if payload_bytes else b""
+    envelope = codec.decode(head + behind + b"tail of an older, longer message")
     assert envelope == codec.Envelope(frame, number, len(head), payload_bytes)
 
 
@@ -81,9 +82,20 @@ def test_well_signed_nonsense_is_refused_or_read_back_as_written(kind, integers,
 
 @given(frames, st.integers(1, 64))
 def test_a_cut_message_is_refused(frame, cut):
-    message = codec.encode(frame, 0, payload_bytes=64) + b"p" * 64
+    message = codec.encode(frame, 0, payload_bytes=64) + b"p" * 64 + codec.trailer(0)
     with pytest.raises(ProtocolError):
         codec.decode(message[:-cut])
+
+
+@given(frames, st.integers(9, 72), st.integers(0, 1000))
+def test_a_message_cut_over_what_an_earlier_one_left_is_refused(frame, cut, earlier):
+    """A receiver knows only its buffer, not how much of it was written. Cut in its trailer the payload is whole."""
+    head = codec.encode(frame, 1001, payload_bytes=64)
+    message = head + b"p" * 64 + codec.trailer(1001)
+    left = head + b"q" * 64 + codec.trailer(earlier)
+    for before in (left, bytes(len(left))):
+        with pytest.raises(ProtocolError, match="its payload of 64 bytes was cut"):
+            codec.decode(message[:-cut] + before[-cut:])
 
 
 def test_versions_do_not_mix():

@@ -109,11 +109,11 @@ def _is_real(value: object) -> bool:
 class RunConfig:
     """One run as the user asked for it. `None` means "decide for me".
 
-    Sizes ending in _bytes are bytes. join_timeout_s: how long a rank waits for the others to come. debug_nan: find the
-    first stage whose output is not finite. emulate: a profile whose stages sleep their modelled time, in place of a
-    model. profile: what was measured of the model, which then decides layer split, chunk size and inflight where they
-    are None. `sampling_overrides` holds only what the user named on the command line; the model's
-    generation_config.json fills what is left.
+    Sizes ending in _bytes are bytes. join_timeout_s: how long a rank waits for the others to come. debug_nan: find
+    the first stage whose output is not finite. enforce_eager: no CUDA graphs. emulate: a profile whose stages sleep
+    their modelled time, in place of a model. profile: what was measured of the model, which then decides layer split,
+    chunk size and inflight where they are None. `sampling_overrides` holds only what the user named on the command
+    line; the model's generation_config.json fills what is left.
     """
 
     model: str
@@ -135,6 +135,7 @@ class RunConfig:
     peer_timeout_s: float = 60.0
     join_timeout_s: float = 300.0
     debug_nan: bool = False
+    enforce_eager: bool = False
     run_dir: Path | None = None
     emulate: Path | None = None
     profile: Path | None = None

@@ -140,6 +140,63 @@ def cut_work(
     )
 
 
+class FixedWork:
+    """The work of one microbatch after the other at the same addresses and in the same launches, as a captured graph
+    needs it: tables and partial results as large as any microbatch's, and pieces and merges of no tokens behind its
+    own, which end at once.
+
+    num_tokens, num_seqs: most of a microbatch; longest: most tokens of one of its sequences.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        longest: int,
+        blocks: Blocks,
+        window: int | None,
+        num_kv_heads: int,
+        num_processors: int,
+        device: torch.device,
+    ) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._num_processors = num_processors
+        has_many = longest * blocks.group > blocks.few_rows
+        rows = blocks.many_rows if has_many else blocks.few_rows
+        # A sequence's tiles are full but for its last; keys_per_piece is no less than an equal share of all reading.
+        tiles = num_seqs + (num_tokens // (rows // blocks.group) if has_many else 0)
+        shares = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_kv_heads)
+        self._num_pieces, self._num_merges = tiles + shares, min(tiles, shares)
+        self._table = torch.zeros(
+            self._num_pieces * PIECE_COLUMNS + self._num_merges * MERGE_COLUMNS, dtype=torch.int32, device=device
+        )
+        end = self._num_pieces * PIECE_COLUMNS
+        self.work = AttentionWork(
+            self._table[:end].view(-1, PIECE_COLUMNS),
+            self._table[end:].view(-1, MERGE_COLUMNS),
+            blocks,
+            window,
+            # A tile that is split once has two pieces.
+            partial_rows=2 * shares * rows,
+            most_merged_tokens=rows // blocks.group,
+            has_many=has_many,
+        )
+
+    def load(self, extents: Sequence[Extent]) -> None:
+        """Put a microbatch's work in place of the one before, when the device comes to it."""
+        work = self.work
+        cut = _cut(extents, work.blocks, work.window, self._num_kv_heads, self._num_processors, None)
+        pieces, merges = len(cut.pieces) // PIECE_COLUMNS, len(cut.merges) // MERGE_COLUMNS
+        assert pieces <= self._num_pieces and merges <= self._num_merges, f"{pieces} pieces, {merges} merges"
+        assert cut.partial_rows <= work.partial_rows and cut.most_merged_tokens <= work.most_merged_tokens
+        assert work.has_many or not cut.has_many
+        table = torch.zeros(self._table.shape, dtype=torch.int32)
+        table[: len(cut.pieces)] = torch.tensor(cut.pieces, dtype=torch.int32)
+        end = self._num_pieces * PIECE_COLUMNS
+        table[end : end + len(cut.merges)] = torch.tensor(cut.merges, dtype=torch.int32)
+        self._table.copy_(_pinned(table, self._table.device), non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """See AttentionWork: pieces and merges as numbers in a row."""

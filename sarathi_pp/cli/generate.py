@@ -150,6 +150,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     help="Compare weight files with their published sums, or those in the model's SHA256SUMS.",
 )
 @click.option("--debug-nan", is_flag=True, help="Name the first stage whose output held NaN or infinity; slower.")
+@click.option("--enforce-eager", is_flag=True, help="Launch each microbatch anew on a GPU, without CUDA graphs.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
@@ -258,6 +259,7 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         peer_timeout_s=options["peer_timeout"],
         join_timeout_s=options["join_timeout"],
         debug_nan=options["debug_nan"],
+        enforce_eager=options["enforce_eager"],
         run_dir=options["run_dir"],
         sampling_overrides=named,
     )

@@ -11,7 +11,7 @@ Rows are the tokens of all spans, one after the other. A span of a prompt chunk 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,6 +83,44 @@ def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: in
     packed = on_device(torch.from_numpy(np.concatenate(parts)), device)
     positions, pages, offsets, logits, page_ids = torch.split_with_sizes(packed, [len(part) for part in parts])
     return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids)
+
+
+class FixedInputs:
+    """Inputs of one microbatch after the other at the same addresses, as a captured graph reads them.
+
+    num_tokens, num_logit_rows: of the graph. A microbatch that has fewer is filled up with rows at position 0, written
+    to the spare page, and with logits of row 0. token_ids: (num_tokens,) int64, for a stage that embeds.
+    """
+
+    def __init__(
+        self, num_tokens: int, num_logit_rows: int, num_pages: int, page_size: int, device: torch.device
+    ) -> None:
+        self._page_size = page_size
+        self._spare_page = num_pages
+        self._sizes = [num_tokens, num_tokens, num_tokens, num_tokens, num_logit_rows, num_pages]
+        self._packed = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self.token_ids, positions, pages, offsets, logits, page_ids = torch.split_with_sizes(self._packed, self._sizes)
+        self.inputs = StageInputs(positions, pages, offsets, logits, (), page_ids)
+
+    def load(self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]) -> StageInputs:
+        """Put a microbatch in the place of the one before, when the device comes to it; its own inputs, there."""
+        laid = _Layout.of(spans, self._page_size)
+        num_tokens, num_logit_rows = self._sizes[0], self._sizes[4]
+        parts = [
+            _filled(np.asarray(token_ids, np.int64), num_tokens),
+            _filled(laid.positions, num_tokens),
+            _filled(laid.write_pages, num_tokens, self._spare_page),
+            _filled(laid.write_offsets, num_tokens),
+            _filled(np.asarray(logit_rows, np.int64), num_logit_rows),
+            laid.pages,
+        ]
+        packed = pinned(torch.from_numpy(np.concatenate(parts)), self._packed.device)
+        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        return replace(self.inputs, spans=laid.rows(spans, self.inputs.pages[: len(laid.pages)]))
+
+
+def _filled(numbers: np.ndarray, length: int, number: int = 0) -> np.ndarray:
+    return np.pad(numbers, (0, length - len(numbers)), constant_values=number)
 
 
 @dataclass(frozen=True, slots=True)

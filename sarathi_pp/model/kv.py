@@ -29,6 +29,7 @@ class KVShard:
     The pool is never touched before use, so a large one costs no resident memory until pages are written.
     What has not been written is garbage, NaN included: readers slice to the keys a sequence has, because a
     masked weight of 0 times NaN is NaN.
+    spare: one page more, of the id num_pages, for what is computed and not wanted.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class KVShard:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        spare: bool = False,
     ) -> None:
         self.layers = layers
         self.num_pages = num_pages
@@ -47,7 +50,7 @@ class KVShard:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        shape = (num_pages, num_kv_heads, page_size, head_dim)
+        shape = (num_pages + spare, num_kv_heads, page_size, head_dim)
         first, end = layers
         self._keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(first, end)]
         self._values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(first, end)]

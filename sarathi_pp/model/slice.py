@@ -71,19 +71,20 @@ class StageModel:
         return self.layers[1] == self.num_layers
 
     @torch.inference_mode()
-    def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
+    def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None) -> Tensor:
         """Run one microbatch of T rows: its keys and values go into `kv`, its activations come back.
 
         x: token ids (T,) int64 where the stage embeds, else hidden states (T, hidden_size).
         Returns hidden states (T, hidden_size), or logits (n, vocab_size) of `inputs.logit_rows` where the
-        stage has the head; n may be 0. All in the model's dtype. In float32 on CPU, with numba's attention, what a
+        stage has the head; n may be 0. All in the model's dtype. backend: in the place of the stage's own.
+        In float32 on CPU, with numba's attention, what a
         row gives depends on its own sequence alone, to the last bit.
         """
         call = {
             "input_ids" if self.embed else "inputs_embeds": x[None],
             "position_ids": inputs.position_ids[None],
             "use_cache": False,
-            "paged": PagedCall(self.backend, kv, inputs, self.windows),
+            "paged": PagedCall(backend or self.backend, kv, inputs, self.windows),
         }
         with self._rows:
             if self.head:

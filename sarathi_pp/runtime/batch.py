@@ -145,9 +145,9 @@ def run_rows(
     # Inside the launcher's own directory, which it removes, where there is one: a rank that fails does not tidy up.
     private = Path(rank.store).parent if rank.store else None
     with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:
-        if config.run_dir is not None and rank.rank == 0:
-            held.enter_context(RunDirectory.claim(config.run_dir, overwrite=overwrite))
         run_dir = RunDirectory(config.run_dir or Path(scratch) / "run")
+        if config.run_dir is not None and rank.rank == 0:
+            run_dir = held.enter_context(RunDirectory.claim(config.run_dir, overwrite=overwrite))
         config = replace(config, run_dir=run_dir.path)
         checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir)
 
@@ -158,7 +158,7 @@ def run_rows(
             with ExitStack() as stack:
                 observe = stack.enter_context(display.progress(this.run.num_stages))
                 stack.push(lambda kind, error, trace: this.take_over() if error is not None else None)
-                run_dir.begin(this.describe(), resumed=False)
+                run_dir.begin(this.describe())
                 engine = this.engine((), lambda stop: None, observe)
                 engine.run(MemorySource(make_rows(this.run, this.facts)), sink)
                 engine.close()
@@ -213,7 +213,7 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
     with ExitStack() as stack:
         journal = Journal.open(job.output_path, job.start, retry_errors=job.retry_errors)
         facts = {**rank.describe(), "identity": checked.identity, "job": rank.place.job}
-        checked.run_dir.begin(facts, resumed=job.start == "resume")
+        checked.run_dir.begin(facts)
         done = journal.done
         resumed = {"rows": done.num_rows, "failed": done.num_errors}
         sink = FileSink(journal, tokenizer=tokenizer, clock=clock, model=config.model)

@@ -22,16 +22,16 @@ _CPU_SHARE = 0.4
 _CPU_MOST_BYTES = 4 << 30
 
 
-def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: int) -> int:
+def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: int, working_bytes: int = 0) -> int:
     """Bytes that this stage may give its KV shard, after its weights are loaded.
 
-    sharers: ranks that draw on the same memory.
+    sharers: ranks that draw on the same memory. working_bytes: what a stage on a GPU needs beside weights and KV.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - total * (1 - config.gpu_memory_utilization)) // sharers)
+        return max(0, int(free - total * (1 - config.gpu_memory_utilization)) // sharers - working_bytes)
     return min(_CPU_MOST_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE) // sharers)
 
 
@@ -42,9 +42,16 @@ def room_bytes(device: torch.device) -> int:
 
 
 def make_shard(
-    run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype, device: torch.device
+    run: ResolvedRun,
+    facts: ModelFacts,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    spare: bool = False,
 ) -> KVShard:
-    """The stage's KV pages. Raises CapacityError where there is no room for them, which a system need not tell at once.
+    """The stage's KV pages; spare: see KVShard. Raises CapacityError where there is no room for them, which a system
+    need not tell at once.
 
     On CPU memory is not taken before pages are written, so it is compared; a GPU says itself that it has none.
     """
@@ -52,7 +59,9 @@ def make_shard(
     needed, room = one * run.num_pages, room_bytes(device)
     try:
         if needed <= room or device.type != "cpu":
-            return KVShard(layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, device)
+            return KVShard(
+                layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, device, spare=spare
+            )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

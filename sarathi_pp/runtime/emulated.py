@@ -52,6 +52,7 @@ class EmulatedStage:
 
     counts_cpu = False
     bytes_read = 0
+    graphed = None
 
     def __init__(
         self, profile: Profile, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype, clock: Clock
@@ -116,6 +117,7 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
         "--attention": config.attention != "auto",
         "--kv-cache-memory": config.kv_cache_memory_bytes is not None,
         "--device": config.device == "cuda",
+        "--enforce-eager": config.enforce_eager,
         "--gpu-memory-utilization": config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization,
     }
     if any(asked.values()):

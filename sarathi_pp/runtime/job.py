@@ -95,8 +95,11 @@ class Job:
         self._sharers = standings.count(standings[place.rank])
         self._transport = choose_transport(standings)
         _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
-        hosts = self._agree(lambda: {"run_dir": str(run_dir.path), "attempt": run_dir.attempt})
-        self._run_dir = run_dir.joining(Path(hosts[0]["run_dir"]), hosts[0]["attempt"], own=config.run_dir is not None)
+        mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
+        first = self._agree(lambda: mine)[0]
+        self._run_dir = run_dir.joining(
+            Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
+        )
         located(self._run_dir)
         layers = self._alike(lambda: partition(facts.num_layers, place.world_size, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
@@ -170,6 +173,7 @@ class Job:
         """alone: in a directory that is not rank 0's, which alone is cleared for a new run."""
         path = self._run_dir.trace_path(self.place.rank, self.place.world_size)
         if alone:
+            self._run_dir.drop_replaced()
             path.unlink(missing_ok=True)
         self._recorder = Recorder(path)
         return {}
@@ -190,7 +194,7 @@ class Job:
         Each report is written before the next is asked for: whoever ends the process by then has that one.
         """
         self._watchdog.dismiss()
-        offset = align(self._topology, self._clock.now)
+        offset, graphs = align(self._topology, self._clock.now), self._stage.graphed
         self._recorder.record(
             TraceEnd(
                 at_s=self._clock.now(),
@@ -198,6 +202,8 @@ class Job:
                 clock_uncertainty_s=offset.uncertainty_s,
                 peak_rss_bytes=_peak_rss_bytes(),
                 bytes_read=self._stage.bytes_read,
+                graph_hits=graphs[0] if graphs else None,
+                graph_misses=graphs[1] if graphs else None,
             )
         )
         self._recorder.close()

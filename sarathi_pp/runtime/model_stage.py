@@ -5,7 +5,10 @@ MicroBatch -> page tables -> StageInputs -> layers (through paged attention) -> 
 
 from __future__ import annotations
 
+import gc
+import logging
 from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,8 +16,10 @@ from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow
+from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.errors import ProtocolError
-from sarathi_pp.model.attention import Needs, choose_backend
+from sarathi_pp.model.attention import Fixable, Needs, choose_backend
+from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.packed import warm_linears
@@ -24,6 +29,8 @@ from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, room_bytes
 from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import SystemClock
+
+_log = logging.getLogger(__name__)
 
 # For warming up.
 _GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -64,22 +71,65 @@ class ModelStages:
     def load(self, layers: tuple[int, int]) -> int:
         facts, dtype, device = self._facts, self._dtype, self._device
         self._loaded = load_stage(self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room)
-        budget = kv_budget_bytes(self._config, self._device, self._sharers)
+        working = self._working_bytes(layers) if device.type == "cuda" else 0
+        budget = kv_budget_bytes(self._config, device, self._sharers, working)
         return count_pages(budget, facts, layers, self.page_size, dtype)
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
         facts = self._facts
         assert self._loaded is not None, "load comes first"
         warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
-        kv = make_shard(run, facts, layers, dtype, self._device)
+        graphed = self._has_graphs()
+        kv = make_shard(run, facts, layers, dtype, self._device, spare=graphed)
+        graphs = self._capture(run, kv) if graphed else None
         debug_nan = self._config.debug_nan
-        return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device, debug_nan=debug_nan)
+        return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device, graphs=graphs, debug_nan=debug_nan)
+
+    def _has_graphs(self) -> bool:
+        if self._device.type != "cuda" or self._config.enforce_eager:
+            return False
+        if not isinstance(self._backend, Fixable):
+            _log.info("no CUDA graphs: attention %s cannot be captured", self._backend.name)
+            return False
+        return True
+
+    def _capture(self, run: ResolvedRun, kv: KVShard) -> StageGraphs | None:
+        """None where the model does what no graph can hold, such as asking the device how many tokens an expert got."""
+        facts, pool = self._facts, torch.cuda.graph_pool_handle()
+        shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
+        assert self._loaded is not None, "load comes first"
+        try:
+            return StageGraphs(
+                self._loaded, kv, shapes, facts.hidden_size, facts.num_heads, self._device, lambda: CudaGraph(pool)
+            )
+        except RuntimeError as error:
+            _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
+            gc.collect()
+            torch.cuda.empty_cache()
+            return None
+
+    def _working_bytes(self, layers: tuple[int, int]) -> int:
+        """Measured: what computing a microbatch takes, and what its graphs take, which share their memory."""
+        config, facts = self._config, self._facts
+        num_tokens = min(config.chunk_size or auto_chunk_size(config.policy), facts.max_model_len(config.max_model_len))
+        num_pages = -(-num_tokens // self.page_size)
+        kv = KVShard(layers, num_pages, self.page_size, facts.num_kv_heads, facts.head_dim, self._dtype, self._device)
+        assert self._loaded is not None, "load comes first"
+        stage = ModelStage(self._loaded, kv, facts.hidden_size, self._dtype, self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        stage.warm_up(num_tokens, num_tokens)
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        del stage, kv
+        torch.cuda.empty_cache()
+        return peak * (2 if self._has_graphs() else 1)
 
 
 class ModelStage:
     """A slice of a model and its KV shard; holds nothing that a header did not tell it.
 
-    debug_nan: look at every output, so that the first stage with values that are not finite is known.
+    graphs: of its forward, where there are any. debug_nan: look at every output, so that the first stage with values
+    that are not finite is known.
     """
 
     def __init__(
@@ -90,6 +140,7 @@ class ModelStage:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        graphs: StageGraphs | None = None,
         debug_nan: bool = False,
     ) -> None:
         self.model = model
@@ -97,6 +148,7 @@ class ModelStage:
         self.device = device
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._graphs = graphs
         self._debug_nan = debug_nan
         self._tables: dict[int, array[int]] = {}
 
@@ -108,26 +160,39 @@ class ModelStage:
     def bytes_read(self) -> int:
         return self.model.bytes_read
 
+    @property
+    def graphed(self) -> tuple[int, int] | None:
+        return None if self._graphs is None else (self._graphs.hits, self._graphs.misses)
+
     def prepare(self, microbatch: MicroBatch) -> Compute:
         self._update_tables(microbatch)
         drawn = [chunk for chunk in microbatch.chunks if chunk.sampling is not None] if self.model.head else []
-        inputs = build_inputs(
-            [Span(chunk.start, chunk.num_tokens, self._tables[chunk.sequence]) for chunk in microbatch.chunks],
-            _last_rows(microbatch) if drawn else (),
-            self.kv.page_size,
-            self.device,
-        )
-        token_ids = self._embedding_input(microbatch) if self.model.embed else None
+        forward = self._forward(microbatch, _last_rows(microbatch) if drawn else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
-            x = token_ids if hidden is None else hidden
-            assert x is not None, "a stage that does not embed gets activations"
-            y = self.model.forward(x, inputs, self.kv)
+            y = forward(hidden)
             if self.model.head:
                 return StageOutput(tokens=_draw(y, drawn))
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
         return compute
+
+    def _forward(self, microbatch: MicroBatch, logit_rows: Sequence[int]) -> Callable[[Tensor | None], Tensor]:
+        """By a graph where one fits."""
+        spans = [Span(chunk.start, chunk.num_tokens, self._tables[chunk.sequence]) for chunk in microbatch.chunks]
+        ids = array("q", (token for chunk in microbatch.chunks for token in chunk.token_ids))
+        graph = self._graphs.prepare(spans, logit_rows, ids) if self._graphs is not None else None
+        if graph is not None:
+            return graph
+        inputs = build_inputs(spans, logit_rows, self.kv.page_size, self.device)
+        token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
+
+        def forward(hidden: Tensor | None) -> Tensor:
+            x = token_ids if hidden is None else hidden
+            assert x is not None, "a stage that does not embed gets activations"
+            return self.model.forward(x, inputs, self.kv)
+
+        return forward
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
         """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel
@@ -159,10 +224,6 @@ class ModelStage:
             if chunk.new_pages and not (min(chunk.new_pages) >= 0 and max(chunk.new_pages) < num_pages):
                 raise ProtocolError(f"{microbatch} brings pages {chunk.new_pages} to a KV shard of {num_pages}")
             self._tables.setdefault(chunk.sequence, array("q")).extend(chunk.new_pages)
-
-    def _embedding_input(self, microbatch: MicroBatch) -> Tensor:
-        ids = array("q", (token for chunk in microbatch.chunks for token in chunk.token_ids))
-        return on_device(torch.frombuffer(ids, dtype=torch.int64), self.device)
 
 
 def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:

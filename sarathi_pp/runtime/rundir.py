@@ -29,8 +29,11 @@ _ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
+    """replaces: the attempts before this one are another run's, and go once this one begins."""
+
     path: Path
     attempt: int = 0
+    replaces: bool = False
 
     @classmethod
     def default_path(cls, output: str) -> Path:
@@ -77,29 +80,31 @@ class RunDirectory:
                 path.chmod(0o700)
             except OSError as error:
                 raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
-            claimed = cls(path, max(attempts, default=-1) + 1)
+            claimed = cls(path, max(attempts, default=-1) + 1, replaces=bool(attempts) and not resume)
             if job:
                 claimed._write("job", job + "\n")
             yield claimed
 
-    def begin(self, facts: dict[str, Any], *, resumed: bool) -> None:
-        """The output is this run's from here on: so is run.json, which these facts make. Raises OutputError.
-
-        resumed: what earlier attempts left is part of the run.
-        """
+    def begin(self, facts: dict[str, Any]) -> None:
+        """The output is this run's from here on: so is run.json, which these facts make. Raises OutputError."""
         with suppress(FileNotFoundError):
             (self.path / "report.json").unlink()
-        if not resumed:
-            own = _attempt_name(self.attempt)
-            try:
-                _remove(entry for entry in self.path.glob("attempt-*") if entry.name != own)
-            except OSError as error:
-                raise OutputError(f"cannot remove the earlier run of {self.path}: {error.strerror}") from error
+        self.drop_replaced()
         self.write_run(facts)
 
-    def joining(self, leader: Path, attempt: int, *, own: bool) -> RunDirectory:
+    def drop_replaced(self) -> None:
+        """Raises OutputError."""
+        if not self.replaces:
+            return
+        own = _attempt_name(self.attempt)
+        try:
+            _remove(entry for entry in self.path.glob("attempt-*") if entry.name != own)
+        except OSError as error:
+            raise OutputError(f"cannot remove the earlier run of {self.path}: {error.strerror}") from error
+
+    def joining(self, leader: Path, attempt: int, *, own: bool, replaces: bool = False) -> RunDirectory:
         """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
-        joined = replace(self, path=self.path if own else leader, attempt=attempt)
+        joined = replace(self, path=self.path if own else leader, attempt=attempt, replaces=replaces)
         try:
             joined.attempt_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:

@@ -40,13 +40,15 @@ class Stage(Protocol):
     """Runs microbatches in the order in which they were issued.
 
     counts_cpu: whether the computing thread's CPU time says something about a compute span. bytes_read: of the
-    weights, at loading.
+    weights, at loading. graphed: microbatches that a CUDA graph ran, and those that none fits; None without graphs.
     """
 
     @property
     def counts_cpu(self) -> bool: ...
     @property
     def bytes_read(self) -> int: ...
+    @property
+    def graphed(self) -> tuple[int, int] | None: ...
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
         """The program's own part: page tables, indices, token ids. Returns the rest, which is timed."""

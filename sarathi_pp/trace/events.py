@@ -198,13 +198,18 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEnd:
-    """The last line of a file whose process ended in order. bytes_read: of the weights, at loading."""
+    """The last line of a file whose process ended in order. bytes_read: of the weights, at loading.
+
+    graph_hits, graph_misses: microbatches that a CUDA graph ran, and those that none fits; null without graphs.
+    """
 
     at_s: float
     clock_offset_s: float = 0.0
     clock_uncertainty_s: float = 0.0
     peak_rss_bytes: int | None = None
     bytes_read: int | None = None
+    graph_hits: int | None = None
+    graph_misses: int | None = None
 
 
 Event = (

@@ -144,7 +144,13 @@ def _stage_report(stage: StageTimeline, measured: StageBubbles) -> Report:
         "cores_shared": measured.cores_shared,
         "peak_rss_bytes": stage.end.peak_rss_bytes if stage.end else None,
         "bytes_read": stage.end.bytes_read if stage.end else None,
+        "graph_hit_rate": _hit_rate(stage.end.graph_hits, stage.end.graph_misses) if stage.end else None,
     }
+
+
+def _hit_rate(hits: int | None, misses: int | None) -> float | None:
+    """None too where no microbatch ran."""
+    return hits / (hits + misses) if hits is not None and misses is not None and hits + misses else None
 
 
 def _variation(timeline: Timeline, bubbles: Bubbles) -> Report:

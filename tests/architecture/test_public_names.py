@@ -24,7 +24,16 @@ GENERATE_OPTIONS = {
     *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size"),
     *("--peer-timeout", "--join-timeout"),
     *("--json", "--quiet", "-q", "--emulate", "--metrics-port", "--profile"),
-    *("--resume", "--retry-errors", "--force", "--max-restarts", "--strict", "--verify", "--debug-nan"),
+    *(
+        "--resume",
+        "--retry-errors",
+        "--force",
+        "--max-restarts",
+        "--strict",
+        "--verify",
+        "--debug-nan",
+        "--enforce-eager",
+    ),
 }
 
 

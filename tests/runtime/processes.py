@@ -99,7 +99,8 @@ class Files:
         return int((self.run / "exit_code").read_text())
 
     def traces(self) -> list[Path]:
-        return sorted(self.run.glob("attempt-0000/trace-*.jsonl"))
+        """Of the last attempt."""
+        return sorted(max(self.run.glob("attempt-*")).glob("trace-*.jsonl"))
 
 
 def run(command: Sequence[str], folder: Path, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:

@@ -25,8 +25,13 @@ def test_overwrite_removes_what_a_run_left(tmp_path):
     assert len(list(tmp_path.iterdir())) == 5
     with RunDirectory.claim(tmp_path, overwrite=True) as run:
         run.joining(tmp_path, run.attempt, own=True)
-        run.begin({"new": True}, resumed=False)
+        run.begin({"new": True})
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["attempt-0001", "run.json"]
+        # As on another host, whose directory is its own.
+        (tmp_path / "there" / "attempt-0000").mkdir(parents=True)
+        there = RunDirectory(tmp_path / "there").joining(tmp_path, 1, own=True, replaces=run.replaces)
+        there.drop_replaced()
+        assert [entry.name for entry in there.path.iterdir()] == ["attempt-0001"]
         assert run.read_run() == {"new": True} and tmp_path.stat().st_mode & 0o777 == 0o700
 
 

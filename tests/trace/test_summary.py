@@ -50,6 +50,7 @@ def golden_stage(stage: int, **seconds: float) -> Report:
         "cores_shared": False,
         "peak_rss_bytes": 1 << 30,
         "bytes_read": 1 << 20,
+        "graph_hit_rate": None,
         # Busy for eight of nine seconds: 56 whole cells of 64, and 8/9 of the 57th, from the left or from the right.
         "busy_strip": [1.0] * 56 + [8 / 9] + [0.0] * 7 if stage == 0 else [0.0] * 7 + [8 / 9] + [1.0] * 56,
     }

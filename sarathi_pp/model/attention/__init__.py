@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,6 +49,23 @@ class AttentionBackend(Protocol):
         i - sliding_window < j. softcap: scores become softcap * tanh(score / softcap). sinks: (H,), one more
         logit per head that takes part in the softmax's denominator and carries no value.
         """
+        ...
+
+
+class FixedAttention(AttentionBackend, Protocol):
+    """The same in the same launches at the same addresses, for one microbatch after the other. `load` comes before."""
+
+    def load(self, inputs: StageInputs) -> None: ...
+
+
+@runtime_checkable
+class Fixable(Protocol):
+    """A backend whose work a captured graph can hold."""
+
+    def fixed(
+        self, num_tokens: int, num_seqs: int, longest: int, kv: KVShard, num_heads: int, windows: Iterable[int | None]
+    ) -> FixedAttention:
+        """For microbatches of up to num_tokens and num_seqs, with up to `longest` tokens of each sequence."""
         ...
 
 

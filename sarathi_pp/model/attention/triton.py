@@ -6,10 +6,11 @@ do is laid out on the host once per microbatch and window: layers differ in noth
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from sarathi_pp_kernels.attention_work import AttentionWork, Blocks, Extent, cut_work
+from sarathi_pp_kernels.attention_work import AttentionWork, Blocks, Extent, FixedWork, cut_work
 from sarathi_pp_kernels.paged_attention import paged_attention
 from torch import Tensor
 
@@ -51,6 +52,60 @@ class TritonAttention:
             kv.values(layer),
             inputs.pages,
             self._microbatch.work(sliding_window, query.shape[1] // kv.num_kv_heads, kv),
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+    def fixed(
+        self, num_tokens: int, num_seqs: int, longest: int, kv: KVShard, num_heads: int, windows: Iterable[int | None]
+    ) -> FixedTritonAttention:
+        """The same for one microbatch after the other in the same launches. See FixedWork."""
+        blocks = Blocks.of(num_heads // kv.num_kv_heads, kv.head_dim, kv.dtype.itemsize)
+        device = kv.keys(kv.layers[0]).device
+        processors = _num_processors(device)
+        return FixedTritonAttention(
+            {
+                window: FixedWork(num_tokens, num_seqs, longest, blocks, window, kv.num_kv_heads, processors, device)
+                for window in set(windows)
+            }
+        )
+
+
+class FixedTritonAttention:
+    """See AttentionBackend and TritonAttention.fixed; `load` comes before each microbatch."""
+
+    name = TritonAttention.name
+    page_multiple = TritonAttention.page_multiple
+    default_page_size = TritonAttention.default_page_size
+
+    def __init__(self, works: Mapping[int | None, FixedWork]) -> None:
+        self._works = works
+
+    def load(self, inputs: StageInputs) -> None:
+        """inputs: of the microbatch; its page tables are those at the fixed address."""
+        extents = _extents(inputs)
+        for work in self._works.values():
+            work.load(extents)
+
+    def __call__(
+        self,
+        query: Tensor,
+        kv: KVShard,
+        layer: int,
+        inputs: StageInputs,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        return paged_attention(
+            query,
+            kv.keys(layer),
+            kv.values(layer),
+            inputs.pages,
+            self._works[sliding_window].work,
             scaling=scaling,
             softcap=softcap,
             sinks=sinks,

@@ -1,0 +1,193 @@
+"""A stage's forward as CUDA graphs: one launch for a microbatch whose shape was captured, in the place of hundreds.
+
+    microbatch   [ chunk 480 | 31 decodes ]        511 tokens
+    graph        [          512 rows       ]       captured once; one row more is computed and dropped
+    tables       token ids, positions, pages, attention's work: fixed addresses, filled before each replay
+
+Microbatches of a uniform size have few shapes, so a few dozen graphs serve nearly all of them; the rest runs as ever.
+Graphs share their memory, what they read and what they write, since one is replayed after the other on one stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.model.attention import Fixable
+from sarathi_pp.model.inputs import FixedInputs, Span
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.slice import StageModel
+
+# Above, a microbatch keeps the device busy for longer than it takes to launch, whatever the model.
+_MOST_TOKENS = 1024
+# The last bits of a size that is no power of two: sizes are at most an eighth apart.
+_STEPS_PER_DOUBLING = 8
+
+_log = logging.getLogger(__name__)
+
+
+class Graph(Protocol):
+    """Work of a device that is recorded once and repeated at the same addresses."""
+
+    def capture(self, work: Callable[[], None]) -> None: ...
+    def replay(self) -> None: ...
+
+
+class CudaGraph:
+    """pool: torch's handle of the memory that all graphs of a stage share."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture(self, work: Callable[[], None]) -> None:
+        # thread_local: what other threads ask of the device meanwhile is none of the graph's affair.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Most tokens and sequences of a microbatch; decodes: each of one token."""
+
+    num_tokens: int
+    num_seqs: int
+    decodes: bool
+
+
+def graph_shapes(max_tokens: int, max_seqs: int) -> tuple[Shape, ...]:
+    """What is captured for microbatches of up to max_tokens and max_seqs, the largest first: they share memory."""
+    sizes = graph_sizes(min(max_tokens, _MOST_TOKENS))
+    decodes = [Shape(size, size, decodes=True) for size in sizes if size <= _up(min(max_seqs, max_tokens), sizes)]
+    mixed = [Shape(size, min(size, max_seqs), decodes=False) for size in sizes if size > 1]
+    return tuple(sorted((*decodes, *mixed), key=lambda shape: shape.num_tokens, reverse=True))
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16 .. 64 in steps of 8, and from there each at most an eighth above the one before; then `most`."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size += size if size < _STEPS_PER_DOUBLING else max(8, (1 << (size.bit_length() - 1)) // _STEPS_PER_DOUBLING)
+    return (*sizes, most)
+
+
+def _up(count: int, sizes: Sequence[int]) -> int:
+    return next((size for size in sizes if size >= count), sizes[-1])
+
+
+class StageGraphs:
+    """The graphs of one stage. new_graph: makes an empty one.
+
+    hits, misses: microbatches that a graph ran, and those that none fits.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: KVShard,
+        shapes: Sequence[Shape],
+        hidden_size: int,
+        num_heads: int,
+        device: torch.device,
+        new_graph: Callable[[], Graph],
+    ) -> None:
+        self.hits = self.misses = 0
+        most = max(shape.num_tokens for shape in shapes)
+        x = torch.zeros((most, hidden_size), dtype=kv.dtype, device=device)
+        self._graphs: list[_StageGraph] = []
+        out: Tensor | None = None
+        for shape in shapes:
+            graph = _StageGraph(model, kv, shape, x, num_heads, device, new_graph())
+            found = graph.forward()  # what is compiled on the way cannot be while it is captured
+            if out is None:
+                most_rows = max(one.num_seqs if model.head else one.num_tokens for one in shapes)
+                out = torch.empty((most_rows, found.shape[1]), dtype=found.dtype, device=device)
+            graph.capture(out)
+            self._graphs.append(graph)
+        self._graphs.reverse()
+        _log.info("%d graphs of up to %d tokens", len(shapes), most)
+
+    def prepare(
+        self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
+    ) -> Callable[[Tensor | None], Tensor] | None:
+        """Lay out a microbatch for the smallest graph that fits; None where none does.
+
+        What is returned takes and gives what StageModel.forward does. The result is the caller's own.
+        """
+        num_tokens = sum(span.num_tokens for span in spans)
+        decodes = num_tokens == len(spans)
+        for graph in self._graphs:
+            shape = graph.shape
+            if num_tokens <= shape.num_tokens and len(spans) <= shape.num_seqs and decodes == shape.decodes:
+                self.hits += 1
+                return graph.prepare(spans, logit_rows, token_ids)
+        self.misses += 1
+        return None
+
+
+class _StageGraph:
+    """One shape. x: (most, hidden_size), in which activations are put for any of the graphs."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: KVShard,
+        shape: Shape,
+        x: Tensor,
+        num_heads: int,
+        device: torch.device,
+        graph: Graph,
+    ) -> None:
+        self.shape = shape
+        self._model = model
+        self._kv = kv
+        self._graph = graph
+        num_logit_rows = shape.num_seqs if model.head else 0
+        self._fixed = FixedInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
+        self._x = x[: shape.num_tokens]
+        longest = 1 if shape.decodes else shape.num_tokens
+        windows = model.windows[model.layers[0] : model.layers[1]]
+        assert isinstance(model.backend, Fixable), "whoever captures has asked"
+        self._attention = model.backend.fixed(shape.num_tokens, shape.num_seqs, longest, kv, num_heads, windows)
+        self._out: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        """Of what lies at the fixed addresses."""
+        x = self._fixed.token_ids if self._model.embed else self._x
+        return self._model.forward(x, self._fixed.inputs, self._kv, self._attention)
+
+    def capture(self, out: Tensor) -> None:
+        """out: where all graphs of the stage put what they give."""
+        self._out = out
+
+        def work() -> None:
+            found = self.forward()
+            out[: found.shape[0]].copy_(found)
+
+        self._graph.capture(work)
+
+    def prepare(
+        self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
+    ) -> Callable[[Tensor | None], Tensor]:
+        inputs = self._fixed.load(spans, logit_rows, token_ids)
+        self._attention.load(inputs)
+        num_rows = len(logit_rows) if self._model.head else sum(span.num_tokens for span in spans)
+
+        def compute(hidden: Tensor | None) -> Tensor:
+            if hidden is not None:
+                self._x[: hidden.shape[0]].copy_(hidden)
+            self._graph.replay()
+            assert self._out is not None, "it was captured"
+            # The next replay writes to the same place, and this may be on its way to the next stage by then.
+            return self._out[:num_rows].clone()
+
+        return compute

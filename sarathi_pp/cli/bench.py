@@ -15,8 +15,8 @@ from sarathi_pp.cli.values import Bytes, Count, LayerSplit
 from sarathi_pp.config import DTYPES
 
 
-@click.command()
-@click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub.")
+@click.group(invoke_without_command=True)
+@click.option("--model", metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub.  [required]")
 @workload_option(example="uniform:n=32,min=256,max=1024,pd=8")
 @policies_option
 @click.option(
@@ -63,12 +63,17 @@ from sarathi_pp.config import DTYPES
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the JSON document here, after every run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the document as the last line of standard output.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
-def bench(output: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
+@click.pass_context
+def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Run policies, and other engines, on the same work in turn: throughput, bubbles, latency, memory.
 
     Each run is a process of its own, started when the machine is quiet; its time is that of the work alone, without
     loading. Beside them stands the floor: what the work costs at the rates of this machine, measured first.
     """
+    if context.invoked_subcommand is not None:
+        return
+    if options["model"] is None:
+        raise click.UsageError("Missing option '--model'.")
     from sarathi_pp.bench.contest import Run
     from sarathi_pp.bench.versus import Setting, compete
     from sarathi_pp.report.contest import render_contest
@@ -90,3 +95,26 @@ def bench(output: Path | None, as_json: bool, quiet: bool, **options: Any) -> No
         console.print(render_contest(document))
     if as_json:
         click.echo(json.dumps(document))
+
+
+@bench.command()
+@click.option("--budget", type=click.FloatRange(min=1), default=450.0, show_default=True, help="Seconds for all parts.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the JSON document here.")
+def gpu(budget: float, output: Path | None) -> int:
+    """Check and measure all that a GPU runs, on one: exactness, kernels, graphs, rates. Prints a JSON document.
+
+    Needs no network and no model. Ends with 1 where a check is not met.
+    """
+    import torch
+
+    from sarathi_pp.bench.gpu import bench_gpu
+    from sarathi_pp.trace.clock import SystemClock
+
+    def say(part: str) -> None:
+        click.echo(part, err=True)
+
+    document = bench_gpu(torch.device("cuda", 0), SystemClock(), budget, say)
+    if output is not None:
+        output.write_text(json.dumps(document, indent=1) + "\n")
+    click.echo(json.dumps(document))
+    return 0 if all(check["met"] for check in document["checks"]) else 1

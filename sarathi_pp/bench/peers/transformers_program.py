@@ -38,6 +38,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
         placed["distributed_config"] = DistributedConfig(pp_size=int(given["pp"]))
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=getattr(torch, asked["dtype"]), **placed)
+    model.to(asked.get("device", "cpu"))
     model.generation_config.eos_token_id = None  # every request runs to its length
     requests: Requests = asked["requests"]
     warm_up = [{**one, "output_tokens": 2} for one in requests[:2]]

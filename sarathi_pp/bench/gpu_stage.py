@@ -1,0 +1,176 @@
+"""One stage with random weights on a device, and what its microbatches take: no checkpoint, no pipeline around it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from sarathi_pp.model.attention import AttentionBackend, Needs, choose_backend
+from sarathi_pp.model.fuse import fuse
+from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.paged import PAGED
+from sarathi_pp.model.slice import StageModel
+from sarathi_pp.trace.clock import SystemClock
+
+# (tokens behind, tokens) of each sequence of a microbatch.
+Extents = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Of a Llama."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def layer_weights(self) -> int:
+        """Of linear layers, in all layers."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    def flops(self, extents: Extents, num_logits: int) -> float:
+        """Of a microbatch: products with weights, and those of queries, keys and values that are seen."""
+        tokens = sum(count for _, count in extents)
+        pairs = sum(count * start + count * (count + 1) // 2 for start, count in extents)
+        linear = 2 * self.layer_weights * tokens + 2 * self.hidden_size * self.vocab_size * num_logits
+        return linear + 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
+
+    def read_bytes(self, extents: Extents, itemsize: int) -> int:
+        """Of a microbatch of decodes: every weight once, and the keys and values that they see."""
+        weights = self.layer_weights + self.hidden_size * self.vocab_size
+        keys = sum(start + count for start, count in extents)
+        return itemsize * (weights + 2 * self.num_layers * self.num_kv_heads * self.head_dim * keys)
+
+    def config(self, **more: Any) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=8192,
+            **more,
+        )
+
+
+LLAMA_3_8B = ModelShape(4096, 14336, 32, 32, 8, 128256)
+
+
+class GpuStage:
+    """All layers of a model with weights of seed 0, and pages that hold numbers. attention: a backend's name."""
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, num_tokens: int, attention: str = "auto"
+    ) -> None:
+        self.shape = shape
+        self.device = device
+        needs = Needs(dtype, shape.head_dim, softcap=False, sinks=False)
+        backend = choose_backend(attention, device, None, needs)
+        self.page_size = backend.default_page_size
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            with torch.device(device):
+                module = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=PAGED)
+        module.requires_grad_(False).eval()
+        fuse(module)
+        layers = (0, shape.num_layers)
+        self.model = StageModel(module, layers, shape.num_layers, (None,) * shape.num_layers, backend, 0)
+        num_pages = -(-num_tokens // self.page_size)
+        self.kv = KVShard(
+            layers, num_pages, self.page_size, shape.num_kv_heads, shape.head_dim, dtype, device, spare=True
+        )
+        for layer in range(*layers):
+            self.kv.keys(layer).normal_()
+            self.kv.values(layer).normal_()
+
+    def microbatch(self, extents: Extents) -> Callable[[], Tensor]:
+        """What computes it, launched operation by operation: logits behind each sequence."""
+        spans, rows, ids = self.laid_out(extents)
+        inputs = build_inputs(spans, rows, self.page_size, self.device)
+        x = torch.tensor(ids, device=self.device)
+        return lambda: self.model.forward(x, inputs, self.kv)
+
+    def captured(self, extents: Extents) -> Callable[[], Tensor]:
+        """The same by a CUDA graph of that very shape, which is what a pipeline's uniform microbatches get."""
+        spans, rows, ids = self.laid_out(extents)
+        shape = Shape(len(ids), len(spans), decodes=len(ids) == len(spans))
+        pool = torch.cuda.graph_pool_handle()
+        graphs = StageGraphs(
+            self.model,
+            self.kv,
+            [shape],
+            self.shape.hidden_size,
+            self.shape.num_heads,
+            self.device,
+            lambda: CudaGraph(pool),
+        )
+        compute = graphs.prepare(spans, rows, ids)
+        assert compute is not None, "it was captured for it"
+        return lambda: compute(None)
+
+    def laid_out(self, extents: Extents) -> tuple[list[Span], list[int], list[int]]:
+        spans, rows, ids, first_page = [], [], [], 0
+        for start, count in extents:
+            end_page = first_page + -(-(start + count) // self.page_size)
+            assert end_page <= self.kv.num_pages, f"{extents} do not fit {self.kv.num_pages} pages"
+            spans.append(Span(start, count, range(first_page, end_page)))
+            ids += [(7 * position + 3) % self.shape.vocab_size for position in range(start, start + count)]
+            rows.append(len(ids) - 1)
+            first_page = end_page
+        return spans, rows, ids
+
+
+def attention_call(backend: AttentionBackend, stage: GpuStage, extents: Extents) -> Callable[[], Tensor]:
+    """A backend's attention alone, of one layer."""
+    spans, rows, _ = stage.laid_out(extents)
+    inputs = build_inputs(spans, rows, stage.page_size, stage.device)
+    query = torch.randn(
+        inputs.num_tokens, stage.shape.num_heads, stage.shape.head_dim, dtype=stage.kv.dtype, device=stage.device
+    )
+    scaling = stage.shape.head_dim**-0.5
+    return lambda: backend(query, stage.kv, 0, inputs, scaling=scaling, sliding_window=None, softcap=None, sinks=None)
+
+
+@torch.inference_mode()
+def seconds(device: torch.device, *calls: Callable[[], object], repeats: int) -> list[float]:
+    """The median of each, taken in turn so that a device that slows down slows all of them; once before, unmeasured."""
+    for call in calls:
+        call()
+    spans: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, taken in zip(calls, spans, strict=True):
+            taken.append(_once_s(device, call))
+    return [statistics.median(taken) for taken in spans]
+
+
+def _once_s(device: torch.device, call: Callable[[], object]) -> float:
+    if device.type != "cuda":
+        clock = SystemClock()
+        begin_s = clock.now()
+        call()
+        return clock.now() - begin_s
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(1e-3 * begin.elapsed_time(end))

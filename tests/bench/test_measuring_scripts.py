@@ -244,3 +244,33 @@ def wait_until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline_s, "not within 10 s"
         time.sleep(0.02)
+
+
+def test_gpus_are_simulated_at_the_rates_that_were_measured_on_one(load: Load, tmp_path: Path) -> None:
+    """Half the rates take twice as long, and what does not fit is said."""
+    script = load("simulate_gpus")
+    machine = {"device": "a GPU", "memory_bytes": 80e9}
+    paths = []
+    for factor in (1.0, 0.5):
+        paths.append(tmp_path / f"{factor}.json")
+        profile = {"flops": factor * 593.4e12, "bytes_per_s": factor * 2.68e12, "tile": 128}
+        paths[-1].write_text(json.dumps({"machine": machine, "profile": profile}))
+    found = []
+    for path in paths:
+        device, speed, memory_bytes = script.measured(path)
+        assert (device, memory_bytes) == ("a GPU", 80e9)
+        found.append(script.row("8b", 2, "nvlink", "uniform:n=16,min=256,max=512,pd=8", speed, memory_bytes))
+        assert (
+            script.row("405b", 4, "nvlink", "uniform:n=16,min=256,max=512,pd=8", speed, memory_bytes)["fits"] is False
+        )
+    fast, slow = found
+    assert fast["layers"][0][1] >= 16, "the last stage has the head"
+    assert fast["chunk_size"] in script.CHUNK_SIZES and 0 < fast["bubble_ratio"] < 1
+    # But for launching and links, which stay.
+    assert 0.5 <= slow["tokens_per_s"] / fast["tokens_per_s"] < 0.55
+
+
+def test_weights_of_llamas(load: Load) -> None:
+    shapes = load("simulate_gpus").SHAPES
+    billions = {name: shape.weights_bytes(shape.num_layers, 2) / 2e9 for name, shape in shapes.items()}
+    assert {name: round(size, 1) for name, size in billions.items()} == {"8b": 8.0, "70b": 70.6, "405b": 405.8}

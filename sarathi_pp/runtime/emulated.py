@@ -101,7 +101,10 @@ class EmulatedStages:
         self._profile = profile
         self._clock = clock
 
-    def load(self, layers: tuple[int, int]) -> int:
+    def load(self, layers: tuple[int, int]) -> None:
+        """There is nothing to load."""
+
+    def count_pages(self, layers: tuple[int, int]) -> int:
         return self._profile.pages
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> EmulatedStage:

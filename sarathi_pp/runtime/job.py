@@ -106,7 +106,8 @@ class Job:
         self.dtype: torch.dtype = getattr(torch, dtype_name)
         self._agree(self._choose_stages)
         maker = self._maker
-        stages = self._agree(lambda: {"pages": maker.load(layers[place.rank])})
+        self._agree(lambda: self._load(layers[place.rank]))
+        stages = self._agree(lambda: {"pages": maker.count_pages(layers[place.rank])})
         self._max_pages = min(stage["pages"] for stage in stages)
         self.run: ResolvedRun = self._alike(
             lambda: resolve(
@@ -240,6 +241,10 @@ class Job:
             from sarathi_pp.runtime.model_stage import ModelStages
 
             self._maker = ModelStages(config, self._model_dir, self.facts, self.dtype, self.device, self._sharers)
+        return {}
+
+    def _load(self, layers: tuple[int, int]) -> dict[str, Any]:
+        self._maker.load(layers)
         return {}
 
     def _make_stage(self) -> dict[str, Any]:

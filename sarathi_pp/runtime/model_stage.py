@@ -67,13 +67,17 @@ class ModelStages:
         # Now, before any of the sharers has loaded anything.
         self._room = room_bytes(device)
         self._loaded: StageModel | None = None
+        self._working = 0
 
-    def load(self, layers: tuple[int, int]) -> int:
+    def load(self, layers: tuple[int, int]) -> None:
         facts, dtype, device = self._facts, self._dtype, self._device
         self._loaded = load_stage(self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room)
-        working = self._working_bytes(layers) if device.type == "cuda" else 0
-        budget = kv_budget_bytes(self._config, device, self._sharers, working)
-        return count_pages(budget, facts, layers, self.page_size, dtype)
+        # Now too: what it takes for a moment must not be missing where others count.
+        self._working = self._working_bytes(layers) if device.type == "cuda" else 0
+
+    def count_pages(self, layers: tuple[int, int]) -> int:
+        budget = kv_budget_bytes(self._config, self._device, self._sharers, self._working)
+        return count_pages(budget, self._facts, layers, self.page_size, self._dtype)
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
         facts = self._facts

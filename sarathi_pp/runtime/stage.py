@@ -72,8 +72,12 @@ class StageMaker(Protocol):
     @property
     def device_name(self) -> str: ...
 
-    def load(self, layers: tuple[int, int]) -> int:
-        """Load what belongs to the layers [first, end); returns how many KV pages fit beside it."""
+    def load(self, layers: tuple[int, int]) -> None:
+        """Load what belongs to the layers [first, end)."""
+        ...
+
+    def count_pages(self, layers: tuple[int, int]) -> int:
+        """How many KV pages fit beside what was loaded: when every rank has, since some may share the memory."""
         ...
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> Stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.runtime.processes import COMMAND, Files, console_script, environment,
 from tests.runtime.references import NEW_TOKENS, Reference
 
 WORKER = Path(__file__).with_name("families_worker.py")
+COUNTING = Path(__file__).with_name("counting_worker.py")
 GREEDY = ("--max-new-tokens", str(NEW_TOKENS), "--ignore-eos", "--chunk-size", "16", "--quiet")
 
 pytestmark = pytest.mark.timeout(180)
@@ -117,3 +119,19 @@ def test_every_family_runs_as_two_processes(reference, tmp_path):
         assert [tuple(tokens) for tokens in output] == list(each.outputs), each.family
         report = json.loads((tmp_path / each.family / "report.json").read_text())
         assert report["layer_split"] == [3, 2] and report["completed"] == len(each.prompts)
+
+
+def test_pages_are_counted_when_all_that_share_the_memory_have_loaded(reference, tmp_path):
+    """Who counts before another one has loaded would give away the room of its weights."""
+    known, plan, answers = reference("llama"), tmp_path / "plan.json", tmp_path / "answers.json"
+    case = {
+        "model": str(known.directory),
+        "run_dir": str(tmp_path / "run"),
+        "prompts": known.prompts[:2],
+        "new_tokens": 2,
+    }
+    plan.write_text(json.dumps([case]))
+    said = run((*torchrun(2, COUNTING), str(plan), str(answers)), tmp_path).stderr
+    loaded, counts = ([float(at) for at in re.findall(rf"{what} at (\S+)", said)] for what in ("loaded", "counts"))
+    assert len(loaded) == len(counts) == 2
+    assert max(loaded) <= min(counts)

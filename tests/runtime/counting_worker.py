@@ -1,0 +1,33 @@
+"""One rank of a pipeline that says when it has loaded its slice, the last rank late, and when it counts its pages.
+
+Arguments and answers are families_worker's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from sarathi_pp.runtime.model_stage import ModelStages
+from tests.runtime import families_worker
+
+LATE_S = 1.0
+
+
+def load_late(self: ModelStages, layers: tuple[int, int]) -> None:
+    load(self, layers)
+    time.sleep(LATE_S * int(os.environ["RANK"]))
+    print(f"loaded at {time.monotonic()}", file=sys.stderr)
+
+
+def count_and_say(self: ModelStages, layers: tuple[int, int]) -> int:
+    print(f"counts at {time.monotonic()}", file=sys.stderr)
+    return count_pages(self, layers)
+
+
+if __name__ == "__main__":
+    load, count_pages = ModelStages.load, ModelStages.count_pages
+    ModelStages.load, ModelStages.count_pages = load_late, count_and_say  # type: ignore[method-assign]
+    families_worker.main(Path(sys.argv[1]), Path(sys.argv[2]))

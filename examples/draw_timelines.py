@@ -36,7 +36,7 @@ def run_for_page(work: Work, policy: str) -> PageRun:
     if process.wait():
         raise click.ClickException(f"the run of {policy} ended with code {process.returncode}")
     found = read_run(answers.with_name(f"{answers.name}.run"))
-    return PageRun(policy, found.timeline, found.bubbles, found.report)
+    return PageRun(policy, found.replicas[0].timeline, found.replicas[0].bubbles, found.report)
 
 
 @click.command()

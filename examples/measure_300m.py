@@ -154,7 +154,7 @@ def start_profile(work: Work, name: str, *options: str) -> list[subprocess.Popen
 
 
 def traces(run_dir: Path, away: Sequence[Interval]) -> list[list[Event]]:
-    return [list(without(away, read_trace(trace))) for trace in find_traces(run_dir, None)]
+    return [list(without(away, read_trace(trace))) for trace in find_traces(run_dir, None)[0]]
 
 
 def profile_of_turns(work: Work, away: Sequence[Interval]) -> Profile:

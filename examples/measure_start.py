@@ -57,7 +57,7 @@ def generate(model: Path, workload: str, directory: Path, footprint: Footprint |
         end_s = time.monotonic()
     if code:
         raise subprocess.CalledProcessError(code, command)
-    events = read_trace(find_traces(output.with_name(f"{output.name}.run"), None)[0])
+    events = read_trace(find_traces(output.with_name(f"{output.name}.run"), None)[0][0])
     finished = [event for event in events if isinstance(event, RequestFinished)]
     first_s = min(event.first_token_s for event in finished if event.first_token_s is not None)
     return {"first token, s": first_s - begin_s, "end, s": end_s - begin_s}

@@ -109,6 +109,7 @@ def _is_real(value: object) -> bool:
 class RunConfig:
     """One run as the user asked for it. `None` means "decide for me".
 
+    stages: of each replica, and tensor_parallel_size ranks hold each of them. max_num_seqs: of a replica.
     Sizes ending in _bytes are bytes. join_timeout_s: how long a rank waits for the others to come. debug_nan: find
     the first stage whose output is not finite. enforce_eager: no CUDA graphs. emulate: a profile whose stages sleep
     their modelled time, in place of a model. profile: what was measured of the model, which then decides layer split,
@@ -118,6 +119,8 @@ class RunConfig:
 
     model: str
     stages: int = 1
+    replicas: int = 1
+    tensor_parallel_size: int = 1
     policy: str = "balanced"
     chunk_size: int | None = None
     max_num_seqs: int | None = None
@@ -141,10 +144,15 @@ class RunConfig:
     profile: Path | None = None
     sampling_overrides: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def num_ranks(self) -> int:
+        return self.replicas * self.stages * self.tensor_parallel_size
+
     def __post_init__(self) -> None:
-        for name in ("stages", "chunk_size", "max_num_seqs", "max_model_len", "page_size", "inflight"):
+        sizes = ("stages", "replicas", "tensor_parallel_size")
+        for name in (*sizes, "chunk_size", "max_num_seqs", "max_model_len", "page_size", "inflight"):
             value = getattr(self, name)
-            absent = value is None and name != "stages"
+            absent = value is None and name not in sizes
             _demand(absent or (_is_int(value) and value >= 1), name, value, "an integer of at least 1")
         for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
             _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
@@ -166,6 +174,23 @@ class RunConfig:
         for option, seconds in (("--peer-timeout", self.peer_timeout_s), ("--join-timeout", self.join_timeout_s)):
             if not 0 < seconds <= _LONGEST_S:
                 raise ConfigError(f"{option} is {seconds}; it must be above 0 seconds and at most {_LONGEST_S:.0f}")
+
+
+def stages_among(num_ranks: int, stages: int | None, replicas: int, tensor_parallel_size: int) -> int:
+    """How many stages each replica has where torchrun started so many processes. Raises ConfigError."""
+    held = replicas * tensor_parallel_size
+    if num_ranks % held:
+        raise ConfigError(
+            f"torchrun started {num_ranks} processes, which --replicas {replicas} of stages of --tensor-parallel-size "
+            f"{tensor_parallel_size} do not divide; start a multiple of {held}"
+        )
+    if stages not in (None, num_ranks // held):
+        asked = f"{stages} stages" if held == 1 else f"{replicas} x {stages} x {tensor_parallel_size} ranks"
+        raise ConfigError(
+            f"--stages is {stages}, and torchrun started {num_ranks} processes, not the {asked} of the options; leave "
+            f"--stages out, or start {held * (stages or 1)} processes"
+        )
+    return num_ranks // held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +218,8 @@ class ResolvedRun:
     seed: int
     peer_timeout_s: float
     request_rate: float | None = None
+    replicas: int = 1
+    tensor_parallel_size: int = 1
 
     @property
     def num_stages(self) -> int:

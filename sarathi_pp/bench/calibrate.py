@@ -147,13 +147,13 @@ class _Calibrator:
             rows.append(Row(index + 1, index, "own", Request(index, token_ids, sampling, now_s), arrival_s=now_s))
         return rows
 
-    def analyse(self, traces: Sequence[Path], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+    def analyse(self, traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         """Write the profile; gives it with what else is worth knowing."""
         run, model = self._run, self._facts
         assert run is not None and model is not None, "rows come before their analysis"
         dtype: torch.dtype = getattr(torch, run.dtype)
         warm_up = make_timetable(limits_of(run), self.seed).warm_up
-        found = measure([list(read_trace(trace)) for trace in traces], warm_up, model.hidden_size * dtype.itemsize)
+        found = measure([list(read_trace(trace)) for trace in traces[0]], warm_up, model.hidden_size * dtype.itemsize)
         profile = _profile(run, model, found, dtype)
         write_profile(self.output, profile)
         yield {

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.report import writing
+from sarathi_pp.cli.report import page_runs, writing
 from sarathi_pp.cli.runs import advise_runs, read_run
 from sarathi_pp.report.comparison import compare as compare_reports
 from sarathi_pp.report.comparison import render_comparison
@@ -32,11 +32,11 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
     looked_for = advise_runs(dict(zip(labels, found, strict=True)))
     comparison |= {"advice": looked_for["advice"], "notes": [*comparison["notes"], *looked_for["notes"]]}
     if html is not None:
-        from sarathi_pp.report.page import PageRun, render_page  # its plotting library is slow to import
+        from sarathi_pp.report.page import render_page  # its plotting library is slow to import
 
         shown = zip(labels, found, strict=True)
         remarks = [*comparison["notes"], *(advice["text"] for advice in comparison["advice"])]
-        page = render_page([PageRun(label, run.timeline, run.bubbles, run.report) for label, run in shown], remarks)
+        page = render_page([one for label, run in shown for one in page_runs(label, run)], remarks)
         with writing(html) as file:
             file.write(page)
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
-from sarathi_pp.config import DEVICES, DTYPES, RunConfig
+from sarathi_pp.config import DEVICES, DTYPES, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 
 if TYPE_CHECKING:
@@ -57,7 +57,23 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     "--pipeline-parallel-size",
     "--pp-size",
     type=Count(),
-    help="Pipeline stages; under torchrun its processes.  [default: 1]",
+    help="Pipeline stages; under torchrun its processes, shared out over replicas.  [default: 1]",
+)
+@click.option(
+    "--replicas",
+    "--data-parallel-size",
+    type=Count(),
+    default=1,
+    show_default=True,
+    help="Pipelines of so many stages, which share the prompts; one that is lost leaves its own to the others.",
+)
+@click.option(
+    "--tensor-parallel-size",
+    "--tp-size",
+    type=Count(),
+    default=1,
+    show_default=True,
+    help="Ranks that hold each stage together; it divides the model's KV heads.",
 )
 @click.option(
     "--profile",
@@ -86,7 +102,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     default="auto",
     help="Most tokens in a microbatch; auto: where the profile's throughput saturates, else the policy's own.",
 )
-@click.option("--max-num-seqs", type=Count(), help="Running sequences over the whole pipeline.  [default: 64 x stages]")
+@click.option("--max-num-seqs", type=Count(), help="Running sequences over a whole pipeline.  [default: 64 x stages]")
 @click.option(
     "--tbt-slo",
     type=Real(0, min_open=True),
@@ -195,7 +211,7 @@ def _generate(options: dict[str, Any]) -> int:
     restarts = options["max_restarts"]
     if restarts and "-" in (job.input_path, job.output_path):
         raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
-    if place is None and (job.config.stages > 1 or restarts):
+    if place is None and (job.config.num_ranks > 1 or restarts):
         return _launch(job, display, restarts)
     if place is not None and place.store is None and restarts:
         raise click.UsageError("--max-restarts: torchrun starts its processes again itself; give it to torchrun")
@@ -215,24 +231,23 @@ def _start(options: dict[str, Any]) -> Start:
 
 def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
     from sarathi_pp.runtime.launcher import launch
+    from sarathi_pp.runtime.place import mesh_of
     from sarathi_pp.runtime.preflight import check_lines, check_weights, preflight
 
     run_dir = preflight(job).run_dir
     check_lines(job, display.warn)
     check_weights(job)
-    code = launch(job.config.stages, sys.argv[1:], display.error, max_restarts=max_restarts)
+    code = launch(mesh_of(job.config), sys.argv[1:], display.error, max_restarts=max_restarts)
     if code:
         run_dir.write_end(code)
     return code
 
 
 def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
-    stages = options["stages"]
-    if world_size is not None and stages not in (None, world_size):
-        raise click.UsageError(
-            f"--stages is {stages}, and torchrun started {world_size} processes; each is one stage. Leave --stages "
-            f"out, or start {stages} processes"
-        )
+    replicas, shards = options["replicas"], options["tensor_parallel_size"]
+    stages = options["stages"] or 1
+    if world_size is not None:
+        stages = stages_among(world_size, options["stages"], replicas, shards)
     if (options["model"] is None) == (options["emulate"] is None):
         raise click.UsageError("give either --model or, to run without one, --emulate PROFILE")
     bound_s = options["tbt_slo"]
@@ -241,7 +256,9 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         model=options["model"] or "",
         emulate=options["emulate"],
         profile=options["profile"],
-        stages=world_size or stages or 1,
+        stages=stages,
+        replicas=replicas,
+        tensor_parallel_size=shards,
         policy=with_tbt_slo(options["policy"], bound_s) if bound_s else options["policy"],
         chunk_size=options["chunk_size"],
         max_num_seqs=options["max_num_seqs"],

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
-from sarathi_pp.config import DEVICES, DTYPES, RunConfig
+from sarathi_pp.config import DEVICES, DTYPES, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES
 
 _MODEL_OPTIONS = (
@@ -68,15 +68,12 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_config(options: dict[str, Any], world_size: int | None) -> RunConfig:
     """The run that these options describe. world_size: torchrun's processes, each of which is a stage."""
-    stages = options["stages"]
-    if world_size is not None and stages not in (None, world_size):
-        raise click.UsageError(
-            f"--stages is {stages}, and torchrun started {world_size} processes; each is one stage. Leave --stages "
-            f"out, or start {stages} processes"
-        )
+    stages = options["stages"] or 1
+    if world_size is not None:
+        stages = stages_among(world_size, options["stages"], 1, 1)
     named = ("model", "layer_split", "max_num_seqs", "dtype", "device", "max_model_len", "page_size")
     some = ("gpu_memory_utilization", "attention", "run_dir", "seed", "profile")
     given = {name: options[name] for name in (*named, *some) if name in options}
     if "peer_timeout" in options:
         given["peer_timeout_s"] = options["peer_timeout"]
-    return RunConfig(stages=world_size or stages or 1, kv_cache_memory_bytes=options["kv_cache_memory"], **given)
+    return RunConfig(stages=stages, kv_cache_memory_bytes=options["kv_cache_memory"], **given)

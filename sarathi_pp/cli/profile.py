@@ -42,7 +42,7 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     Runs microbatches of many sizes through the real pipeline for a minute or so, fits the cost model to their times,
     and says how far it is off on microbatches that it was not fitted to. `plan` and `generate --profile` use it.
     """
-    from sarathi_pp.runtime.place import find_place
+    from sarathi_pp.runtime.place import find_place, mesh_of
 
     place = find_place()
     config = run_config(options, place.world_size if place else None)
@@ -52,7 +52,7 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     if place is None and config.stages > 1:
         from sarathi_pp.runtime.launcher import launch
 
-        return launch(config.stages, sys.argv[1:], lambda text: console.print(text, highlight=False))
+        return launch(mesh_of(config), sys.argv[1:], lambda text: console.print(text, highlight=False))
     from sarathi_pp.bench.calibrate import run_profile
 
     display = _ProfileDisplay(console, quiet=quiet, as_json=as_json)

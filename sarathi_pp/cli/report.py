@@ -6,14 +6,18 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.runs import read_run
+from sarathi_pp.cli.runs import Run, read_run
 from sarathi_pp.errors import OutputError
 from sarathi_pp.report.table import render
+from sarathi_pp.trace.replicas import Replica
+
+if TYPE_CHECKING:
+    from sarathi_pp.report.page import PageRun
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -23,32 +27,53 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--attempt", type=click.IntRange(min=0), help="Which start of the run.  [default: the last]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
 @click.option("--html", type=_FILE, help="Also write a page: timeline, causes, latencies. It needs no network.")
-@click.option("--perfetto", type=_FILE, help="Also write a Chrome trace, for ui.perfetto.dev.")
-@click.option("--csv", type=_FILE, help="Also write a line for each microbatch on each stage.")
+@click.option("--perfetto", type=_FILE, help="Also write a Chrome trace, for ui.perfetto.dev; one a replica.")
+@click.option("--csv", type=_FILE, help="Also write a line for each microbatch on each stage; a file a replica.")
 def report(
     run: Path, attempt: int | None, as_json: bool, html: Path | None, perfetto: Path | None, csv: Path | None
 ) -> None:
     """Show the bubble report of RUN, a run directory; of a run that is still on or was killed, too."""
     found = read_run(run, attempt)
     if html is not None:
-        from sarathi_pp.report.page import PageRun, render_page  # its plotting library is slow to import
+        from sarathi_pp.report.page import render_page  # its plotting library is slow to import
 
         with writing(html) as file:
-            file.write(render_page([PageRun(run.resolve().name, found.timeline, found.bubbles, found.report)]))
+            file.write(render_page(page_runs(run.resolve().name, found)))
     if perfetto is not None:
         from sarathi_pp.trace.perfetto import write_chrome_trace
 
-        with writing(perfetto) as file:
-            write_chrome_trace(found.timeline, file)
+        for path, replica in _each(perfetto, found):
+            with writing(path) as file:
+                write_chrome_trace(replica.timeline, file)
     if csv is not None:
         from sarathi_pp.trace.rows import write_csv
 
-        with writing(csv) as file:
-            write_csv(found.timeline, file)
+        for path, replica in _each(csv, found):
+            with writing(path) as file:
+                write_csv(replica.timeline, file)
     if as_json:
         click.echo(json.dumps(found.report))
     else:
         Console().print(render(found.report))
+
+
+def page_runs(title: str, run: Run) -> list[PageRun]:
+    """What a page shows of a run: each replica by itself, with the run's own report where there is one alone."""
+    from sarathi_pp.report.page import PageRun
+
+    if len(run.replicas) == 1:
+        return [PageRun(title, run.replicas[0].timeline, run.replicas[0].bubbles, run.report)]
+    return [
+        PageRun(f"{title} replica {one.index}", one.timeline, one.bubbles, {"advice": [], **run.report, **one.report})
+        for one in run.replicas
+    ]
+
+
+def _each(path: Path, run: Run) -> list[tuple[Path, Replica]]:
+    """A file for each replica where there are several: run.json becomes run.replica-0001.json."""
+    if len(run.replicas) == 1:
+        return [(path, run.replicas[0])]
+    return [(path.with_name(f"{path.stem}.replica-{one.index:04d}{path.suffix}"), one) for one in run.replicas]
 
 
 @contextmanager

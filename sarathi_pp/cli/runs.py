@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sarathi_pp.errors import InputError, MissingError
 from sarathi_pp.report.advice import Advice, ComparedRun, advise, advise_comparison
 from sarathi_pp.sim.rerun import CannotTry, Rerun
-from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
-from sarathi_pp.trace.summary import read_timeline, summarise_timeline
-from sarathi_pp.trace.timeline import Timeline
+from sarathi_pp.trace.replicas import Replica, summarise_replicas
+from sarathi_pp.trace.summary import read_timeline
 
 if TYPE_CHECKING:
     from sarathi_pp.bench.profile import Fit
@@ -29,11 +28,12 @@ _NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """fitted: what its microbatches cost; None where there were too few."""
+    """replicas: those that ran to its end. report: of all of them. fitted: what the first one's microbatches cost; None
+    where there were too few.
+    """
 
     path: Path
-    timeline: Timeline
-    bubbles: Bubbles
+    replicas: Sequence[Replica]
     report: dict[str, Any]
     fitted: Fit | None
 
@@ -41,13 +41,15 @@ class Run:
         """What tries a change on it; None where nothing can be told. Raises CannotTry as `Rerun.of`."""
         from sarathi_pp.bench.profile import fit_link
 
+        if len(self.replicas) > 1:
+            raise CannotTry(f"changes are tried on one pipeline, and the run has {len(self.replicas)}")
         if self.fitted is None:
             return None
-        report = self.report
+        report, timeline = self.report, self.replicas[0].timeline
         return Rerun.of(
-            self.timeline,
+            timeline,
             self.fitted.model,
-            fit_link(self.timeline),
+            fit_link(timeline),
             max_num_seqs=report.get("max_num_seqs"),
             max_model_len=report.get("max_model_len"),
             max_pages=report.get("max_pages"),
@@ -78,21 +80,23 @@ def _trial(run: Run) -> Rerun | None:
         return None
 
 
-def analyse(traces: Sequence[Path], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+def analyse(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     """The report of a run that has just ended, with causes; and with advice, which takes longer."""
-    run = _fold(traces[0].parent, traces, facts)
+    run = _fold(traces[0][0].parent, traces, facts)
     yield run.report | {"advice": []}
     yield run.report | _advice(run)
 
 
-def _fold(path: Path, traces: Sequence[Path], facts: Mapping[str, object]) -> Run:
+def _fold(path: Path, traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Run:
     from sarathi_pp.bench.profile import fit_cost  # scipy is slow to import, and only a report needs it
 
-    timeline = read_timeline(traces)
-    bubbles = measure_bubbles(timeline)
-    fitted = fit_cost(timeline)
-    report = summarise_timeline(timeline, bubbles, lambda _: fitted) | dict(facts)
-    return Run(path, timeline, bubbles, report, fitted)
+    timelines = [read_timeline(of_one) for of_one in traces]
+    fits = [fit_cost(timeline) for timeline in timelines]
+    replicas = [
+        Replica.fold(timeline, lambda _, fitted=fitted: fitted)  # type: ignore[misc]
+        for timeline, fitted in zip(timelines, fits, strict=True)
+    ]
+    return Run(path, replicas, summarise_replicas(replicas) | dict(facts), fits[0])
 
 
 def _advice(run: Run) -> dict[str, Any]:
@@ -118,8 +122,8 @@ def _looked_for(look: Callable[[], list[Advice]], notes: list[str]) -> dict[str,
         return {"advice": [], "notes": [*notes, f"no advice: {why}"]}
 
 
-def find_traces(run: Path, attempt: int | None) -> list[Path]:
-    """One trace a stage, stage 0 first.
+def find_traces(run: Path, attempt: int | None) -> list[list[Path]]:
+    """Of each replica one trace a stage, stage 0 first.
 
     Raises MissingError where the directory holds none or not all, InputError where it holds those of several runs.
     """
@@ -127,22 +131,31 @@ def find_traces(run: Path, attempt: int | None) -> list[Path]:
     if attempt is not None:
         attempts = [run / f"attempt-{attempt:04d}"]
     last = attempts[-1] if attempts else run
-    found = {match.groups(): path for path in last.glob("trace-*") if (match := _TRACE.fullmatch(path.name))}
-    if not attempts or not found:
-        earlier = "; --attempt reads one before it" if len(attempts) > 1 else ""
-        raise MissingError(f"{last} holds no trace; give the directory of a run{earlier}")
+    if not attempts:
+        raise MissingError(f"{last} holds no trace; give the directory of a run")
+    replicas = sorted(path for path in last.glob("replica-*") if path.is_dir())
+    earlier = "; --attempt reads one before it" if len(attempts) > 1 else ""
+    return [_find_replica(run, folder, earlier) for folder in replicas or [last]]
+
+
+def _find_replica(run: Path, folder: Path, earlier: str) -> list[Path]:
+    found = {match.groups(): path for path in folder.glob("trace-*") if (match := _TRACE.fullmatch(path.name))}
+    if not found:
+        raise MissingError(f"{folder} holds no trace; give the directory of a run{earlier}")
     sizes = sorted({int(size) for _, size in found})
     if len(sizes) > 1:
-        raise InputError(f"{last} holds traces of runs of {' and of '.join(map(str, sizes))} stages; keep those of one")
+        raise InputError(
+            f"{folder} holds traces of runs of {' and of '.join(map(str, sizes))} stages; keep those of one"
+        )
     missing = sorted(set(range(sizes[0])) - {int(stage) for stage, _ in found})
     if missing:
-        raise MissingError(_incomplete(run, last, sizes[0], missing))
+        raise MissingError(_incomplete(run, folder, sizes[0], missing))
     return [found[key] for key in sorted(found)]
 
 
 def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
     """Each host keeps its own stages' traces until the run ends in order, when they come to rank 0."""
-    hosts = _known(run).get("hosts") or []
+    hosts = _known(run).get("hosts") or []  # by seat: those of replica 0 come first
     where = [f"{stage} ({hosts[stage]})" if stage < len(hosts) else str(stage) for stage in missing]
     return (
         f"{attempt} holds {expected - len(missing)} of {expected} traces; missing: stage {', '.join(where)}"

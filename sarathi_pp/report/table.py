@@ -51,10 +51,21 @@ def _headline(report: Mapping[str, Any]) -> Text:
         requests.append(f"\nand {resumed['rows']:,} of earlier starts, {resumed['failed']:,} of them failed")
     schedule = Text(
         f"policy {report['policy']}, chunk size {report['chunk_size']}, "
-        f"{report['microbatches']:,} microbatches on {report['stages']} stages",
+        f"{report['microbatches']:,} microbatches on {_shape(report)}",
         style="dim",
     )
     return Text("\n").join([throughput, requests, schedule])
+
+
+def _shape(report: Mapping[str, Any]) -> str:
+    replicas, shards = report.get("replicas", 1), report.get("tensor_parallel_size", 1)
+    pipelines = f"{replicas} replicas of " if replicas > 1 else ""
+    return f"{pipelines}{report['stages']} stages{f' of {shards} ranks each' if shards > 1 else ''}"
+
+
+def _name(stage: Mapping[str, Any]) -> str:
+    """Behind the number of its replica, where there are several."""
+    return f"{stage['replica']}.{stage['stage']}" if "replica" in stage else str(stage["stage"])
 
 
 def _work(report: Mapping[str, Any]) -> Text:
@@ -83,7 +94,7 @@ def _stages(report: Mapping[str, Any]) -> Table:
     for stage in report["per_stage"]:
         first, end = stage["layers"]
         table.add_row(
-            str(stage["stage"]),
+            _name(stage),
             f"{first}-{end - 1}" if end > first else "none",
             *(formats.seconds(stage[name]) for name in _SECONDS),
             formats.share(stage["bubble_ratio"]),
@@ -96,7 +107,7 @@ def _stages(report: Mapping[str, Any]) -> Table:
 def _strips(report: Mapping[str, Any]) -> list[RenderableType]:
     """The run from left to right, a line a stage: the higher the bar, the more of that moment it computed."""
     strips: list[RenderableType] = [
-        Text.assemble((f"stage {stage['stage']:<3} ", "dim"), "".join(map(_bar, stage["busy_strip"])))
+        Text.assemble((f"stage {_name(stage):<3} ", "dim"), "".join(map(_bar, stage["busy_strip"])))
         for stage in report["per_stage"]
         if stage["busy_strip"]
     ]

@@ -15,10 +15,10 @@ from sarathi_pp.core.policy import wants_paragraphs
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.fetch import find_model
-from sarathi_pp.runtime.generation_config import GenerationDefaults
+from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.interface import exposure
 from sarathi_pp.runtime.journal import Journal
-from sarathi_pp.runtime.place import Place, find_place
+from sarathi_pp.runtime.place import Place, find_place, mesh_of
 from sarathi_pp.runtime.preflight import (
     BatchJob,
     Preflight,
@@ -40,7 +40,8 @@ from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import FileSource, Limits, MemorySource, RequestMaker
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.trace.summary import Analyse, figures
+from sarathi_pp.trace.replicas import figures
+from sarathi_pp.trace.summary import Analyse
 
 if TYPE_CHECKING:
     from sarathi_pp.runtime.job import Job
@@ -99,7 +100,7 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         with signals.draining():
             if rank.rank == 0:
                 return _answer(job, checked, this, display, signals)
-            this.serve()
+            _serve(checked, this)
             return {}
 
     def work() -> int:
@@ -123,7 +124,7 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
 
     # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.
     mine: list[RunDirectory] = [checked.run_dir] if rank.rank == 0 else []
-    return end(work, rank, display.error, note)
+    return end(work, rank, mesh_of(checked.config).title(rank.rank), display.error, note)
 
 
 def run_rows(
@@ -159,9 +160,9 @@ def run_rows(
                 observe = stack.enter_context(display.progress(this.run.num_stages))
                 stack.push(lambda kind, error, trace: this.take_over() if error is not None else None)
                 run_dir.begin(this.describe())
-                engine = this.engine((), lambda stop: None, observe)
-                engine.run(MemorySource(make_rows(this.run, this.facts)), sink)
-                engine.close()
+                driver = this.driver((), lambda stop: None, observe)
+                driver.run(MemorySource(make_rows(this.run, this.facts)), sink)
+                driver.close()
             return {}
 
         def leave(error: SarathiError) -> None:
@@ -174,7 +175,7 @@ def run_rows(
                 display.report(report)
             return EXIT_OK
 
-        return end(work, rank, display.error, run_dir.write_exit_code)
+        return end(work, rank, mesh_of(config).title(rank.rank), display.error, run_dir.write_exit_code)
 
 
 def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
@@ -184,10 +185,11 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
         raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
     model_dir = find_model(config.model)
     anywhere = RunDirectory(Path())  # rank 0 names the real one
-    checked = Preflight(config, model_dir, None, check_model(model_dir), GenerationDefaults(), anywhere)
+    defaults = read_generation_config(model_dir)
+    checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, anywhere)
 
     def drive(this: Job, signals: Signals) -> dict[str, Any]:
-        this.serve()
+        _serve(checked, this)
         return {}
 
     def leave(error: SarathiError) -> None:
@@ -197,17 +199,29 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
         run_rank(checked, place, leave, drive)
         return EXIT_OK
 
-    return end(work, place, say, lambda code: None)
+    return end(work, place, mesh_of(config).title(place.rank), say, lambda code: None)
+
+
+def _serve(checked: Preflight, this: Job) -> None:
+    """Every rank but rank 0: compute, and lead a replica where that is its seat."""
+    if this.seat.leads:
+        eos_token_ids = checked.defaults.eos_token_ids
+        this.lead(eos_token_ids, _tokenizer(checked).stop_checker)
+    else:
+        this.serve()
+
+
+def _tokenizer(checked: Preflight) -> Tokenizer:
+    vocab_size = checked.facts.vocab_size
+    if checked.model_dir is None:
+        return Tokenizer(None, vocab_size=vocab_size)
+    return Tokenizer.load(checked.model_dir, vocab_size=vocab_size, eos_token_ids=checked.defaults.eos_token_ids)
 
 
 def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, signals: Signals) -> dict[str, Any]:
     """Rank 0: every row of the input through the engine into the output; returns what the report says of that."""
     config, run, clock = checked.config, rank.run, SystemClock()
-    eos_token_ids, vocab_size = checked.defaults.eos_token_ids, checked.facts.vocab_size
-    if checked.model_dir is None:
-        tokenizer = Tokenizer(None, vocab_size=vocab_size)
-    else:
-        tokenizer = Tokenizer.load(checked.model_dir, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    tokenizer = _tokenizer(checked)
     limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
@@ -222,14 +236,14 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
             job.input_path,
             maker,
             clock=clock,
-            capacity=2 * run.max_num_seqs,
+            capacity=2 * run.max_num_seqs * run.replicas,
             request_rate=config.request_rate,
             done=done,
         )
         stack.callback(source.close)
         stack.push(lambda kind, error, trace: rank.take_over() if error is not None else None)
-        observe = stack.enter_context(display.progress(run.num_stages))
-        engine = rank.engine(eos_token_ids, tokenizer.stop_checker, observe, display.warn)
-        asked = engine.run(source, sink, signals.asked)
-        engine.close()
+        observe = stack.enter_context(display.progress(run.num_stages * run.replicas))
+        driver = rank.driver(checked.defaults.eos_token_ids, tokenizer.stop_checker, observe, display.warn)
+        asked = driver.run(source, sink, signals.asked)
+        driver.close()
     return {"resumed": resumed, "stopped_by": Signal(asked.number).name if asked is not None else None}

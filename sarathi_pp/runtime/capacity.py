@@ -138,6 +138,8 @@ def resolve(
         seed=config.seed,
         peer_timeout_s=config.peer_timeout_s,
         request_rate=config.request_rate if math.isfinite(config.request_rate) else None,
+        replicas=config.replicas,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

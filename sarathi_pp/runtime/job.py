@@ -26,15 +26,17 @@ from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.errors import ConfigError, OutputError, SarathiError, error_class
+from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, SarathiError, error_class
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, resolve
 from sarathi_pp.runtime.cuda_timer import CudaTimer
+from sarathi_pp.runtime.dispatcher import Dispatcher, Remote
 from sarathi_pp.runtime.emulated import EmulatedStages
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
+from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.stage import StageMaker
@@ -46,10 +48,14 @@ from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import Recorder
-from sarathi_pp.trace.summary import Analyse, figures
+from sarathi_pp.trace.replicas import figures
+from sarathi_pp.trace.summary import Analyse
 from sarathi_pp.trace.timer import HostTimer, Timer
-from sarathi_pp.wire import codec
-from sarathi_pp.wire.channel import QueueChannel, Receiver, Sender
+from sarathi_pp.wire import codec, post
+from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender
+from sarathi_pp.wire.mesh import Seat
+from sarathi_pp.wire.order import downstream, forward_edges, upstream
+from sarathi_pp.wire.post import PostReceiver, PostSender
 from sarathi_pp.wire.torch_channel import Payloads
 
 T = TypeVar("T")
@@ -59,6 +65,8 @@ _log = logging.getLogger(__name__)
 # First calls cost the same for larger microbatches.
 _WARM_UP_TOKENS = 256
 _WARM_UP_KEYS = 4096
+# Parcels under way between rank 0 and the leader of another replica.
+_POST_BUFFERS = 8
 
 
 class Job:
@@ -82,6 +90,8 @@ class Job:
         profile: Profile | None = None,
     ) -> None:
         self.place = place = topology.place
+        self.mesh = mesh = topology.mesh
+        self.seat = seat = mesh.seat(place.rank)
         self.facts = facts
         self._topology = topology
         self._clock = clock
@@ -89,6 +99,7 @@ class Job:
         self._profile = profile
         self._model_dir = model_dir
         self._watchdog = watchdog
+        self._lost: dict[int, SarathiError] = {}
         torch.set_num_threads(place.num_threads())
         self._agree(lambda: _passport(config, facts), must_match=True)
         standings = [Standing(**found) for found in self._agree(self._choose_device)]
@@ -101,13 +112,15 @@ class Job:
             Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
         )
         located(self._run_dir)
-        layers = self._alike(lambda: partition(facts.num_layers, place.world_size, config.layer_split))
+        layers = self._alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
+        self._shards = topology.open_shards(config.peer_timeout_s, self._transport.name)
         self._agree(self._choose_stages)
         maker = self._maker
-        self._agree(lambda: self._load(layers[place.rank]))
-        stages = self._agree(lambda: {"pages": maker.count_pages(layers[place.rank])})
+        self.layers = layers[seat.stage]
+        self._agree(lambda: self._load(self.layers))
+        stages = self._agree(lambda: {"pages": maker.count_pages(self.layers)})
         self._max_pages = min(stage["pages"] for stage in stages)
         self.run: ResolvedRun = self._alike(
             lambda: resolve(
@@ -121,24 +134,68 @@ class Job:
                 attention=maker.attention,
             )
         )
-        self.layers = layers[place.rank]
         self._agree(self._make_stage)
         longest = self.run.max_model_len
         self._stage.warm_up(min(self.run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS))
         homes = self._agree(lambda: {"identity": self._run_dir.identity()})
-        self._agree(lambda: self._open_trace(alone=homes[0] != homes[place.rank]))
-        self._recorder.record(self._trace_start(align(self._topology, clock.now)))
+        self._sends_trace = homes[0] != homes[place.rank]
+        self._agree(lambda: self._open_trace(alone=self._sends_trace))
+        self._offset = align(self._topology, clock.now, range(mesh.replicas))
+        self._recorder.record(self._trace_start(self._offset))
+        self._dispatcher: Dispatcher | None = None
         self._upstream, self._runner = self._connect()
         self._topology.exchange({})
 
-    def engine(
+    def driver(
+        self,
+        eos_token_ids: Collection[int],
+        stop_checkers: StopCheckers,
+        observe: Callable[[Snapshot], None],
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> Engine | Dispatcher:
+        """Rank 0's: of the pipeline, or of all replicas of it."""
+        if self.mesh.replicas == 1:
+            return self._engine(eos_token_ids, stop_checkers, observe, warn)
+        self._dispatcher = Dispatcher(
+            lambda seen: self._engine(eos_token_ids, stop_checkers, seen, warn),
+            [self._remote(self.mesh.leader(replica)) for replica in range(1, self.mesh.replicas)],
+            2 * self.run.max_num_seqs,
+            self.mesh.stages,
+            self._clock,
+            observe=observe,
+            warn=warn,
+        )
+        return self._dispatcher
+
+    def lead(self, eos_token_ids: Collection[int], stop_checkers: StopCheckers) -> None:
+        """Another replica's leader: answer what rank 0 asks until it says goodbye."""
+        rank0 = self._remote(0)
+        source, sink = RemoteSource(rank0.incoming, self._clock, self._offset.offset_s), RemoteSink(rank0.outgoing)
+        engine = self._engine(eos_token_ids, stop_checkers, sink.observe)
+        engine.run(source, sink, source.asked)
+        engine.close()
+        sink.close()
+
+    def _remote(self, rank: int) -> Remote:
+        """The edges of requests and answers between rank 0 and the leader of another replica."""
+        lost = self._lost_elsewhere if self.place.rank == 0 else self._watchdog.report
+        timeout_s, now = self.run.peer_timeout_s, self._clock.now
+        outgoing = self._topology.sender(
+            rank, post.FRAME_BYTES, post.PAYLOADS, _POST_BUFFERS, self._runner.progress, lost
+        )
+        incoming = self._topology.receiver(rank, post.FRAME_BYTES, post.PAYLOADS, _POST_BUFFERS, now, timeout_s, lost)
+        return Remote(self._topology.name(rank), PostSender(outgoing), PostReceiver(incoming))
+
+    def _lost_elsewhere(self, error: SarathiError) -> None:
+        """Of several replicas one may go: who next reads or writes there finds out, and ends no process."""
+
+    def _engine(
         self,
         eos_token_ids: Collection[int],
         stop_checkers: StopCheckers,
         observe: Callable[[Snapshot], None],
         warn: Callable[[str], None] = lambda text: None,
     ) -> Engine:
-        """Rank 0's driver of the pipeline."""
         return Engine(
             limits_of(self.run),
             make_policy(self.run.policy),
@@ -172,21 +229,28 @@ class Job:
 
     def _open_trace(self, *, alone: bool) -> dict[str, Any]:
         """alone: in a directory that is not rank 0's, which alone is cleared for a new run."""
-        path = self._run_dir.trace_path(self.place.rank, self.place.world_size)
+        path = self._run_dir.trace_path(self.mesh, self.seat)
         if alone:
             self._run_dir.drop_replaced()
             path.unlink(missing_ok=True)
+        self._run_dir.make(path.parent)
         self._recorder = Recorder(path)
         return {}
 
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""
-        found = {"hosts": self._topology.hosts, "transport": self._transport.name, **self._memory()}
+        hosts = [self._topology.hosts[rank] for rank in self.mesh.ranks]
+        found = {"hosts": hosts, "transport": self._transport.name, **self._memory()}
         return {**dataclasses.asdict(self.run), **found, **_software(), "fingerprint": self.facts.fingerprint}
 
     def serve(self) -> None:
         """Every other rank: run what comes until rank 0 says goodbye."""
         self._runner.serve(self._upstream)
+
+    @property
+    def lost(self) -> Mapping[int, SarathiError]:
+        """Replicas that have ended before the run did."""
+        return self._lost
 
     def finish(self, analyse: Analyse = figures, facts: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Close this rank's trace, bring all traces to rank 0, which gets the report that `analyse` makes of them.
@@ -195,11 +259,15 @@ class Job:
         Each report is written before the next is asked for: whoever ends the process by then has that one.
         """
         self._watchdog.dismiss()
-        offset, graphs = align(self._topology, self._clock.now), self._stage.graphed
+        if self._dispatcher is not None:
+            self._lost.update(self._dispatcher.lost)
+        give_up = self._give_up if self.mesh.replicas > 1 else None
+        offset = align(self._topology, self._clock.now, self._present(), give_up)
+        graphs = self._stage.graphed
         self._recorder.record(
             TraceEnd(
                 at_s=self._clock.now(),
-                clock_offset_s=offset.offset_s,
+                clock_offset_s=0.0 if self.seat.leads else offset.offset_s,
                 clock_uncertainty_s=offset.uncertainty_s,
                 peak_rss_bytes=_peak_rss_bytes(),
                 bytes_read=self._stage.bytes_read,
@@ -209,12 +277,15 @@ class Job:
         )
         self._recorder.close()
         traces = self._gather()
-        if self.place.rank != 0:
+        if traces is None:
             return None
         report: dict[str, Any] | None = None
         for report in analyse(traces, {**self._report_facts(), **(facts or {})}):
             self._run_dir.write_report(report)
         return report
+
+    def _give_up(self, replica: int, error: PeerLostError) -> None:
+        self._lost.setdefault(replica, error)
 
     def take_over(self) -> None:
         """The main thread has an error in hand and ends the run itself, however long its last writes take."""
@@ -268,63 +339,79 @@ class Job:
         answers = self._topology.exchange(mine)
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                raise _agreed_error(rank, answer, self.place)
+                raise _agreed_error(self.mesh.title(rank), answer, self.place)
         facts = [answer["answer"] for answer in answers]
         if must_match:
             _require_equal(facts)
         return facts
 
     def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
-        run, clock = self.run, self._clock
+        """The way in and the way out of this rank's stage."""
+        run, clock, mesh, rank = self.run, self._clock, self.mesh, self.place.rank
         num_buffers = run.inflight + 1
         by_nccl = self._transport.name == "nccl"
         self._topology.open_edges(run.peer_timeout_s, nccl_lanes(self.device, clock) if by_nccl else None)
-        if self.place.world_size == 1:
-            channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)
-            return channel, self._runner_to(channel)
-        payloads = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
+        source, target = upstream(mesh, self.seat), downstream(mesh, self.seat)
+        channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)  # of a leader to itself
+        lost = self._lost_elsewhere if mesh.replicas > 1 and rank == 0 else self._watchdog.report
         bound = codec.max_frame_bytes(
             max_tokens=run.max_microbatch_tokens,
             max_seqs=run.max_num_seqs,
             page_size=run.page_size,
             num_stages=run.num_stages,
         )
-        upstream = self._topology.receiver(
-            bound, payloads, num_buffers, clock.now, run.peer_timeout_s, self._watchdog.report
-        )
-        # The sender's heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
-        runner: list[StageRunner] = []
-        downstream: Sender[torch.Tensor] = self._topology.sender(
-            bound,
-            payloads,
-            num_buffers,
-            lambda: runner[0].progress() if runner else (0, False),
-            self._watchdog.report,
-        )
-        runner.append(self._runner_to(downstream))
-        return upstream, runner[0]
+        forward = {
+            edge: Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
+            for edge in forward_edges(mesh)
+        }
 
-    def _runner_to(self, downstream: Sender[torch.Tensor]) -> StageRunner:
-        return StageRunner(
-            self._stage,
-            downstream,
-            self._recorder,
-            self._clock,
-            self._timer(),
-            index=self.place.rank,
-            debug_nan=self._config.debug_nan,
+        def payloads(sender: int, receiver: int) -> Payloads:
+            return forward.get((sender, receiver), Payloads.none())
+
+        # The senders' heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
+        runner: list[StageRunner] = []
+
+        def progress() -> tuple[int, bool]:
+            return runner[0].progress() if runner else (0, False)
+
+        def sender(to: int) -> Sender[torch.Tensor]:
+            return self._topology.sender(to, bound, payloads(rank, to), num_buffers, progress, lost)
+
+        way_in: Receiver[torch.Tensor] = channel
+        if source != rank:
+            way_in = self._topology.receiver(
+                source, bound, payloads(source, rank), num_buffers, clock.now, run.peer_timeout_s, lost
+            )
+        way_out: Sender[torch.Tensor] = channel
+        if target != rank:
+            way_out = NoSender() if target is None else sender(target)
+        others = mesh.shard_ranks(self.seat.replica, 0)[1:] if self.seat.leads else ()
+        runner.append(
+            StageRunner(
+                self._stage,
+                way_out,
+                self._recorder,
+                clock,
+                self._timer(),
+                index=self.seat.stage,
+                name=mesh.title(rank),
+                debug_nan=self._config.debug_nan,
+                shards=[sender(other) for other in others],
+                alone=mesh.shards == 1,
+            )
         )
+        return way_in, runner[0]
 
     def _timer(self) -> Timer:
         return CudaTimer(self._clock) if self.device.type == "cuda" else HostTimer(self._clock)
 
     def _trace_start(self, offset: Offset) -> TraceStart:
-        run, rank = self.run, self.place.rank
+        run, leads = self.run, self.seat.leads
         return TraceStart(
             at_s=self._clock.now(),
             unix_s=self._clock.wall(),
-            rank=rank,
-            stage=rank,
+            rank=self.place.rank,
+            stage=self.seat.stage,
             num_stages=run.num_stages,
             layers=self.layers,
             host=socket.gethostname(),
@@ -335,26 +422,50 @@ class Job:
             inflight=run.inflight,
             num_pages=run.num_pages,
             page_size=run.page_size,
-            clock_offset_s=offset.offset_s,
+            clock_offset_s=0.0 if leads else offset.offset_s,
             clock_uncertainty_s=offset.uncertainty_s,
+            replica=self.seat.replica,
+            replica_offset_s=offset.offset_s if leads else 0.0,
         )
 
-    def _gather(self) -> list[Path]:
-        """All traces on rank 0's disk. A rank that writes into rank 0's own directory sends nothing."""
-        rank, world_size = self.place.rank, self.place.world_size
-        paths = [self._run_dir.trace_path(stage, world_size) for stage in range(world_size)]
-        marks = self._topology.exchange({"mark": self._run_dir.identity()})
-        for stage in range(1, world_size):
-            if marks[stage]["mark"] == marks[0]["mark"]:
-                continue
-            if rank == 0:
-                partial = paths[stage].with_suffix(".part")
-                self._topology.receive_file(partial, stage)
-                partial.replace(paths[stage])
-            elif rank == stage:
-                self._topology.send_file(paths[stage], 0)
-        self._topology.exchange({})
-        return paths
+    def _gather(self) -> list[list[Path]] | None:
+        """On rank 0 the traces of each replica that is left, all on its own disk; None on other ranks.
+
+        A rank that writes into rank 0's own directory sends nothing.
+        """
+        mesh, rank, topology = self.mesh, self.place.rank, self._topology
+        if rank != 0:
+            if self.seat.shard == 0:
+                topology.send_numbers([float(self._sends_trace)], 0)
+                if self._sends_trace:
+                    topology.send_file(self._run_dir.trace_path(mesh, self.seat), 0)
+            return None
+        found: list[list[Path]] = []
+        for replica in self._present():
+            try:
+                found.append([self._fetch(Seat(replica, stage, 0)) for stage in range(mesh.stages)])
+            except PeerLostError as error:
+                if mesh.replicas == 1:
+                    raise
+                self._lost[replica] = error
+        for replica in self._lost:
+            self._run_dir.forget(replica)
+        if not found:
+            raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
+        return found
+
+    def _fetch(self, seat: Seat) -> Path:
+        """On rank 0, once the rank that sits there has closed its trace."""
+        path, rank = self._run_dir.trace_path(self.mesh, seat), self.mesh.rank(*seat)
+        if rank != 0 and self._topology.receive_numbers(1, rank)[0]:
+            self._run_dir.make(path.parent)
+            partial = path.with_suffix(".part")
+            self._topology.receive_file(partial, rank)
+            partial.replace(path)
+        return path
+
+    def _present(self) -> list[int]:
+        return [replica for replica in range(self.mesh.replicas) if replica not in self._lost]
 
     def _report_facts(self) -> dict[str, Any]:
         return {
@@ -364,6 +475,8 @@ class Job:
             "max_num_seqs": self.run.max_num_seqs,
             "max_model_len": self.run.max_model_len,
             "request_rate": self.run.request_rate,
+            **({"lost_replicas": sorted(self._lost)} if self.mesh.replicas > 1 else {}),
+            **({"tensor_parallel_size": self.mesh.shards} if self.mesh.shards > 1 else {}),
             **self._memory(),
         }
 
@@ -415,8 +528,8 @@ def _require_equal(passports: list[dict[str, Any]]) -> None:
                 raise ConfigError(f"{key} differs: rank 0 has {passports[0][key]}, rank {rank} has {value}")
 
 
-def _agreed_error(rank: int, answer: dict[str, Any], place: Place) -> SarathiError:
-    where = f"stage {rank} (rank {rank}): " if place.world_size > 1 else ""
+def _agreed_error(title: str, answer: dict[str, Any], place: Place) -> SarathiError:
+    where = f"{title}: " if place.world_size > 1 else ""
     error = error_class(answer["class"])(where + answer["error"])
     error.agreed = True
     return error

@@ -27,6 +27,7 @@ from sarathi_pp.runtime.place import (
 )
 from sarathi_pp.runtime.signals import DRAIN_S
 from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.mesh import Mesh
 
 _POLL_S = 0.1
 _ECHO_S = 3.0
@@ -39,18 +40,20 @@ Process = subprocess.Popen[bytes]
 
 
 class Workers:
-    """The ranks [first_rank, world_size) of one run, as processes of this one.
+    """The ranks of one run from first_rank on, as processes of this one. mesh: who sits where.
 
     restart: how often the run was started before, each time with a store of its own. told_to_stop: whether rank 0 got a
     signal that was none of ours.
     """
 
-    def __init__(self, store: Path, world_size: int, *, first_rank: int = 0, restart: int = 0) -> None:
+    def __init__(self, store: Path, mesh: Mesh, *, first_rank: int = 0, restart: int = 0) -> None:
         self.store = store
-        self._world_size = world_size
+        self._mesh = mesh
+        self._world_size = mesh.size
         self._first_rank = first_rank
         self._restart = restart
         self.told_to_stop = False
+        self._killed: set[int] = set()  # of which was told
         self._processes: dict[int, Process] = {}
 
     def place(self, rank: int) -> Place:
@@ -71,15 +74,12 @@ class Workers:
         another one came, or draining has taken too long, and they still run.
 
         After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
-        peer (75) is an echo, any other code is the cause. `say` is told of a worker that was killed, since it
-        could not speak for itself.
+        peer (75) is an echo, any other code is the cause. Of several replicas some may be lost: then the run lasts as
+        long as rank 0. `say` is told of a worker that was killed, since it could not speak for itself.
         """
         clock = SystemClock()
         told_s: float | None = None
-        while True:
-            codes = self._codes()
-            if any(code for code in codes.values()) or None not in codes.values():
-                break
+        while not self._is_over(self._codes(say)):
             if noted and told_s is None:
                 if not heeded_mark(self.store).exists():
                     return None
@@ -90,23 +90,39 @@ class Workers:
                 return None
             clock.sleep(_POLL_S)
         deadline_s = clock.now() + _ECHO_S
-        while None in codes.values() and clock.now() < deadline_s:
+        while None in self._codes(say).values() and clock.now() < deadline_s:
             if len(noted) > 1:
                 return None
             clock.sleep(_POLL_S)
-            codes = self._codes()
+        codes = self._codes(say)
         self.told_to_stop = stopped_mark(self.store).exists()  # by others: what follows is a signal of ours
         self.stop()
-        for rank, code in codes.items():
-            if code is not None and code < 0:
-                say(f"stage {rank} (rank {rank}) was killed by {signal.Signals(-code).name}")
+        return self._cause(codes)
+
+    def _cause(self, codes: Mapping[int, int | None]) -> int:
+        """The run's exit code, from those of its ranks."""
+        first = codes[self._first_rank]
+        if self._mesh.replicas > 1 and first is not None and first >= 0 and first != PeerLostError.exit_code:
+            return first  # it has answered for all replicas, or knows why not
         failed = [code for code in codes.values() if code]
         causes = [code for code in failed if code > 0 and code != PeerLostError.exit_code]
         return causes[0] if causes else PeerLostError.exit_code if failed else 0
 
-    def _codes(self) -> dict[int, int | None]:
+    def _is_over(self, codes: Mapping[int, int | None]) -> bool:
+        if None not in codes.values():
+            return True
+        if self._mesh.replicas > 1:
+            return codes[self._first_rank] is not None
+        return any(codes.values())
+
+    def _codes(self, say: Callable[[str], None]) -> dict[int, int | None]:
         """Exit code by rank, the negative signal of one that was killed, None of one that still runs."""
-        return {rank: process.poll() for rank, process in self._processes.items()}
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        for rank, code in codes.items():
+            if code is not None and code < 0 and rank not in self._killed:
+                self._killed.add(rank)
+                say(f"{self._mesh.title(rank)} was killed by {signal.Signals(-code).name}")
+        return codes
 
     def stop(self) -> None:
         """None of them is left when this returns, but one that not even SIGKILL ends, stuck inside the kernel.
@@ -136,14 +152,14 @@ class Workers:
         }
 
 
-def launch(num_stages: int, arguments: Sequence[str], say: Callable[[str], None], *, max_restarts: int = 0) -> int:
-    """Run `sarathi-pp ARGUMENTS` as num_stages workers, to the end; returns the exit code of the run.
+def launch(mesh: Mesh, arguments: Sequence[str], say: Callable[[str], None], *, max_restarts: int = 0) -> int:
+    """Run `sarathi-pp ARGUMENTS` as all ranks of a mesh, to the end; returns the exit code of the run.
 
     max_restarts: how often all are started again after one was lost, which goes on where the run was.
     """
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _noting(_STOPPING) as noted:
         for restart in range(max_restarts + 1):
-            workers = Workers(Path(directory) / f"store-{restart}", num_stages, restart=restart)
+            workers = Workers(Path(directory) / f"store-{restart}", mesh, restart=restart)
             try:
                 workers.start(arguments)
                 code = workers.wait(say, noted)

@@ -4,7 +4,8 @@
         for output in llm.generate(["12+30=", "1+1="], SamplingParams(max_new_tokens=8)):
             print(output.prompt, output.outputs[0].text)
 
-`stages=N` starts N - 1 worker processes on this machine; this process is the coordinator and the first stage.
+`stages=N` starts N - 1 worker processes on this machine; this process is the coordinator and the first stage. With
+`replicas=R` there are R such pipelines, which share the prompts out.
 In a script under torchrun each process makes the same LLM and is one stage: on rank 0 `generate` answers; on
 the others it serves until rank 0 closes its LLM, and every call returns an empty list.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import operator
 import tempfile
 from collections.abc import Sequence
@@ -22,18 +24,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from sarathi_pp.config import RunConfig, SamplingParams
+from sarathi_pp.config import RunConfig, SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_paragraphs
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.model.support import ModelFacts, check_model
+from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.job import Job
 from sarathi_pp.runtime.launcher import Workers
-from sarathi_pp.runtime.place import Place, find_place
+from sarathi_pp.runtime.place import Place, find_place, mesh_of
 from sarathi_pp.runtime.rows import ParsedLine, Row
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import FinishedRow, MemorySink
@@ -43,6 +46,8 @@ from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.runtime.tuning import tuned
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
+
+_log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, object]]
@@ -77,14 +82,14 @@ class LLM:
 
     def __init__(self, model: str, *, stages: int | None = None, **options: Any) -> None:
         place = find_place()
-        if place is not None and stages not in (None, place.world_size):
-            raise ConfigError(f"stages is {stages}, and torchrun started {place.world_size} processes: leave it out")
         try:
-            asked = 1 if stages is None else stages
-            config = RunConfig(model=model, stages=place.world_size if place else asked, **options)
+            config = RunConfig(model=model, stages=1 if stages is None else stages, **options)
         except TypeError as error:
             raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
-        model_dir = find_model(config.model)
+        if place is not None:
+            shards = config.tensor_parallel_size
+            config = replace(config, stages=stages_among(place.world_size, stages, config.replicas, shards))
+        self._model_dir = model_dir = find_model(config.model)
         facts = check_model(model_dir)
         config = tuned(config, facts)
         make_policy(config.policy)
@@ -97,14 +102,14 @@ class LLM:
         self._held = ExitStack()
         scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
         joined = self._held.enter_context(ExitStack())
-        workers = Workers(scratch / "store", config.stages, first_rank=1)
+        workers = Workers(scratch / "store", mesh_of(config), first_rank=1)
         self._held.callback(workers.stop)  # before leaving: a thread that waits for a worker then ends
-        self._place = place or (workers.place(0) if config.stages > 1 else Place())
+        self._place = place or (workers.place(0) if config.num_ranks > 1 else Place())
         self._clock = SystemClock()
         try:
-            if place is None and config.stages > 1:
+            if place is None and config.num_ranks > 1:
                 workers.start(("worker", json.dumps(asdict(config), default=str)))
-            topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s)
+            topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
             joined.callback(topology.leave)
             run_dir = RunDirectory(config.run_dir or scratch / "run")
             self._job = Job(config, model_dir, facts, topology, run_dir, self._clock, Watchdog(None))
@@ -123,12 +128,23 @@ class LLM:
                 raise
         atexit.register(self.close)
 
+    def _serve(self) -> None:
+        """A rank other than 0, until rank 0 closes its LLM."""
+        if not self._job.seat.leads:
+            self._job.serve()
+            return
+        eos_token_ids, vocab_size = self._defaults.eos_token_ids, self._job.facts.vocab_size
+        tokenizer = Tokenizer.load(self._model_dir, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self._job.lead(eos_token_ids, tokenizer.stop_checker)
+
     def _prepare(self, run_dir: RunDirectory, config: RunConfig, model_dir: Path, facts: ModelFacts) -> None:
         """Rank 0's part."""
         run_dir.write_run(self._job.describe())
         eos_token_ids = self._defaults.eos_token_ids
         self._tokenizer = Tokenizer.load(model_dir, vocab_size=facts.vocab_size, eos_token_ids=eos_token_ids)
-        self._engine: Engine = self._job.engine(eos_token_ids, self._tokenizer.stop_checker, lambda snapshot: None)
+        self._driver: Engine | Dispatcher = self._job.driver(
+            eos_token_ids, self._tokenizer.stop_checker, lambda snapshot: None, _log.warning
+        )
         run = self._job.run
         limits = Limits(run.max_model_len, run.num_pages, run.page_size, facts.vocab_size)
         self._maker = RequestMaker(
@@ -172,7 +188,7 @@ class LLM:
         atexit.unregister(self.close)
         try:
             if self._place.rank == 0:
-                self._engine.close()
+                self._driver.close()
             return self._job.finish()
         finally:
             self._held.close()
@@ -196,7 +212,7 @@ class LLM:
     ) -> list[RequestOutput]:
         if self._place.rank != 0:
             if not self._closed:
-                self._job.serve()
+                self._serve()
                 self.close()
             return []
         if self._closed:
@@ -206,7 +222,7 @@ class LLM:
             for line, params in zip(lines, self._params(sampling_params, len(lines)), strict=True)
         ]
         sink = MemorySink(self._tokenizer)
-        self._engine.run(MemorySource(rows), sink)
+        self._driver.run(MemorySource(rows), sink)
         finished = {ended.row.line: ended for ended in sink.finished}
         return [_output(line, finished[row.line]) for line, row in zip(lines, rows, strict=True)]
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.wire.mesh import Mesh
 
 STORE_VARIABLE = "SARATHI_PP_STORE"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -125,6 +127,11 @@ def _job(environment: Mapping[str, str]) -> str:
     # Of one agent run's processes, below the attempt and the rank: a program may run several, one after the other.
     folder = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent
     return f"{environment['TORCHELASTIC_RUN_ID']} {os.uname().nodename} {parent.name} {started} {folder}"
+
+
+def mesh_of(config: RunConfig) -> Mesh:
+    """Before anybody knows which hosts the ranks are on."""
+    return Mesh(config.replicas, config.stages, config.tensor_parallel_size)
 
 
 def heeded_mark(store: str | Path) -> Path:

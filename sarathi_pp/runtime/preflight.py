@@ -167,7 +167,9 @@ def run_directory(job: BatchJob) -> RunDirectory:
 
 def follow(job: BatchJob) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
-    return Preflight(*open_model(job.config), GenerationDefaults(), run_directory(job))
+    config, model_dir, profile, facts = open_model(job.config)
+    defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
+    return Preflight(config, model_dir, profile, facts, defaults, run_directory(job))
 
 
 def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
-from sarathi_pp.runtime.place import Place, heeded_mark, stopped_mark
+from sarathi_pp.runtime.place import Place, heeded_mark, mesh_of, stopped_mark
 from sarathi_pp.runtime.preflight import Preflight
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.signals import Signals
 from sarathi_pp.runtime.sink import OutputClosedError
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.trace.summary import Analyse, figures
+from sarathi_pp.trace.replicas import figures
+from sarathi_pp.trace.summary import Analyse
+from sarathi_pp.wire.channel import COMMUNICATING
 
 if TYPE_CHECKING:
     from sarathi_pp.runtime.job import Job
@@ -38,7 +41,7 @@ def run_rank(
     if place.launcher is not None:
         watchdog.follow_parent(place.launcher)
     launched = place.store is not None and place.rank > 0
-    where = f"stage {place.rank} (rank {place.rank})"
+    where = mesh_of(checked.config).title(place.rank)
     signals = Signals(where, watchdog.end_within, launched=launched, hurried=place.under_torchrun)
     try:
         with signals.heeded():
@@ -63,10 +66,11 @@ def _run_heeded(
         from sarathi_pp.runtime.job import Job
         from sarathi_pp.runtime.topology import Topology
 
-        topology = Topology(place, checked.config.join_timeout_s, checked.config.peer_timeout_s)
+        config = checked.config
+        topology = Topology(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
         model_dir = checked.model_dir or Path()
         this = Job(
-            checked.config,
+            config,
             model_dir,
             checked.facts,
             topology,
@@ -102,16 +106,20 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def end(work: Callable[[], int], place: Place, say: Callable[[str], None], note: Callable[[int], None]) -> int:
-    """Do the work and return its exit code, which `note` writes down; an error is said once.
+def end(
+    work: Callable[[], int], place: Place, where: str, say: Callable[[str], None], note: Callable[[int], None]
+) -> int:
+    """Do the work and return its exit code, which `note` writes down; an error is said once, with where it happened.
 
-    A rank among others that ends by an error does not come back from here: its communication threads are still
-    inside gloo, and an interpreter that is torn down under them aborts.
+    A rank among others that ends by an error does not come back from here, nor one that has lost a replica: its
+    communication threads are still inside gloo, and an interpreter that is torn down under them aborts.
     """
     message = ""
     try:
         code = work()
         note(code)
+        if _communicates():
+            _leave(code)
         return code
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -122,14 +130,23 @@ def end(work: Callable[[], int], place: Place, say: Callable[[str], None], note:
         message = f"{type(error).__name__}: {error}" if place.rank == 0 or not error.agreed else ""
     except Exception:
         code = SarathiError.exit_code
-        where = f"stage {place.rank} (rank {place.rank}) failed:\n" if place.world_size > 1 else ""
-        message = where + traceback.format_exc()
+        message = (f"{where} failed:\n" if place.world_size > 1 else "") + traceback.format_exc()
     try:
         if message:
             say(message)
         note(code)
     finally:
         if place.world_size > 1:
-            sys.stderr.flush()
-            os._exit(code)
+            _leave(code)
     return code
+
+
+def _communicates() -> bool:
+    return any(thread.name.startswith(COMMUNICATING) for thread in threading.enumerate())
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)

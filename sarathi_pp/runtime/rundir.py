@@ -1,7 +1,8 @@
 """The run directory: what a run leaves behind beside its output.
 
 RUN/run.json                                      resolved configuration, versions, model, hosts
-RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace a stage, one directory a start
+RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace a stage, one directory a start; of several replicas each
+                                                  has a directory replica-0000 in it
 RUN/report.json                                   the figures of the last attempt
 RUN/exit_code                                     how it ended: torchrun itself returns 1 for any failure
 RUN/job                                           who started it, so that a restart knows its own
@@ -23,6 +24,7 @@ from typing import Any
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
 from sarathi_pp.runtime.whole_file import write_whole
 from sarathi_pp.trace.recorder import trace_name
+from sarathi_pp.wire.mesh import Mesh, Seat
 
 _ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d{4,}")
 
@@ -105,18 +107,31 @@ class RunDirectory:
     def joining(self, leader: Path, attempt: int, *, own: bool, replaces: bool = False) -> RunDirectory:
         """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
         joined = replace(self, path=self.path if own else leader, attempt=attempt, replaces=replaces)
-        try:
-            joined.attempt_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot make {joined.attempt_path}: {error.strerror}") from error
+        joined.make(joined.attempt_path)
         return joined
+
+    def make(self, folder: Path) -> None:
+        """One of this directory's own, where it is not there. Raises OutputError."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot make {folder}: {error.strerror}") from error
 
     @property
     def attempt_path(self) -> Path:
         return self.path / _attempt_name(self.attempt)
 
-    def trace_path(self, stage: int, num_stages: int) -> Path:
-        return self.attempt_path / trace_name(stage, num_stages)
+    def trace_path(self, mesh: Mesh, seat: Seat) -> Path:
+        """Of the first shard of a stage the trace that reports are made of, of the others one beside it."""
+        name = trace_name(seat.stage, mesh.stages)
+        folder = self.attempt_path / replica_name(seat.replica) if mesh.replicas > 1 else self.attempt_path
+        return folder / (f"shard-{seat.shard:04d}-{name}" if seat.shard else name)
+
+    def forget(self, replica: int) -> None:
+        """What a lost replica has traced is no part of the report, and stays for whoever wants to know."""
+        path = self.attempt_path / replica_name(replica)
+        with suppress(OSError):
+            path.rename(path.with_name(f"lost-{path.name}"))
 
     def identity(self) -> str:
         """Equal on two ranks exactly where both write into the same directory."""
@@ -188,6 +203,10 @@ class RunDirectory:
         except OSError as error:
             raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
         write_whole(self.path / name, text, replace=replace)
+
+
+def replica_name(replica: int) -> str:
+    return f"replica-{replica:04d}"
 
 
 def _remove(entries: Iterable[Path]) -> None:

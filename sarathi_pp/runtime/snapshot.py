@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -28,6 +29,44 @@ class Snapshot:
     stage_compute_s: tuple[float, ...]
     window_s: float
     kv_fragmentation: float | None
+
+    @classmethod
+    def nothing(cls, num_stages: int) -> Snapshot:
+        """Of stages that nobody has heard of yet."""
+        zeros = (0.0,) * num_stages
+        return cls(
+            elapsed_s=0.0,
+            requests_done=0,
+            requests_failed=0,
+            running=0,
+            waiting=0,
+            prompt_tokens=0,
+            output_tokens=0,
+            chunks_done=0,
+            stage_busy=zeros,
+            stage_compute_s=zeros,
+            window_s=0.0,
+            kv_fragmentation=None,
+        )
+
+    @classmethod
+    def of_replicas(cls, replicas: Sequence[Snapshot]) -> Snapshot:
+        """All of a run: its counts are sums, its stages those of one replica after the other."""
+        wasted = [one.kv_fragmentation for one in replicas if one.kv_fragmentation is not None]
+        return cls(
+            elapsed_s=max(one.elapsed_s for one in replicas),
+            requests_done=sum(one.requests_done for one in replicas),
+            requests_failed=sum(one.requests_failed for one in replicas),
+            running=sum(one.running for one in replicas),
+            waiting=sum(one.waiting for one in replicas),
+            prompt_tokens=sum(one.prompt_tokens for one in replicas),
+            output_tokens=sum(one.output_tokens for one in replicas),
+            chunks_done=sum(one.chunks_done for one in replicas),
+            stage_busy=tuple(share for one in replicas for share in one.stage_busy),
+            stage_compute_s=tuple(seconds for one in replicas for seconds in one.stage_compute_s),
+            window_s=max(one.window_s for one in replicas),
+            kv_fragmentation=sum(wasted) / len(wasted) if wasted else None,
+        )
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,9 @@ from sarathi_pp.runtime.store import open_store
 from sarathi_pp.runtime.transport import Lanes, surroundings
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.lane import Lane
-from sarathi_pp.wire.order import edges
+from sarathi_pp.wire.mesh import Mesh
+from sarathi_pp.wire.order import edges, forward_edges
+from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 
 # How long a store may take to tell who has come: that of a host which is gone would take for ever.
@@ -35,17 +37,23 @@ _LOOK_EVERY_S = 0.001
 
 
 class Topology:
-    """The run's processes: one control group for set-up and the end, one group per directed edge in between."""
+    """The run's processes: one control group for set-up and the end, one group per directed edge in between.
 
-    def __init__(self, place: Place, join_timeout_s: float, peer_timeout_s: float) -> None:
+    mesh: who sits where, on what was joined. hosts: of the ranks, by rank.
+    """
+
+    def __init__(self, place: Place, join_timeout_s: float, peer_timeout_s: float, mesh: Mesh | None = None) -> None:
         """Join the others; returns when all are there. Raises ConfigError when they are not within join_timeout_s.
 
+        mesh: the run's shape, a pipeline of as many stages as there are ranks where none is given.
         While they load, and when they bring their traces together, the others wait for the longer of both times.
         """
         self.place = place
+        self.mesh = mesh or Mesh(stages=place.world_size)
+        assert self.mesh.size == place.world_size, f"{place.world_size} ranks for {self.mesh}"
         self._patience_s = max(join_timeout_s, peer_timeout_s)
         self._exchanges = 0
-        self._names = [f"stage {rank} (rank {rank})" for rank in range(place.world_size)]
+        self._names = [self.mesh.title(rank) for rank in range(place.world_size)]
         self.hosts = [socket.gethostname()]
         self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
@@ -71,30 +79,51 @@ class Topology:
             ) from error
         self._interface, self._store = interface, store
         peers = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
-        self._names = [f"stage {rank} (rank {rank}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)]
         self.hosts = [peer["host"] for peer in peers]
+        self.mesh = self.mesh.over(self.hosts)
+        self._names = [
+            f"{self.mesh.title(rank).removesuffix(')')}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)
+        ]
+
+    def name(self, rank: int) -> str:
+        """With its host and pid, for messages."""
+        return self._names[rank]
 
     def open_edges(self, peer_timeout_s: float, lanes: Lanes | None = None) -> None:
         """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s.
 
         lanes: of activations, beside the edges that carry any. Raises PeerLostError where one does not open.
         """
-        forward = edges(self.place.world_size)[:-1]
-        for edge in edges(self.place.world_size):
+        for edge in edges(self.mesh):
             group = self._new_group(edge, peer_timeout_s, "gloo")
             if self.place.rank in edge:
                 self._edge_groups[edge] = group
         if lanes is None:
             return
-        for edge in forward:
+        for edge in forward_edges(self.mesh):
             group = self._new_group(edge, peer_timeout_s, lanes.backend)
             if self.place.rank in edge:
                 self._lanes[edge] = self._open_lane(edge, group, lanes)
 
-    def _new_group(self, edge: tuple[int, int], timeout_s: float, backend: str) -> dist.ProcessGroup:
+    def open_shards(self, peer_timeout_s: float, backend: str) -> ShardGroup | None:
+        """This rank's part in its stage; None where it holds one alone. Every rank calls it."""
+        mesh, mine = self.mesh, self.mesh.seat(self.place.rank)
+        found: ShardGroup | None = None
+        for replica in range(mesh.replicas) if mesh.shards > 1 else ():
+            for stage in range(mesh.stages):
+                ranks = mesh.shard_ranks(replica, stage)
+                group = self._new_group(ranks, peer_timeout_s, backend)
+                if (replica, stage) == mine[:2]:
+                    others = tuple(self._names[rank] for rank in ranks if rank != self.place.rank)
+                    found = ShardGroup(mine.shard, mesh.shards, others, group, SystemClock().now)
+        return found
+
+    def _new_group(self, ranks: Sequence[int], timeout_s: float, backend: str) -> dist.ProcessGroup:
         # gloo looks where it may listen at each new group.
         with self._others_may_leave(), self._surrounded(backend):
-            group: dist.ProcessGroup = dist.new_group(list(edge), timeout=timedelta(seconds=timeout_s), backend=backend)
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
+            )
         return group
 
     def _open_lane(self, edge: tuple[int, int], group: dist.ProcessGroup, lanes: Lanes) -> Lane:
@@ -140,19 +169,20 @@ class Topology:
 
     def sender(
         self,
+        target: int,
         frame_bytes: int,
         payloads: Payloads,
         num_buffers: int,
         progress: Callable[[], tuple[int, bool]],
         on_failure: Callable[[SarathiError], None],
     ) -> TorchSender:
-        """The sending end of the edge to the next stage, or of the return edge on the last one."""
-        target = (self.place.rank + 1) % self.place.world_size
+        """This rank's end of the edge to that one."""
         edge = self._edge(self.place.rank, target, target, frame_bytes, payloads)
         return TorchSender(edge, num_buffers=num_buffers, progress=progress, on_failure=on_failure)
 
     def receiver(
         self,
+        source: int,
         frame_bytes: int,
         payloads: Payloads,
         num_buffers: int,
@@ -160,8 +190,7 @@ class Topology:
         peer_timeout_s: float,
         on_failure: Callable[[SarathiError], None],
     ) -> TorchReceiver:
-        """The receiving end of the edge from the stage before, or of the return edge on rank 0."""
-        source = (self.place.rank - 1) % self.place.world_size
+        """This rank's end of the edge from that one."""
         edge = self._edge(source, self.place.rank, source, frame_bytes, payloads)
         return TorchReceiver(
             edge, num_buffers=num_buffers, now=now, peer_timeout_s=peer_timeout_s, on_failure=on_failure

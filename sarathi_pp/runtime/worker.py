@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,9 @@ class _Span:
 
 
 class StageRunner:
-    """timer: of the device that the stage computes on. index: of the stage. debug_nan: its outputs are looked at, and
-    whose were not finite first is told.
+    """timer: of the device that the stage computes on. index, name: of the stage. debug_nan: its outputs are looked at,
+    and whose were not finite first is told. shards: edges to the other ranks of a leader's stage, which compute it with
+    this one. alone: no other rank does.
 
     Its times may come later than the output: then a microbatch's span is recorded, and its input released, with one of
     the next microbatches. Only a result waits for the device. It says that every stage is done with the microbatch, so
@@ -60,10 +61,16 @@ class StageRunner:
         timer: Timer,
         *,
         index: int = 0,
+        name: str = "stage 0 (rank 0)",
         debug_nan: bool = False,
+        shards: Sequence[Sender[Tensor]] = (),
+        alone: bool = True,
     ) -> None:
         self._stage = stage
         self._index = index
+        self._name = name
+        self._shards = shards
+        self._alone = alone
         self._debug_nan = debug_nan
         self._downstream = downstream
         self._recorder = recorder
@@ -88,6 +95,9 @@ class StageRunner:
         """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
         self._busy = True
         clock, microbatch = self._clock, frame.microbatch
+        for shard in self._shards:
+            shard.reserve()
+            shard.send(frame)
         compute = self._stage.prepare(microbatch)
         start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
         output, retried = self._compute(compute, hidden, microbatch)
@@ -116,13 +126,16 @@ class StageRunner:
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
         """The output, and whether it took a second attempt: the coordinator then asks for less at a time.
 
-        The same microbatch again writes the same keys and values to the same places. Raises MemoryLostError.
+        The same microbatch again writes the same keys and values to the same places. None where other ranks compute it
+        too, who would not know of it. Raises MemoryLostError.
         """
         try:
             return compute(hidden), False
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            if not self._alone:
+                raise self._no_memory(microbatch, "", error) from error
         # Behind the except block: the failed attempt's tensors live as long as its traceback.
         gc.collect()
         if torch.cuda.is_available():
@@ -132,11 +145,14 @@ class StageRunner:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise MemoryLostError(
-                f"stage {self._index} (rank {self._index}) has no memory for a microbatch of {microbatch.num_tokens} "
-                f"tokens, at a second attempt either: {str(error).splitlines()[0]}. Try a smaller --chunk-size, "
-                f"--max-num-seqs or --kv-cache-memory, and --resume"
-            ) from error
+            raise self._no_memory(microbatch, ", at a second attempt either", error) from error
+
+    def _no_memory(self, microbatch: MicroBatch, attempts: str, error: RuntimeError) -> MemoryLostError:
+        return MemoryLostError(
+            f"{self._name} has no memory for a microbatch of {microbatch.num_tokens} tokens{attempts}: "
+            f"{str(error).splitlines()[0]}. Try a smaller --chunk-size, --max-num-seqs or --kv-cache-memory, and "
+            f"--resume"
+        )
 
     def _blamed(self, tokens: tuple[SampledToken, ...], bad: dict[int, int]) -> tuple[SampledToken, ...]:
         """Where no stage before has noticed anything, it is this one."""
@@ -173,6 +189,8 @@ class StageRunner:
 
         The coordinator ends a run when it has all results, so the device has nothing left to do.
         """
+        for shard in self._shards:
+            shard.close()
         self._downstream.close()
         for span in self._unsettled:
             span.end.wait()

@@ -57,6 +57,8 @@ class TraceStart:
     page_size: int
     clock_offset_s: float = 0.0
     clock_uncertainty_s: float = 0.0
+    replica: int = 0
+    replica_offset_s: float = 0.0
     schema: str = SCHEMA
 
 

@@ -6,7 +6,7 @@ tokens of requests that completed, over the run window; loading and reporting li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -26,7 +26,7 @@ SCHEMA = "sarathi-pp/report/1"
 RUNS_SCHEMA = "sarathi-pp/runs/1"
 
 _CLOSING_TOLERANCE = 0.01
-_STRIP_CELLS = 64
+STRIP_CELLS = 64
 _UNFITTED = ("the run has too few microbatches to fit a cost model: no causes",)
 
 Report = dict[str, Any]
@@ -43,8 +43,9 @@ class FittedCost(Protocol):
 
 # None where a run is too short to fit anything.
 CostFit = Callable[[Timeline], FittedCost | None]
-# Traces, one a stage, and facts that no trace holds, to a report; or to several, each of which says more than the last.
-Analyse = Callable[[Sequence[Path], Mapping[str, object]], Iterable[Report]]
+# Traces of each replica, one a stage, and facts that no trace holds, to a report; or to several, each of which says
+# more than the last.
+Analyse = Callable[[Sequence[Sequence[Path]], Mapping[str, object]], Iterable[Report]]
 
 
 def summarise(
@@ -58,11 +59,6 @@ def summarise(
     """
     timeline = read_timeline(traces)
     return summarise_timeline(timeline, measure_bubbles(timeline), fit) | dict(facts or {})
-
-
-def figures(traces: Sequence[Path], facts: Mapping[str, object]) -> Iterator[Report]:
-    """Those of `summarise`, and nothing that takes longer."""
-    yield summarise(traces, facts)
 
 
 def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
@@ -93,12 +89,12 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "bubble_ratio_steady": bubbles.bubble_ratio_steady,
         "overlap": bubbles.overlap,
         "per_stage": [
-            _stage_report(stage, measured) | {"busy_strip": busy_strip(stage, timeline.window, _STRIP_CELLS)}
+            _stage_report(stage, measured) | {"busy_strip": busy_strip(stage, timeline.window, STRIP_CELLS)}
             for stage, measured in zip(timeline.stages, bubbles.stages, strict=True)
         ],
         "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
         "cost_error": fitted.error if fitted is not None else None,
-        "request_bubble_s": _percentiles(bubbles.request_bubble_s.values()),
+        "request_bubble_s": percentiles(bubbles.request_bubble_s.values()),
         **{name: asdict(spread) for name, spread in latency_spreads(timeline.finished).items()},
         **_variation(timeline, bubbles),
         "kv": _kv(timeline),
@@ -131,7 +127,7 @@ def _per_second(count: int, wall_s: float) -> float | None:
     return count / wall_s if wall_s > 0 else None
 
 
-def _percentiles(values: Iterable[float]) -> Report:
+def percentiles(values: Iterable[float]) -> Report:
     spread = Spread.of(values)
     return {"p50": spread.p50, "p90": spread.p90, "p99": spread.p99}
 

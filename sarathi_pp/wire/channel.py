@@ -16,6 +16,9 @@ from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.codec import Frame, Goodbye
 
+# How the names of threads begin that may be inside a transfer.
+COMMUNICATING = "transfer "
+
 Payload = TypeVar("Payload")
 Sent = TypeVar("Sent", contravariant=True)
 
@@ -56,6 +59,16 @@ class Sender(Protocol[Sent]):
 class Receiver(Protocol[Payload]):
     def receive(self, timeout_s: float | None = None) -> Message[Payload] | None:
         """The next message, or None when none came within timeout_s. Raises what ended the edge."""
+
+    def close(self) -> None: ...
+
+
+class NoSender(Generic[Payload]):
+    """The way out of a stage whose output another rank sends as well."""
+
+    def reserve(self) -> None: ...
+
+    def send(self, frame: Frame, payload: Payload | None = None) -> None: ...
 
     def close(self) -> None: ...
 

@@ -3,7 +3,7 @@
     head   magic 4s | version u16 | kind u16 | number u64 | body u32 | payload u64 | crc32 u32
     body   u32 integers | u32 reals | int64 ... | float64 ...
     gap    zeros to the next multiple of 64
-    payload   activations, raw, in the model's dtype; behind them a trailer u64
+    payload   activations, raw, in the model's dtype, or a piece of a text; behind it a trailer u64
 
 `number` counts the frames of an edge, so a repeated, lost or reordered frame is seen. The checksum covers
 head and body; the payload's length is in the head, the trailer shows that it came whole, its bits are TCP's.
@@ -23,7 +23,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 5
+VERSION = 6
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
@@ -63,11 +63,18 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Parcel:
+    """A piece of a text, which is its payload. last: the text ends with it."""
+
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye:
     """The last frame of an edge: the run is over in good order."""
 
 
-Frame = MicroBatchFrame | ResultFrame | Heartbeat | Goodbye
+Frame = MicroBatchFrame | ResultFrame | Heartbeat | Parcel | Goodbye
 Number = TypeVar("Number", int, float)
 Numbers = tuple[list[int], list[float]]
 
@@ -151,6 +158,8 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
             return 3, ([progress, int(busy)], [])
         case Goodbye():
             return 4, ([], [])
+        case Parcel(last):
+            return 5, ([int(last)], [])
 
 
 def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
@@ -170,6 +179,10 @@ def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
         case 4:
             _expect(not integers and not reals, "numbers in a goodbye")
             return Goodbye()
+        case 5:
+            (last,) = integers
+            _expect(not reals, "reals in a parcel")
+            return Parcel(_flag(last))
     raise ValueError("unknown kind")
 
 
@@ -274,6 +287,10 @@ def _flag(value: int) -> bool:
 def _expect(legal: bool, what: str) -> None:
     if not legal:
         raise ValueError(what)
+
+
+# Of a frame with next to no numbers: a parcel, a heartbeat, a goodbye.
+SMALL_FRAME_BYTES = payload_start(_COUNTS.size + 8 * 2)
 
 
 def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int) -> int:

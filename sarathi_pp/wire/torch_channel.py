@@ -24,8 +24,8 @@ import torch.distributed as dist
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.channel import Landing, Message, NumberCheck
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame
+from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
+from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel
 from sarathi_pp.wire.lane import Lane
 
 HEARTBEAT_S = 1.0
@@ -34,12 +34,19 @@ GOODBYE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Activations as an edge carries them: up to max_tokens rows of row_shape, on this rank's device."""
+    """Activations as an edge carries them: up to max_tokens rows of row_shape, on this rank's device.
+
+    Of an edge of texts, the largest parcel. Where nothing but frames travels rows are empty.
+    """
 
     max_tokens: int
     row_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def none(cls) -> Payloads:
+        return cls(0, (0,), torch.uint8, torch.device("cpu"))
 
     def num_bytes(self, num_tokens: int) -> int:
         return num_tokens * math.prod(self.row_shape) * self.dtype.itemsize
@@ -125,7 +132,7 @@ class TorchSender:
         # Numbers leave in the order in which they were drawn. Never held through a transfer, which a peer that is
         # stopped can keep for a minute: the compute thread would wait with it, deaf to whoever tells it to stop.
         self._order = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"send to {edge.peer_name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{COMMUNICATING}to {edge.peer_name}", daemon=True)
         self._thread.start()
 
     def reserve(self) -> None:
@@ -226,7 +233,7 @@ class TorchReceiver:
             self._free.put(_Buffer(edge.buffer(), edge.rows()))
         self._numbers = NumberCheck()
         self._stalled_since: tuple[int, float] | None = None
-        self._thread = threading.Thread(target=self._run, name=f"receive from {edge.peer_name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{COMMUNICATING}from {edge.peer_name}", daemon=True)
         self._thread.start()
 
     def receive(self, timeout_s: float | None = None) -> Message[torch.Tensor] | None:
@@ -279,7 +286,7 @@ class TorchReceiver:
         self._numbers.check(envelope.number)
         frame, start = envelope.frame, envelope.payload_start
         behind = buffer.message[start : start + envelope.payload_bytes]
-        if not isinstance(frame, MicroBatchFrame) and behind.numel():
+        if not isinstance(frame, (MicroBatchFrame, Parcel)) and behind.numel():
             raise ProtocolError(f"a {type(frame).__name__} with {behind.numel()} bytes of payload")
         if isinstance(frame, Heartbeat):
             self._watch(frame)
@@ -289,20 +296,24 @@ class TorchReceiver:
         payload = landed = None
         if isinstance(frame, MicroBatchFrame):
             payload, landed = self._payload(frame.microbatch, behind, buffer.rows)
+        elif isinstance(frame, Parcel):
+            payload = behind
         self._inbox.put(Message(frame, payload, self._now(), lambda: self._free.put(buffer), landed))
         return isinstance(frame, Goodbye)
 
     def _payload(
         self, microbatch: MicroBatch, behind: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Landing | None]:
+    ) -> tuple[torch.Tensor | None, Landing | None]:
         """The activations as (tokens, *row_shape): of the bytes behind the frame a view on CPU and a copy on devices;
-        or what comes by the lane, and when.
+        or what comes by the lane, and when. None where the edge carries none.
         """
         lane, payloads, num_tokens = self._edge.lane, self._edge.payloads, microbatch.num_tokens
         expected = payloads.num_bytes(num_tokens) if lane is None else 0
         if behind.numel() != expected:
             raise ProtocolError(f"{microbatch} came with {behind.numel()} bytes of activations, not {expected}")
         if lane is None or rows is None:
+            if not payloads.num_bytes(1):
+                return None, None
             shape = (num_tokens, *payloads.row_shape)
             return behind.view(payloads.dtype).view(shape).to(payloads.device, non_blocking=True), None
         if num_tokens > len(rows):

@@ -18,6 +18,7 @@ COMMANDS = {"bench", "generate", "report", "compare", "simulate", "profile", "pl
 GENERATE_OPTIONS = {
     *("--model", "--input", "-i", "--output", "-o", "--run-dir", "--overwrite"),
     *("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),
+    *("--replicas", "--data-parallel-size", "--tensor-parallel-size", "--tp-size"),
     *("--policy", "--chunk-size", "--max-num-batched-tokens", "--max-num-seqs", "--inflight"),
     *("--max-new-tokens", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--ignore-eos"),
     *("--seed", "--request-rate", "--tbt-slo", "--dtype", "--device", "--attention", "--max-model-len"),

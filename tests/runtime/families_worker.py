@@ -54,7 +54,7 @@ def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
             Row(index + 1, index, "own", Request(index, tuple(prompt), params, clock.now()))
             for index, prompt in enumerate(case["prompts"])
         ]
-        engine = job.engine((), lambda stop: None, lambda snapshot: None)
+        engine = job.driver((), lambda stop: None, lambda snapshot: None)
         engine.run(ListSource(rows), sink)
         engine.close()
     job.finish()

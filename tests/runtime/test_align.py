@@ -12,6 +12,7 @@ import pytest
 
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.place import Place
+from sarathi_pp.wire.mesh import Mesh
 
 TRIALS = 20
 
@@ -33,6 +34,7 @@ class FakeTopology:
     """One rank's control channel: each message takes as long as `delays` says next."""
 
     place: Place
+    mesh: Mesh
     world: World
     outbox: queue.SimpleQueue[list[float]]
     inbox: queue.SimpleQueue[list[float]]
@@ -52,11 +54,11 @@ def aligned(skew_s: float, there: list[float], back: list[float]) -> Offset:
     """What rank 1 finds, whose clock is skew_s behind rank 0's."""
     world = World()
     one, other = queue.SimpleQueue[list[float]](), queue.SimpleQueue[list[float]]()
-    first = FakeTopology(Place(0, 2, 0, 2), world, one, other, iter(there))
-    second = FakeTopology(Place(1, 2, 1, 2), world, other, one, iter(back))
+    first = FakeTopology(Place(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
+    second = FakeTopology(Place(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
     with ThreadPoolExecutor(2) as pool:
-        mine = pool.submit(align, first, lambda: world.now_s)
-        theirs = pool.submit(align, second, lambda: world.now_s - skew_s)
+        mine = pool.submit(align, first, lambda: world.now_s, [0])
+        theirs = pool.submit(align, second, lambda: world.now_s - skew_s, [0])
         assert mine.result(20) == Offset()
         return theirs.result(20)
 

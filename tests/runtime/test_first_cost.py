@@ -34,7 +34,7 @@ def first_cost(
     topology = Topology(Place(), 60, 60)
     run_dir = RunDirectory(folder / "run")
     job = Job(config, model_dir, facts, topology, run_dir, SystemClock(), Watchdog(None), profile=emulated)
-    job.engine((), lambda stop: None, lambda snapshot: None)
+    job.driver((), lambda stop: None, lambda snapshot: None)
     job.abandon()
     topology.leave()
     (cost,) = told

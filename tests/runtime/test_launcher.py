@@ -9,6 +9,9 @@ import pytest
 from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
 from sarathi_pp.runtime.launcher import Workers, launch
 from sarathi_pp.runtime.place import heeded_mark
+from sarathi_pp.wire.mesh import Mesh
+
+TWO = Mesh(stages=2)
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def test_a_signal_gives_up_the_run(number, code, ends):
         assert noted == [number]
 
     ends(given_up_after_it)
-    assert launch(2, (), print) == code
+    assert launch(TWO, (), print) == code
     assert signal.getsignal(number) is before
 
 
@@ -45,7 +48,7 @@ def test_a_signal_changes_nothing_about_a_run_that_has_ended(code, ends):
         return code
 
     ends(ended_before_it)
-    assert launch(2, (), print) == code
+    assert launch(TWO, (), print) == code
 
 
 def test_what_is_ignored_stays_ignored(ends):
@@ -59,7 +62,7 @@ def test_what_is_ignored_stays_ignored(ends):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ends(hung_up)
-        assert launch(2, (), print) == 0
+        assert launch(TWO, (), print) == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -73,7 +76,7 @@ def test_only_a_lost_stage_starts_a_run_again(ended_with, starts, code, ends):
     codes = list(ended_with)
     said = []
     ends(lambda noted: codes.pop(0))
-    assert launch(2, (), said.append, max_restarts=2) == code
+    assert launch(TWO, (), said.append, max_restarts=2) == code
     assert len(ended_with) - len(codes) == starts == len(said) + 1
 
 
@@ -83,7 +86,7 @@ def test_a_run_that_was_told_to_stop_is_not_started_again(ends):
         return PeerLostError.exit_code
 
     ends(told)
-    assert launch(2, (), pytest.fail, max_restarts=2) == PeerLostError.exit_code
+    assert launch(TWO, (), pytest.fail, max_restarts=2) == PeerLostError.exit_code
 
 
 STAND_IN = """#!{python}
@@ -110,7 +113,7 @@ def test_the_first_signal_is_the_first_ranks_and_the_second_is_everybodys(stays,
     stand_in.write_text(STAND_IN.format(python=sys.executable, stays=stays))
     stand_in.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(stand_in))
-    workers = Workers(tmp_path / "store", 2)
+    workers = Workers(tmp_path / "store", TWO)
     workers.start(())
     heeded_mark(tmp_path / "store").touch()
 

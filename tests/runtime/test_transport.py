@@ -14,6 +14,7 @@ from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.runtime.transport import Lanes, Standing, Transport, choose_transport, stand, surroundings
 from sarathi_pp.trace.clock import ManualClock
+from sarathi_pp.wire.mesh import Mesh
 
 ALONE = [Standing("a", "GPU-0", True), Standing("a", "GPU-1", True), Standing("b", "GPU-0", True)]
 
@@ -72,6 +73,7 @@ class Calls:
 def joined(rank: int, world_size: int) -> Topology:
     made = Topology(Place(), 5.0, 3.0)
     made.place = Place(rank, world_size, rank, world_size)
+    made.mesh = Mesh(stages=world_size)
     made._names = [f"stage {number}" for number in range(world_size)]
     made._interface = Interface("lo", "127.0.0.1")
     return made

@@ -5,13 +5,6 @@ import pytest
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire.channel import NumberCheck, QueueChannel
 from sarathi_pp.wire.codec import Goodbye, Heartbeat
-from sarathi_pp.wire.order import edges
-
-
-def test_edges_form_one_ring():
-    assert edges(1) == ()
-    assert edges(2) == ((0, 1), (1, 0))
-    assert edges(4) == ((0, 1), (1, 2), (2, 3), (3, 0))
 
 
 def test_messages_come_out_in_order_with_their_payload():

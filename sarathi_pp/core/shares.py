@@ -1,0 +1,65 @@
+"""Which replica the next request goes to: the one that has least to do, counted in tokens.
+
+A request counts with its prompt, and with as many output tokens as those that have ended had in the mean, since nobody
+knows its own. A replica holds at most so many requests; whoever has more to give waits until one has ended, so that
+replicas of different speed end about together.
+"""
+
+from __future__ import annotations
+
+from sarathi_pp.core.request import Request
+
+
+class Shares:
+    """most: requests that a replica holds at once, those that wait there included."""
+
+    def __init__(self, num_replicas: int, most: int) -> None:
+        self._most = most
+        self._held: list[dict[int, Request]] = [{} for _ in range(num_replicas)]
+        self._prompt_tokens = [0] * num_replicas
+        self._lost = [False] * num_replicas
+        self._ended = self._output_tokens = 0
+
+    @property
+    def room(self) -> int:
+        """How many requests may be given now."""
+        return sum(self._most - len(self._held[replica]) for replica in self.present if self._has_room(replica))
+
+    @property
+    def present(self) -> list[int]:
+        """The replicas that are not lost."""
+        return [replica for replica, lost in enumerate(self._lost) if not lost]
+
+    def num_held(self, replica: int) -> int:
+        return len(self._held[replica])
+
+    def give(self, request: Request) -> int:
+        """The replica that has it from here on; there is room. Among equals the first."""
+        mean = self._output_tokens / self._ended if self._ended else 0.0
+        replica = min(
+            filter(self._has_room, self.present),
+            key=lambda one: self._prompt_tokens[one] + mean * len(self._held[one]),
+        )
+        self._held[replica][request.index] = request
+        self._prompt_tokens[replica] += len(request.prompt_token_ids)
+        return replica
+
+    def holds(self, replica: int, index: int) -> bool:
+        return index in self._held[replica]
+
+    def end(self, replica: int, index: int, num_output_tokens: int) -> None:
+        """A request that it holds has ended there."""
+        request = self._held[replica].pop(index)
+        self._prompt_tokens[replica] -= len(request.prompt_token_ids)
+        self._ended += 1
+        self._output_tokens += num_output_tokens
+
+    def lose(self, replica: int) -> list[Request]:
+        """It is given nothing more; returns what it held, in the order in which it got it."""
+        self._lost[replica] = True
+        held, self._held[replica] = self._held[replica], {}
+        self._prompt_tokens[replica] = 0
+        return list(held.values())
+
+    def _has_room(self, replica: int) -> bool:
+        return len(self._held[replica]) < self._most

@@ -33,6 +33,8 @@ class Family:
     kv_heads, head_dim, tied: what transformers' configuration class takes for num_key_value_heads, head_dim
     and tie_word_embeddings where config.json does not say. None: all heads, and hidden_size // heads. A test
     compares them with transformers.
+
+    widths: config.json names of what tensor shards divide beside heads (tensor.py). None: not proven in shards.
     """
 
     architecture: str
@@ -53,6 +55,7 @@ class Family:
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
+    widths: tuple[str, ...] | None = None
 
     @property
     def first_modules(self) -> tuple[str, ...]:
@@ -60,11 +63,16 @@ class Family:
         return tuple(name for name in (self.embed, self.positions, self.project_in) if name is not None)
 
 
+_DENSE = ("intermediate_size",)
+_EXPERTS = ("intermediate_size", "moe_intermediate_size")
+
 _ALL = (
-    Family(architecture="LlamaForCausalLM", model_type="llama"),
-    Family(architecture="Qwen2ForCausalLM", model_type="qwen2", windows="by_type", kv_heads=32),
-    Family(architecture="Qwen3ForCausalLM", model_type="qwen3", windows="by_type", kv_heads=32, head_dim=128),
-    Family(architecture="MistralForCausalLM", model_type="mistral", windows="every", kv_heads=8),
+    Family(architecture="LlamaForCausalLM", model_type="llama", widths=_DENSE),
+    Family(architecture="Qwen2ForCausalLM", model_type="qwen2", windows="by_type", kv_heads=32, widths=_DENSE),
+    Family(
+        architecture="Qwen3ForCausalLM", model_type="qwen3", windows="by_type", kv_heads=32, head_dim=128, widths=_DENSE
+    ),
+    Family(architecture="MistralForCausalLM", model_type="mistral", windows="every", kv_heads=8, widths=_DENSE),
     Family(
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",
@@ -73,6 +81,7 @@ _ALL = (
         kv_heads=4,
         head_dim=256,
         tied=True,
+        widths=_DENSE,
     ),
     Family(
         architecture="Gemma3ForCausalLM",
@@ -81,17 +90,27 @@ _ALL = (
         kv_heads=4,
         head_dim=256,
         tied=True,
+        widths=_DENSE,
     ),
     Family(architecture="Phi3ForCausalLM", model_type="phi3", windows="every"),
     Family(architecture="Olmo2ForCausalLM", model_type="olmo2"),
-    Family(architecture="GraniteForCausalLM", model_type="granite", once=("embedding_multiplier",)),
+    Family(architecture="GraniteForCausalLM", model_type="granite", once=("embedding_multiplier",), widths=_DENSE),
     Family(architecture="CohereForCausalLM", model_type="cohere", tied=True),
-    Family(architecture="SmolLM3ForCausalLM", model_type="smollm3", windows="by_type", kv_heads=4, tied=True),
+    Family(
+        architecture="SmolLM3ForCausalLM", model_type="smollm3", windows="by_type", kv_heads=4, tied=True, widths=_DENSE
+    ),
     Family(architecture="Glm4ForCausalLM", model_type="glm4", kv_heads=2, head_dim=128),
-    Family(architecture="Starcoder2ForCausalLM", model_type="starcoder2", windows="every", kv_heads=2, tied=True),
-    Family(architecture="MixtralForCausalLM", model_type="mixtral", windows="every", kv_heads=8),
-    Family(architecture="Qwen2MoeForCausalLM", model_type="qwen2_moe", windows="by_type", kv_heads=16),
-    Family(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", windows="every", kv_heads=4),
+    Family(
+        architecture="Starcoder2ForCausalLM",
+        model_type="starcoder2",
+        windows="every",
+        kv_heads=2,
+        tied=True,
+        widths=_DENSE,
+    ),
+    Family(architecture="MixtralForCausalLM", model_type="mixtral", windows="every", kv_heads=8, widths=_DENSE),
+    Family(architecture="Qwen2MoeForCausalLM", model_type="qwen2_moe", windows="by_type", kv_heads=16, widths=_EXPERTS),
+    Family(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", windows="every", kv_heads=4, widths=_EXPERTS),
     Family(
         architecture="GptOssForCausalLM", model_type="gpt_oss", windows="by_type", sinks=True, kv_heads=8, head_dim=64
     ),
@@ -127,8 +146,9 @@ _ALL = (
         base="gpt_neox",
         embed="embed_in",
         norm="final_layer_norm",
+        widths=_DENSE,
     ),
-    Family(architecture="PhiForCausalLM", model_type="phi", norm="final_layernorm"),
+    Family(architecture="PhiForCausalLM", model_type="phi", norm="final_layernorm", widths=_DENSE),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ALL})

@@ -1,6 +1,7 @@
 """What fuse.py puts in the place of a model's own modules: the same values with fewer passes over them.
 
-Every rounding to bfloat16 stays where the model has it. All take bfloat16 on CPU.
+Every rounding to bfloat16 stays where the model has it. All take bfloat16 on CPU. The last product keeps its name: what
+tensor shards add up behind it is found by that (tensor.py).
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class GatedMLP(nn.Module):
         self.width = mlp.up_proj.out_features
         self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next is packed
-        self.down = PanelLinear(mlp.down_proj)
+        self.down_proj = PanelLinear(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
         gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
         num_rows = gated.numel() // self.width
         share_out([partial(self._gate, both, gated, rows) for rows in shares(num_rows, _ROWS_A_THREAD)])
-        return self.down(gated)  # type: ignore[no-any-return]
+        return self.down_proj(gated)  # type: ignore[no-any-return]
 
     def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
         scratch = scratch_of_thread(self.width).data_ptr()
@@ -112,7 +113,7 @@ class RotaryAttention(nn.Module):
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.qkv = PanelLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
-        self.out = PanelLinear(attention.o_proj)
+        self.o_proj = PanelLinear(attention.o_proj)
         self.query_norm = attention.q_norm.weight if with_norms else None
         self.key_norm = attention.k_norm.weight if with_norms else None
         self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
@@ -138,7 +139,7 @@ class RotaryAttention(nn.Module):
         share_out([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
         query = rows.view(rows.shape[0], -1, self.head_dim)[:, : self.num_heads]
         attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
-        return self.out(attended.reshape(1, rows.shape[0], -1)), None
+        return self.o_proj(attended.reshape(1, rows.shape[0], -1)), None
 
     def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor, paged: PagedCall, piece: range) -> None:
         kv, inputs = paged.kv, paged.inputs

@@ -2,7 +2,8 @@
 
 Products stay torch's own, merged where they have the same input; the library may sum a wider one in another order.
 What lies between them is Triton's (sarathi_pp_kernels), with every rounding where the model has it, but for the order
-of sums and the last bit of exp and rsqrt. bfloat16, float16 or float32.
+of sums and the last bit of exp and rsqrt. bfloat16, float16 or float32. The last product keeps its name: what tensor
+shards add up behind it is found by that (tensor.py).
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class GatedMLP(nn.Module):
         self._gate = silu_multiply
         self.gate_up = MergedLinear(mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next are merged
-        self.down = mlp.down_proj
+        self.down_proj = mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self._gate(self.gate_up(x)))  # type: ignore[no-any-return]
+        return self.down_proj(self._gate(self.gate_up(x)))  # type: ignore[no-any-return]
 
 
 class RowNorm(nn.Module):
@@ -89,7 +90,7 @@ class RotaryAttention(nn.Module):
         self.scaling = attention.scaling
         self.qkv = MergedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
-        self.out = attention.o_proj
+        self.o_proj = attention.o_proj
         self.query_norm = attention.q_norm.weight if with_norms else None
         self.key_norm = attention.k_norm.weight if with_norms else None
         self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
@@ -118,4 +119,4 @@ class RotaryAttention(nn.Module):
             epsilon=self.epsilon,
         )
         attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
-        return self.out(attended.reshape(1, query.shape[0], -1)), None
+        return self.o_proj(attended.reshape(1, query.shape[0], -1)), None

@@ -33,7 +33,8 @@ from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.model.paged import PAGED, PagedCall
-from sarathi_pp.model.support import ConfigFile, find_family
+from sarathi_pp.model.support import ConfigFile, check_shards, find_family
+from sarathi_pp.model.tensor import Split, TensorShard
 from sarathi_pp.model.weights import ReadCount, stage_tensors
 
 
@@ -100,13 +101,15 @@ def load_stage(
     device: torch.device,
     backend: AttentionBackend,
     room_bytes: int | None = None,
+    shard: TensorShard | None = None,
 ) -> StageModel:
     """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
 
-    room_bytes: what the weights may take.
+    room_bytes: what the weights may take. shard: which part of the layers, where several ranks share them; all of them
+    then run every microbatch, each with as large a part of the KV heads.
     Raises MissingError naming tensors that are not in the checkpoint, InputError for tensors that have no
-    place in the model or the wrong shape, ConfigError where `num_layers` is not the model's, CapacityError where the
-    weights do not fit.
+    place in the model or the wrong shape, ConfigError where `num_layers` is not the model's or it has no such shards,
+    CapacityError where the weights do not fit.
     """
     first, end = layers
     family = find_family(ConfigFile(directory, read_json(directory, "config.json")))
@@ -116,13 +119,19 @@ def load_stage(
             f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
         )
     config.output_router_logits = False  # it would compute a training loss over layers that are not here
+    split = None
+    if shard is not None and shard.size > 1:
+        check_shards(directory, shard.size)
+        split = Split(config.base_model_tp_plan, family, layers, shard)
     tied = bool(config.tie_word_embeddings)
     count = ReadCount()
     tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count)
+    if split is not None:
+        tensors = split.take(tensors)
     needed = sum(tensor.num_bytes() for tensor in tensors.values())
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
-    stage_class = _with_holes(getattr(transformers, family.architecture), family, layers, num_layers, tied)
+    stage_class = _with_holes(getattr(transformers, family.architecture), family, layers, num_layers, tied, split)
     with _quiet():
         try:
             module, loaded = stage_class.from_pretrained(
@@ -145,6 +154,8 @@ def load_stage(
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
     fuse(module)
+    if split is not None:
+        split.join(getattr(module.get_submodule(family.base), family.layers))
     if device.type == "cuda":
         # Merged parts leave memory that torch keeps and nothing uses; whoever counts KV pages asks the driver.
         torch.cuda.empty_cache()
@@ -178,8 +189,10 @@ class _NoPositions(nn.Module):
         return torch.zeros((), device=like.device)
 
 
-def _with_holes(architecture: Any, family: Family, layers: tuple[int, int], num_layers: int, tied: bool) -> Any:
-    """A subclass of the architecture whose instances hold only the stage's modules."""
+def _with_holes(
+    architecture: Any, family: Family, layers: tuple[int, int], num_layers: int, tied: bool, split: Split | None
+) -> Any:
+    """A subclass of the architecture whose instances hold only the stage's modules, and a shard's part of them."""
     first, end = layers
     embeds, ends = first == 0, end == num_layers
 
@@ -190,6 +203,8 @@ def _with_holes(architecture: Any, family: Family, layers: tuple[int, int], num_
         for index in range(num_layers):
             if not first <= index < end:
                 blocks[index] = _Absent()
+        if split is not None:
+            split.narrow(blocks)
         if not embeds:
             _dig_embedding(base, family, keep_tied=ends and tied)
         if not ends:

@@ -6,8 +6,9 @@ What is not proven is refused: a wrong answer that looks like text is worse than
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsafeError, UnsupportedModelError
@@ -56,6 +57,10 @@ class ModelFacts:
             raise ConfigError(f"--max-model-len is {asked}; the model has {self.max_position_embeddings} positions")
         return asked or self.max_position_embeddings
 
+    def sharded(self, size: int) -> ModelFacts:
+        """Of one of so many tensor shards, which `check_shards` accepts: each has as many of the heads."""
+        return replace(self, num_heads=self.num_heads // size, num_kv_heads=self.num_kv_heads // size)
+
 
 def check_model(directory: Path) -> ModelFacts:
     """The facts of a supported model.
@@ -73,7 +78,7 @@ def check_model(directory: Path) -> ModelFacts:
     num_layers = config.size(family.keys.get("num_hidden_layers", "num_hidden_layers"))
     _refuse_layer_types(config, num_layers)
     hidden_size = config.size(family.keys.get("hidden_size", "hidden_size"))
-    num_heads = config.size(family.keys.get("num_attention_heads", "num_attention_heads"))
+    num_heads, num_kv_heads = _heads(config, family)
     checkpoint = open_checkpoint(directory)
     return ModelFacts(
         model_type=family.model_type,
@@ -81,7 +86,7 @@ def check_model(directory: Path) -> ModelFacts:
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=config.optional_size("num_key_value_heads", family.kv_heads) or num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads,
         vocab_size=config.size("vocab_size"),
         max_position_embeddings=config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
@@ -91,6 +96,35 @@ def check_model(directory: Path) -> ModelFacts:
         softcap=family.softcap is not None and config.values.get(family.softcap, True) is not None,
         sinks=family.sinks,
     )
+
+
+def check_shards(directory: Path, size: int) -> None:
+    """Whether the layers of a model that `check_model` accepts can be split over so many ranks, from config.json alone.
+
+    Raises UnsupportedModelError where that is not proven exact, ConfigError where `size` does not divide what is split.
+    """
+    assert size > 0, f"{size} shards"
+    if size == 1:
+        return
+    config = ConfigFile(directory, read_json(directory, "config.json"))
+    family = find_family(config)
+    if family.widths is None:
+        proven = ", ".join(sorted(known.architecture for known in FAMILIES.values() if known.widths is not None))
+        raise UnsupportedModelError(
+            f"{directory}: {family.architecture} is not proven exact in tensor shards, given --tensor-parallel-size "
+            f"{size}. Proven: {proven}\n  try  without --tensor-parallel-size, with more --stages"
+        )
+    num_heads, num_kv_heads = _heads(config, family)
+    split = {"KV heads": num_kv_heads, "attention heads": num_heads}
+    split |= {name: width for name in family.widths if (width := config.optional_size(name, None)) is not None}
+    most = math.gcd(*split.values())
+    for name, number in split.items():
+        if number % size:
+            fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            raise ConfigError(
+                f"--tensor-parallel-size is {size}; the model has {number} {name}, which is no multiple of it: every "
+                f"shard holds as many\n  try  --tensor-parallel-size {fits}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +167,12 @@ def find_family(config: ConfigFile) -> Family:
     if family.model_type != model_type:
         raise config.refuse(f"{architecture} with model_type {model_type!r}, expected {family.model_type!r}")
     return family
+
+
+def _heads(config: ConfigFile, family: Family) -> tuple[int, int]:
+    """Attention heads, and KV heads."""
+    num_heads = config.size(family.keys.get("num_attention_heads", "num_attention_heads"))
+    return num_heads, config.optional_size("num_key_value_heads", family.kv_heads) or num_heads
 
 
 def _refuse_features(config: ConfigFile) -> None:

@@ -1,14 +1,17 @@
-"""Reads the tensors of one stage, and no byte of the others.
+"""Reads the tensors of one stage, or a shard's parts of them, and no byte of the others.
 
 Each tensor is read into memory of its own instead of being mapped: the first microbatch then pays no page
 faults, a file that is rewritten during a run cannot crash it, and the peak is the slice itself. The headers
-were checked when the checkpoint was opened, so a tensor is a seek and a read.
+were checked when the checkpoint was opened, so a tensor is a seek and a read, and a part of one as many as it has
+pieces: columns are a piece a row.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from io import RawIOBase
 from threading import Lock
 from types import EllipsisType
@@ -49,6 +52,28 @@ class ReadCount:
             self.num_bytes += num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Part `index` of `size` equal ones of a dimension; of each of its `blocks` blocks where it has several.
+
+    blocks 2, size 2, index 0:   gate gate . . up up . .
+    """
+
+    dim: int
+    blocks: int
+    index: int
+    size: int
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's shape."""
+        assert shape[self.dim] % (self.blocks * self.size) == 0, f"{shape}, {self}"
+        return (*shape[: self.dim], shape[self.dim] // self.size, *shape[self.dim + 1 :])
+
+    def piece(self, shape: tuple[int, ...]) -> int:
+        """Numbers that the part has without a gap; from piece to piece it is `size` times as far."""
+        return shape[self.dim] // (self.blocks * self.size) * math.prod(shape[self.dim + 1 :])
+
+
 class StoredTensor:
     """A tensor that is still in its file; `[...]` reads it, into new memory each time.
 
@@ -58,43 +83,75 @@ class StoredTensor:
     because transformers keeps some (gpt_oss's norms) in float32 whatever is asked for.
     """
 
-    def __init__(self, entry: TensorEntry, count: ReadCount, dtype: torch.dtype) -> None:
+    def __init__(self, entry: TensorEntry, count: ReadCount, dtype: torch.dtype, cut: Cut | None = None) -> None:
         self._entry = entry
         self._count = count
         self._dtype = dtype
+        self._cut = cut
+        self.shape = entry.shape if cut is None else cut.of(entry.shape)
+
+    def cut(self, cut: Cut) -> StoredTensor:
+        """A part of it, of which alone bytes are read."""
+        assert self._cut is None, "cut once"
+        return StoredTensor(self._entry, self._count, self._dtype, cut)
 
     def num_bytes(self) -> int:
         """In memory, as the type that the loader wants."""
         stored = _DTYPES[self._entry.dtype]
-        return self._entry.num_bytes // stored.itemsize * (self._dtype if stored.is_floating_point else stored).itemsize
+        return math.prod(self.shape) * (self._dtype if stored.is_floating_point else stored).itemsize
 
     def __getitem__(self, everything: EllipsisType) -> Tensor:
-        """The whole tensor. Raises InputError where the file is shorter than it was."""
-        entry, stored = self._entry, _DTYPES[self._entry.dtype]
-        convert = stored.is_floating_point and stored != self._dtype and entry.num_bytes > BLOCK_BYTES
-        target = torch.empty(entry.shape, dtype=self._dtype if convert else stored)
-        with entry.file.open("rb", buffering=0) as stream:
-            stream.seek(entry.begin)
+        """All of it. Raises InputError where the file is shorter than it was."""
+        stored = _DTYPES[self._entry.dtype]
+        num_bytes = math.prod(self.shape) * stored.itemsize
+        convert = stored.is_floating_point and stored != self._dtype and num_bytes > BLOCK_BYTES
+        target = torch.empty(self.shape, dtype=self._dtype if convert else stored)
+        with self._entry.file.open("rb", buffering=0) as stream:
+            pieces = _Pieces(stream, self._entry, self._cut, stored.itemsize)
             if convert:
                 flat, block = target.view(-1), BLOCK_BYTES // stored.itemsize
                 scratch = torch.empty(block, dtype=stored)
                 for start in range(0, flat.numel(), block):
                     part = scratch[: flat.numel() - start]
-                    self._fill(part, stream)
+                    self._fill(part, pieces)
                     flat[start : start + block].copy_(part)
-            elif entry.num_bytes:
-                self._fill(target.view(-1), stream)
+            elif num_bytes:
+                self._fill(target.view(-1), pieces)
         return target
 
-    def _fill(self, flat: Tensor, stream: RawIOBase) -> None:
+    def _fill(self, flat: Tensor, pieces: _Pieces) -> None:
         view = flat.view(torch.uint8).numpy().data
+        pieces.fill(view)
+        self._count.add(len(view))
+
+
+class _Pieces:
+    """The bytes of a stored tensor, or of a part of it, one after the other."""
+
+    def __init__(self, stream: RawIOBase, entry: TensorEntry, cut: Cut | None, item_bytes: int) -> None:
+        self._stream = stream
+        self._file = entry.file
+        if cut is None:
+            self._piece_bytes = self._step_bytes = entry.num_bytes
+            self._next = entry.begin
+        else:
+            self._piece_bytes = cut.piece(entry.shape) * item_bytes
+            self._step_bytes = self._piece_bytes * cut.size
+            self._next = entry.begin + self._piece_bytes * cut.index
+        self._left = 0  # of the piece in which the stream is
+
+    def fill(self, view: memoryview) -> None:
         filled = 0
         while filled < len(view):
-            num_bytes = stream.readinto(view[filled:])
+            if self._left == 0:
+                self._stream.seek(self._next)
+                self._next += self._step_bytes
+                self._left = self._piece_bytes
+            num_bytes = self._stream.readinto(view[filled : filled + self._left])
             if not num_bytes:
-                raise InputError(f"{self._entry.file}: ends inside a tensor; it was cut after loading began")
+                raise InputError(f"{self._file}: ends inside a tensor; it was cut after loading began")
             filled += num_bytes
-        self._count.add(filled)
+            self._left -= num_bytes
 
 
 def stage_tensors(

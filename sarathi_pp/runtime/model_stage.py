@@ -26,6 +26,7 @@ from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.slice import StageModel, load_stage
 from sarathi_pp.model.support import ModelFacts
+from sarathi_pp.model.tensor import TensorShard
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, room_bytes
 from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import SystemClock
@@ -40,7 +41,8 @@ _DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0,
 class ModelStages:
     """Stages that hold a slice of a model. See StageMaker.
 
-    sharers: ranks that draw on the same memory.
+    sharers: ranks that draw on the same memory. shard: which part of every layer, where a stage has several ranks; they
+    load and make their stages side by side. facts: of the whole model in any case.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ModelStages:
         dtype: torch.dtype,
         device: torch.device,
         sharers: int,
+        shard: TensorShard | None = None,
     ) -> None:
         needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks)
         backend = choose_backend(config.attention, device, config.page_size, needs)
@@ -60,7 +63,8 @@ class ModelStages:
         self._config = config
         self._backend = backend
         self._model_dir = model_dir
-        self._facts = facts
+        self._shard = shard
+        self._facts = facts if shard is None else facts.sharded(shard.size)
         self._dtype = dtype
         self._device = device
         self._sharers = sharers
@@ -71,7 +75,9 @@ class ModelStages:
 
     def load(self, layers: tuple[int, int]) -> None:
         facts, dtype, device = self._facts, self._dtype, self._device
-        self._loaded = load_stage(self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room)
+        self._loaded = load_stage(
+            self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room, self._shard
+        )
         # Now too: what it takes for a moment must not be missing where others count.
         self._working = self._working_bytes(layers) if device.type == "cuda" else 0
 
@@ -91,6 +97,9 @@ class ModelStages:
 
     def _has_graphs(self) -> bool:
         if self._device.type != "cuda" or self._config.enforce_eager:
+            return False
+        if self._shard is not None and self._shard.size > 1:
+            _log.info("no CUDA graphs: what tensor shards add up between products is not captured")
             return False
         if not isinstance(self._backend, Fixable):
             _log.info("no CUDA graphs: attention %s cannot be captured", self._backend.name)

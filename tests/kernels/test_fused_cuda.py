@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sarathi_pp.model import fused_cuda
+from sarathi_pp.model import slice as slices
 from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.fused import Block
@@ -19,7 +24,11 @@ from sarathi_pp.model.kernels import has_kernels
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.paged import PAGED
 from sarathi_pp.model.slice import StageModel, layer_windows
-from tests.model.families import build_model
+from sarathi_pp.model.support import check_model
+from sarathi_pp.model.tensor import Summed, TensorShard
+from sarathi_pp.runtime.model_stage import ModelStages
+from tests.model.families import build_model, write_checkpoint
+from tests.model.shards import load_gang
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 8
@@ -106,3 +115,40 @@ def test_linears_of_several_kinds_are_not_merged() -> None:
 def test_kernels_are_for_cuda() -> None:
     assert not has_kernels(CPU)
     assert fuse(build_model("llama")) == 0, "float32 on CPU is left alone"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_tensor_shards_add_up_behind_fused_products(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama's tiny model has biases behind the sums."""
+    monkeypatch.setattr(slices, "fuse", partial(fuse, by_kernels=True))
+    model = write_checkpoint(family, tmp_path)
+    layers = (0, model.config.num_hidden_layers)
+    gang = load_gang(tmp_path, check_model(tmp_path), layers, 2, PAGE_SIZE, 6, backend="sdpa")
+    for stage in gang.stages:
+        for layer in stage.module.model.layers:
+            assert type(layer) is Block
+            assert type(layer.self_attn) is fused_cuda.RotaryAttention and type(layer.mlp) is fused_cuda.GatedMLP
+            assert type(layer.self_attn.o_proj) is Summed and type(layer.mlp.down_proj) is Summed
+    ids = torch.arange(3, 18)
+    found = []
+    for start, count in ((0, 9), (9, 5), (14, 1)):
+        inputs = build_inputs([Span(start, count, (4, 2))], range(count), PAGE_SIZE, CPU)
+        found.append(gang.forward(ids[start : start + count], inputs))
+    with torch.inference_mode():
+        expected = model(ids[None]).logits[0]
+    assert torch.equal(torch.cat(found).argmax(-1), expected.argmax(-1))
+    assert torch.allclose(torch.cat(found), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_shards_add_up_is_in_no_graph(size: int) -> None:
+    shard = TensorShard(0, size, lambda x: x)
+    stages: Any = SimpleNamespace(
+        _device=torch.device("cuda"),
+        _config=SimpleNamespace(enforce_eager=False),
+        _backend=TritonAttention(),
+        _shard=shard,
+    )
+    assert ModelStages._has_graphs(stages) == (size == 1)

@@ -308,9 +308,11 @@ def _randomise(model: Any, seed: int, weight_scale: float, embedding_scale: floa
                 parameter.copy_(0.1 * noise)
 
 
-def write_checkpoint(family: str, directory: Path, seed: int = 0, shards: int = 1) -> Any:
-    """Save `build_model(family, seed)` as safetensors in about `shards` files; returns the model."""
-    model = build_model(family, seed)
+def write_checkpoint(
+    family: str, directory: Path, seed: int = 0, shards: int = 1, config: PretrainedConfig | None = None
+) -> Any:
+    """Save `build_model(family, seed, config)` as safetensors in about `shards` files; returns the model."""
+    model = build_model(family, seed, config)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -39,7 +39,7 @@ class Run:
 
     def trial(self) -> Rerun | None:
         """What tries a change on it; None where nothing can be told. Raises CannotTry as `Rerun.of`."""
-        from sarathi_pp.bench.profile import fit_link
+        from sarathi_pp.bench.profile import fit_links
 
         if self.fitted is None:
             return None
@@ -47,7 +47,7 @@ class Run:
         return Rerun.of(
             self.timeline,
             self.fitted.model,
-            fit_link(self.timeline),
+            fit_links(self.timeline),
             max_num_seqs=report.get("max_num_seqs"),
             max_model_len=report.get("max_model_len"),
             max_pages=report.get("max_pages"),

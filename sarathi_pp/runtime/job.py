@@ -31,7 +31,7 @@ from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, resolve
 from sarathi_pp.runtime.cuda_timer import CudaTimer
-from sarathi_pp.runtime.emulated import EmulatedStages
+from sarathi_pp.runtime.emulated import EmulatedStages, over_link
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
@@ -302,7 +302,7 @@ class Job:
             self._watchdog.report,
         )
         runner.append(self._runner_to(downstream))
-        return upstream, runner[0]
+        return over_link(upstream, self._profile, self.place.rank, run.num_stages, clock), runner[0]
 
     def _runner_to(self, downstream: Sender[torch.Tensor]) -> StageRunner:
         return StageRunner(

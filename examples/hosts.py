@@ -10,19 +10,23 @@ right to make namespaces, and Debian's iproute2. All hosts see the same files.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
 
 # Of payload, in frames of 1,514 bytes with 66 of headers: what TCP has of a wire's rate.
 PAYLOAD = 1448 / 1514
-# A bucket must hold the largest piece that TCP hands over, 64 KiB; what it holds beyond goes out at once.
-_BURST = "128kb"
+# What an idle wire lets through at once; the kernel cuts up larger pieces.
+_BURST = "32kb"
 # Of queue, so that nothing is ever dropped.
 _LIMIT = "16mb"
+# Each host has all ports to itself.
+_PORT = 29500
 
 
 class NoHostsError(Exception):
@@ -31,15 +35,17 @@ class NoHostsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """names: of their namespaces. switch: that of the switch."""
+    """names: of their namespaces. switch: that of the switch. table: what /etc/hosts is on all of them."""
 
     names: tuple[str, ...]
     switch: str
+    table: Path
 
     def on(self, host: int) -> tuple[str, ...]:
-        """What runs a command there, under a host name of its own."""
-        name = f"host{host}"
-        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name)
+        """What runs a command there, under a host name of its own that leads to its address."""
+        # `ip netns exec` gives the command mounts of its own.
+        begin = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+        named = ("unshare", "--uts", "sh", "-c", begin, f"host{host}", str(self.table))
         return ("ip", "netns", "exec", self.names[host], *named)
 
     def address(self, host: int) -> str:
@@ -47,6 +53,17 @@ class Hosts:
 
     def interface(self, host: int) -> str:
         return f"wire{host}"
+
+    def torchrun(self, host: int, processes: int, *, elastic: bool = False) -> tuple[str, ...]:
+        """torchrun's part of the command line there; rank 0 is on host 0. elastic: they meet by c10d."""
+        meet = f"{self.address(0)}:{_PORT}"
+        if elastic:
+            place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", meet, "--rdzv-id", "hosts")
+            place += ("--local-addr", self.address(host))
+        else:
+            place = ("--node-rank", str(host), "--master-addr", self.address(0), "--master-port", str(_PORT))
+        torchrun = str(Path(sys.executable).with_name("torchrun"))
+        return (*self.on(host), torchrun, "--nnodes", str(len(self.names)), "--nproc-per-node", str(processes), *place)
 
     def unplug(self, host: int) -> None:
         """The switch forwards nothing from or to it, and no host is told."""
@@ -83,8 +100,11 @@ def make_hosts(count: int) -> Iterator[Hosts]:
     for tool in ("ip", "tc", "unshare"):
         if shutil.which(tool) is None:
             raise NoHostsError(f"no `{tool}` here to make hosts with")
-    *names, switch = (f"sarathi-pp-{os.getpid()}-{name}" for name in (*map(str, range(count)), "switch"))
-    hosts = Hosts(tuple(names), switch)
+    folder = Path(mkdtemp(prefix="sarathi-pp-"))
+    *names, switch = (f"{folder.name}-{name}" for name in (*map(str, range(count)), "switch"))
+    hosts = Hosts(tuple(names), switch, folder / "hosts")
+    lines = ["127.0.0.1 localhost", *(f"{hosts.address(host)} host{host}" for host in range(count))]
+    hosts.table.write_text("\n".join(lines) + "\n")
     made: list[str] = []
     try:
         for name in (*names, switch):
@@ -104,6 +124,7 @@ def make_hosts(count: int) -> Iterator[Hosts]:
     finally:
         for name in made:
             _ip("netns", "del", name)
+        shutil.rmtree(folder)
 
 
 def _ip(*arguments: str) -> None:

@@ -52,8 +52,8 @@ STAGES = 4
 # Of the edges 0 -> 1 -> 2 -> 3 -> 0.
 BETWEEN_HOSTS = (1, 3)
 POLICIES = ("sarathi", "balanced")
-WORKLOAD = "uniform:n=96,min=128,max=512,pd=8,seed=3"
-CALIBRATION = ("uniform:n=48,min=16,max=1024,pd=20,seed=9", "orca")
+WORKLOAD = "uniform:n=32,min=128,max=512,pd=8,seed=3"
+CALIBRATION = ("uniform:n=32,min=16,max=1024,pd=20,seed=9", "orca")
 WARM_UP = 8
 KEPT = ("wall_s", "total_tokens_per_s", "bubble_ratio", "microbatches")
 

@@ -170,8 +170,8 @@ def profile_of_turns(work: Work, away: Sequence[Interval]) -> Profile:
         error=found.fit.error,
         jitter_cv=found.jitter_cv,
         drift=found.drift,
-        link_latency_s=found.link_latency_s,
-        link_bytes_per_s=found.link_bytes_per_s,
+        link_latency_s=found.link.latency_s,
+        link_bytes_per_s=found.link.bytes_per_s,
     )
 
 

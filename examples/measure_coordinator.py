@@ -32,7 +32,7 @@ from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, 
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.sim.experiment import Experiment, run, simulate
-from sarathi_pp.sim.pipeline import Link, VirtualPipeline
+from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.wire.codec import MicroBatchFrame, encode
@@ -95,7 +95,7 @@ def time_simulator(policy: str, num_requests: int) -> dict[str, float]:
     wall_s = time.perf_counter() - began
     schedule = [replace(MicroBatch.parse(event.text), issued_s=event.at_s) for event in timeline.issued]
     began = time.perf_counter()
-    pipeline = VirtualPipeline(profile.cost, Link.of(profile))
+    pipeline = VirtualPipeline(profile.cost, links_of(profile, len(profile.cost.stages)))
     for microbatch in schedule:
         pipeline.run(microbatch)
     clock_s = time.perf_counter() - began

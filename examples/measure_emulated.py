@@ -61,8 +61,8 @@ def with_measured_link(profile: Profile, work_dir: Path) -> Profile:
     traces = sorted((work_dir / "answers.jsonl.run" / "attempt-0000").glob("trace-*.jsonl"))
     timeline = Timeline.read(read_trace(trace) for trace in traces)
     counted = np.arange(len(timeline.issued)) >= WARM_UP
-    latency_s, bytes_per_s = measure_link(timeline, counted, row_bytes=4 * profile.hidden_size)
-    return replace(profile, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
+    link = measure_link(timeline, counted, row_bytes=4 * profile.hidden_size)
+    return replace(profile, link_latency_s=link.latency_s, link_bytes_per_s=link.bytes_per_s)
 
 
 def emulate(work_dir: Path, profile: Profile, policy: str, spec: str) -> Report:

@@ -25,12 +25,13 @@ from sarathi_pp.bench.profile import (
     assess,
     fit_spans,
     measure_link,
+    measure_links,
     without_outliers,
 )
 from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy.calibration import make_timetable
-from sarathi_pp.core.profile import Drift, Profile
+from sarathi_pp.core.profile import Drift, EdgeLink, Profile
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.core.sizing import MOST_TOKENS, saturation
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
@@ -64,6 +65,7 @@ class Measurement:
     fit: the cost model and its error over the microbatches kept from it, of which there are `held_out`.
     microbatches: measured ones. disturbed: share of spans in which the thread did not have a core of its own; None
     where that was not recorded. throughput: prompt tokens of a microbatch, and tokens a second on the slowest stage.
+    link: one for all edges; links: each by itself, empty for a single stage.
     """
 
     fit: Fit
@@ -72,8 +74,8 @@ class Measurement:
     disturbed: float | None
     jitter_cv: float
     drift: Drift
-    link_latency_s: float
-    link_bytes_per_s: float
+    link: EdgeLink
+    links: tuple[EdgeLink, ...]
     throughput: tuple[tuple[int, float], ...]
 
 
@@ -111,7 +113,6 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
     own_cores, disturbed = _own_cores(spans, traces)
     model = fit_spans(own_cores.chosen(counted & ~held_out))
     measured = own_cores.chosen(counted)
-    latency_s, bytes_per_s = measure_link(timeline, counted, row_bytes)
     return Measurement(
         fit=assess(model, own_cores.chosen(held_out)),
         microbatches=int(counted.sum()),
@@ -121,8 +122,8 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
         drift=measure_drift(
             model, measured, [np.array(stage.starts)[: len(counted)][counted] for stage in timeline.stages]
         ),
-        link_latency_s=latency_s,
-        link_bytes_per_s=bytes_per_s,
+        link=measure_link(timeline, counted, row_bytes),
+        links=tuple(measure_links(timeline, counted, row_bytes)) if len(traces) > 1 else (),
         throughput=_throughput(model, measured),
     )
 
@@ -178,8 +179,9 @@ def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: tor
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
         cost=CostModel(model.tile, stages),
-        link_latency_s=found.link_latency_s,
-        link_bytes_per_s=found.link_bytes_per_s,
+        link_latency_s=found.link.latency_s,
+        link_bytes_per_s=found.link.bytes_per_s,
+        links=found.links,
         jitter_cv=found.jitter_cv,
         drift=found.drift,
         pages=run.num_pages,

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
-from sarathi_pp.sim.pipeline import Link
+from sarathi_pp.core.profile import EdgeLink
+from sarathi_pp.sim.pipeline import Link, Links
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 # Tokens that linear layers may take at once; 1 is plain proportionality.
@@ -33,6 +34,8 @@ _LEAST_SPANS = 8
 # More than this say nothing new.
 _MOST_SPANS = 4096
 _ROUNDS = 12
+# From the smallest of all transfers as the latency to one that no longer moves.
+_LINK_ROUNDS = 4
 # Huber's: errors beyond this many standard deviations count linearly.
 _OUTLYING = 1.345
 # Standard deviations at which a stage's total cuts spans off. With 2, a spread of 30 % would lose 1.6 % of it, with 3
@@ -129,32 +132,69 @@ def fit_spans(spans: Spans) -> CostModel:
     return CostModel(tile, _with_head(scaled, spans))
 
 
-def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> tuple[float, float]:
-    """One way between neighbouring stages: seconds for nothing, bytes a second. A single stage has no link.
+def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> EdgeLink:
+    """One link for all edges between neighbouring stages. A single stage has none.
 
     counted: the microbatches to go by. row_bytes: one token's activations.
     """
-    sizes = np.array([event.num_tokens * row_bytes for event in timeline.issued[: len(counted)]], dtype=float)
-    taken: list[Vector] = []
+    edges = [edge.chosen(counted) for edge in _forward_edges(timeline, row_bytes, len(counted))]
+    return _fit_edge(_Transfers.joined(edges)) if edges else EdgeLink(0.0, _MOST_BYTES_PER_S)
+
+
+def measure_links(timeline: Timeline, counted: Mask, row_bytes: int) -> list[EdgeLink]:
+    """Each edge by itself, the return edge last: over that nothing goes that takes long, so all of it is latency."""
+    forward = [_fit_edge(edge.chosen(counted)) for edge in _forward_edges(timeline, row_bytes, len(counted))]
+    ends = np.array(timeline.stages[-1].ends[: len(counted)])
+    back = np.array(timeline.returned.column("at_s")[: len(counted)]) - ends
+    return [*forward, EdgeLink(max(0.0, float(np.median(back[counted]))), _MOST_BYTES_PER_S)]
+
+
+def fit_links(timeline: Timeline) -> Links:
+    """The links of one run, by tokens, whatever one of them weighs. Each by itself: those between hosts are slow."""
+    found = measure_links(timeline, np.ones(timeline.num_returned, dtype=bool), row_bytes=1)
+    return tuple(Link(fit.latency_s, fit.bytes_per_s, token_bytes=1) for fit in found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfers:
+    """What crossed an edge, by microbatch, in order. seconds: from the end of its compute until it had arrived.
+    after_s: from its arrival back to that of the one before; infinite for the first.
+    """
+
+    sizes: Vector
+    seconds: Vector
+    after_s: Vector
+
+    def chosen(self, mask: Mask) -> _Transfers:
+        return _Transfers(self.sizes[mask], self.seconds[mask], self.after_s[mask])
+
+    @classmethod
+    def joined(cls, edges: Sequence[_Transfers]) -> _Transfers:
+        columns = ([getattr(edge, name) for edge in edges] for name in ("sizes", "seconds", "after_s"))
+        return cls(*map(np.concatenate, columns))
+
+
+def _forward_edges(timeline: Timeline, row_bytes: int, count: int) -> list[_Transfers]:
+    sizes = np.array([event.num_tokens * row_bytes for event in timeline.issued[:count]], dtype=float)
+    found = []
     for upstream, stage in zip(timeline.stages, timeline.stages[1:], strict=False):
-        transfer_s = np.array(stage.arrived[: len(counted)]) - np.array(upstream.ends[: len(counted)])
-        taken.append(transfer_s[counted])
-    if not taken:
-        return 0.0, _MOST_BYTES_PER_S
-    latency_s, s_per_byte = robust_line(np.tile(sizes[counted], len(taken)), np.concatenate(taken))
-    return latency_s, 1 / max(s_per_byte, 1 / _MOST_BYTES_PER_S)
+        arrived, sent = np.array(stage.arrived[:count]), np.array(upstream.ends[:count])
+        found.append(_Transfers(sizes, arrived - sent, np.diff(arrived, prepend=-np.inf)))
+    return found
 
 
-def fit_link(timeline: Timeline) -> Link:
-    """The links of one run, by tokens, whatever one of them weighs."""
-    latency_s, tokens_per_s = measure_link(timeline, np.ones(timeline.num_returned, dtype=bool), row_bytes=1)
-    return Link(latency_s, tokens_per_s, token_bytes=1)
+def _fit_edge(transfers: _Transfers) -> EdgeLink:
+    """A message that found the link taken says how long it took it up itself: from the arrival before to its own.
 
-
-def robust_line(x: Vector, y: Vector) -> tuple[float, float]:
-    """Intercept and slope, both at least 0, of the line through the points; outlying ones count less."""
-    intercept, slope = _robust(np.stack([np.ones(len(x)), x], axis=1), y).tolist()
-    return intercept, slope
+    Which ones did is known once the latency is: those that were ready before the one before them had left the link.
+    """
+    latency_s = float(transfers.seconds.min(initial=np.inf))
+    rate = 0.0
+    for _ in range(_LINK_ROUNDS):
+        queued = transfers.seconds > transfers.after_s + latency_s
+        taken = np.where(queued, transfers.after_s, transfers.seconds)
+        latency_s, rate = _robust(np.stack([~queued, transfers.sizes], axis=1).astype(float), taken).tolist()
+    return EdgeLink(latency_s, 1 / max(rate, 1 / _MOST_BYTES_PER_S))
 
 
 def _prompts_ended(text: str, prompts: dict[int, int]) -> int:

@@ -39,7 +39,7 @@ class Run:
 
     def trial(self) -> Rerun | None:
         """What tries a change on it; None where nothing can be told. Raises CannotTry as `Rerun.of`."""
-        from sarathi_pp.bench.profile import fit_link
+        from sarathi_pp.bench.profile import fit_links
 
         if len(self.replicas) > 1:
             raise CannotTry(f"changes are tried on one pipeline, and the run has {len(self.replicas)}")
@@ -49,7 +49,7 @@ class Run:
         return Rerun.of(
             timeline,
             self.fitted.model,
-            fit_link(timeline),
+            fit_links(timeline),
             max_num_seqs=report.get("max_num_seqs"),
             max_model_len=report.get("max_model_len"),
             max_pages=report.get("max_pages"),

@@ -28,10 +28,21 @@ NO_DRIFT = Drift()
 
 
 @dataclass(frozen=True, slots=True)
+class EdgeLink:
+    """One way over one edge. added_latency_s: what emulated stages wait beyond what their own transport takes."""
+
+    latency_s: float
+    bytes_per_s: float
+    added_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A cost model with what it was measured on: profile.json.
 
-    link_latency_s, link_bytes_per_s: one way between neighbouring stages. jitter_cv: coefficient of variation of
+    link_latency_s, link_bytes_per_s: one way between neighbouring stages. links: the same of each edge by itself, in
+    the order of `wire.order.edges`, the return edge last; empty where all are alike. Those of these stages: another
+    number of stages has the one link. jitter_cv: coefficient of variation of
     equal microbatches near each other; drift: of the stages' speed. pages: KV pages of the stage that holds fewest,
     each of page_size tokens.
     error: mean absolute relative error of the fit, None where it was not fitted.
@@ -51,6 +62,13 @@ class Profile:
     error: float | None = None
     drift: Drift = NO_DRIFT
     page_size: int = 16
+    links: tuple[EdgeLink, ...] = ()
+
+    def edge_links(self, num_stages: int) -> tuple[EdgeLink, ...]:
+        """One for each edge of a pipeline of so many stages."""
+        if len(self.links) == num_stages:
+            return self.links
+        return (EdgeLink(self.link_latency_s, self.link_bytes_per_s),) * num_stages
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,6 +87,7 @@ class Profile:
             "page_size": self.page_size,
             "max_num_seqs": self.max_num_seqs,
             "error": self.error,
+            **({"links": [asdict(link) for link in self.links]} if self.links else {}),
         }
 
     @classmethod
@@ -98,6 +117,7 @@ class Profile:
             error=None if data.get("error") is None else _real(data, "error"),
             drift=_drift(data.get("drift")),
             page_size=_whole(data, "page_size") if "page_size" in data else 16,
+            links=_links(data.get("links", []), len(stages)),
         )
         _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
         return profile
@@ -111,6 +131,25 @@ def _stage(data: Mapping[str, Any]) -> StageCost:
     head_s = _real(data, "head_s") if "head_s" in data else 0.0
     page_bytes = _whole(data, "page_bytes", least=0) if "page_bytes" in data else 0
     return StageCost((layers[0], layers[1]), a0, a1, a2, a3, a4, head_s, page_bytes)
+
+
+def _links(data: object, num_stages: int) -> tuple[EdgeLink, ...]:
+    """Profiles whose edges are all alike need none."""
+    if not isinstance(data, list) or not all(isinstance(link, dict) for link in data):
+        raise InputError("the profile's 'links' must be a list with one object for each edge")
+    if len(data) not in (0, num_stages):
+        raise InputError(
+            f"the profile's 'links' has {len(data)} entries; {num_stages} stages have {num_stages}: from each to the "
+            f"next, and from the last to the first"
+        )
+    return tuple(
+        EdgeLink(
+            _real(link, "latency_s"),
+            _real(link, "bytes_per_s", above=0.0),
+            _real(link, "added_latency_s") if "added_latency_s" in link else 0.0,
+        )
+        for link in data
+    )
 
 
 def _drift(data: object) -> Drift:

@@ -23,6 +23,8 @@ from sarathi_pp.model.sampling import uniform
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import Clock
+from sarathi_pp.wire.channel import Receiver
+from sarathi_pp.wire.delay import DelayedReceiver
 
 # Any id may be in a prompt, since nothing is looked up; drawn ones are below this.
 _LEGAL_IDS = 2**31 - 1
@@ -111,6 +113,16 @@ class EmulatedStages:
         return EmulatedStage(self._profile, run, layers, dtype, self._clock)
 
 
+def over_link(
+    upstream: Receiver[Tensor], profile: Profile | None, stage: int, num_stages: int, clock: Clock
+) -> Receiver[Tensor]:
+    """The edge into a stage, as slow as the profile of emulated stages wants it beyond what it is by itself."""
+    if profile is None:
+        return upstream
+    added_s = profile.edge_links(num_stages)[stage - 1].added_latency_s
+    return DelayedReceiver(upstream, added_s, clock.now, clock.sleep) if added_s else upstream
+
+
 def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
     """What the profile decides where the user did not: the sequences that run at once and the layers of each stage.
 
@@ -127,6 +139,11 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
         named = " and ".join(option for option, given in asked.items() if given)
         raise ConfigError(
             f"--emulate runs no model, so {named} cannot be honoured; the profile says how many pages fit"
+        )
+    if config.stages != len(profile.cost.stages) and any(link.added_latency_s for link in profile.links):
+        raise ConfigError(
+            f"the profile adds latency to the edges of {len(profile.cost.stages)} stages, and there are "
+            f"{config.stages}; use as many, or leave out its links"
         )
     own = tuple(end - first for first, end in (stage.layers for stage in profile.cost.stages))
     return replace(

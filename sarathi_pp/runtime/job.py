@@ -32,7 +32,7 @@ from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, resolve
 from sarathi_pp.runtime.cuda_timer import CudaTimer
 from sarathi_pp.runtime.dispatcher import Dispatcher, Remote
-from sarathi_pp.runtime.emulated import EmulatedStages
+from sarathi_pp.runtime.emulated import EmulatedStages, over_link
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
@@ -400,7 +400,7 @@ class Job:
                 alone=mesh.shards == 1,
             )
         )
-        return way_in, runner[0]
+        return over_link(way_in, self._profile, self.seat.stage, mesh.stages, clock), runner[0]
 
     def _timer(self) -> Timer:
         return CudaTimer(self._clock) if self.device.type == "cuda" else HostTimer(self._clock)

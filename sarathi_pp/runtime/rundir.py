@@ -210,8 +210,11 @@ def replica_name(replica: int) -> str:
 
 
 def _remove(entries: Iterable[Path]) -> None:
+    """Ranks of one host may share a directory that is not rank 0's, and each of them removes what was there."""
     for entry in list(entries):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        while os.path.lexists(entry):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _attempt_name(number: int) -> str:

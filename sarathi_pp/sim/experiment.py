@@ -13,7 +13,7 @@ from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
-from sarathi_pp.sim.pipeline import Link, VirtualPipeline
+from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
 from sarathi_pp.sim.simulation import Record, Simulation
 from sarathi_pp.sim.workload import Workload
 from sarathi_pp.trace.bubbles import measure_bubbles
@@ -98,7 +98,9 @@ def run(experiment: Experiment, record: Record) -> None:
     cost = experiment.cost()
     true_stages = [stage.scaled(experiment.slow.get(index, 1.0)) for index, stage in enumerate(cost.stages)]
     pipeline = VirtualPipeline(
-        CostModel(cost.tile, tuple(true_stages)), Link.of(experiment.profile), _noise(experiment, len(true_stages))
+        CostModel(cost.tile, tuple(true_stages)),
+        links_of(experiment.profile, len(true_stages)),
+        _noise(experiment, len(true_stages)),
     )
     policy = make_policy(experiment.policy)
     known = cost if wants_cost(experiment.policy) else None

@@ -3,7 +3,8 @@
 Stages are first in first out and microbatches run in the order in which they were issued, so every time follows
 from the microbatch before and the stage before; no event queue is needed:
 
-    arrived[s] = max(end[s - 1], when the microbatch before has left the link) + tokens / bandwidth + latency
+    arrived[s] = max(end[s - 1], when the microbatch before has left the link) + tokens / bandwidth + latency,
+                 each of the edge from s - 1 to s
     start[s]   = max(end[s] of the microbatch before, arrived[s])
     end[s]     = start[s] + modelled time x noise
 """
@@ -22,19 +23,25 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way between neighbouring stages. token_bytes: of one token's activations."""
+    """One way over one edge. token_bytes: of one token's activations, which take up the link for as long as they take
+    at its rate, and arrive the latency later.
+    """
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
     token_bytes: int = 0
 
-    @classmethod
-    def of(cls, profile: Profile) -> Link:
-        return cls(profile.link_latency_s, profile.link_bytes_per_s, profile.hidden_size * _ITEM_BYTES[profile.dtype])
 
-    def busy_s(self, num_tokens: int) -> float:
-        """How long their activations take up the link; they arrive the latency later."""
-        return num_tokens * self.token_bytes / self.bytes_per_s
+# Of every edge: from each stage to the next, and from the last one to the first, which carries tokens alone.
+Links = tuple[Link, ...]
+
+
+def links_of(profile: Profile, num_stages: int) -> Links:
+    token_bytes = profile.hidden_size * _ITEM_BYTES[profile.dtype]
+    return tuple(
+        Link(edge.latency_s + edge.added_latency_s, edge.bytes_per_s, token_bytes)
+        for edge in profile.edge_links(num_stages)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +54,13 @@ class StageSpan:
 
 
 class VirtualPipeline:
-    """noise: multiplies every modelled time; none by default."""
+    """links: see Links. noise: multiplies every modelled time; none by default."""
 
-    def __init__(self, cost: CostModel, link: Link, noise: Noise | None = None) -> None:
+    def __init__(self, cost: CostModel, links: Links, noise: Noise | None = None) -> None:
+        if len(links) != len(cost.stages):
+            raise ValueError(f"{len(cost.stages)} stages have as many edges, not {len(links)}")
         self._cost = cost
-        self._link = link
+        self._links = links
         self._noise = None if noise is None or noise.quiet else noise
         self._free_s = [0.0] * len(cost.stages)
         self._link_free_s = [0.0] * len(cost.stages)  # from each stage to the next
@@ -65,11 +74,11 @@ class VirtualPipeline:
         """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back."""
         load = Load.of(microbatch)
         row = self._cost.row(load)
-        busy_s, link_free_s = self._link.busy_s(load.num_tokens), self._link_free_s
-        transfer_s = self._link.latency_s + busy_s
+        num_tokens, link_free_s = load.num_tokens, self._link_free_s
         spans = []
         arrived_s = microbatch.issued_s
-        for stage, (cost, free_s) in enumerate(zip(self._cost.stages, self._free_s, strict=True)):
+        stages = zip(self._cost.stages, self._free_s, self._links, strict=True)
+        for stage, (cost, free_s, link) in enumerate(stages):
             # Written out: a call of max() here takes a tenth of the clock's speed.
             start_s = free_s if free_s > arrived_s else arrived_s
             seconds = cost.seconds(row)
@@ -78,7 +87,8 @@ class VirtualPipeline:
             end_s = start_s + seconds
             spans.append(StageSpan(arrived_s, start_s, end_s))
             self._free_s[stage] = end_s
+            busy_s = num_tokens * link.token_bytes / link.bytes_per_s
             sent_s = end_s if end_s > link_free_s[stage] else link_free_s[stage]
             link_free_s[stage] = sent_s + busy_s
-            arrived_s = sent_s + transfer_s
-        return spans, end_s + self._link.latency_s
+            arrived_s = sent_s + (link.latency_s + busy_s)
+        return spans, end_s + self._links[-1].latency_s

@@ -27,7 +27,7 @@ from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, 
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.sim.pipeline import Link, VirtualPipeline
+from sarathi_pp.sim.pipeline import Link, Links, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.causes import host_seconds
 from sarathi_pp.trace.events import Event, Issued, RequestFinished
@@ -89,8 +89,8 @@ def most_seats(seats: int, num_stages: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The run to be compared with. limits, policy, cost: as it had them; link: as it was. host_s: of each stage, for
-    each microbatch, before it computes. counted: answers after which times are taken. max_pages: that memory could
+    """The run to be compared with. limits, policy, cost: as it had them; links: as they were. host_s: of each stage,
+    for each microbatch, before it computes. counted: answers after which times are taken. max_pages: that memory could
     hold. pages_follow_layers: a stage holds fewer pages of more layers.
     """
 
@@ -98,7 +98,7 @@ class Rerun:
     limits: Limits
     policy: str
     cost: CostModel
-    link: Link
+    links: Links
     host_s: tuple[float, ...]
     counted: int
     max_pages: int
@@ -110,7 +110,7 @@ class Rerun:
         cls,
         timeline: Timeline,
         cost: CostModel,
-        link: Link,
+        links: Links,
         *,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
@@ -148,7 +148,7 @@ class Rerun:
         )
         hosts_s = tuple(host_seconds(timeline))
         most_pages = max(max_pages or 0, start.num_pages)
-        rerun = cls(asked, limits, start.policy, cost, link, hosts_s, counted, most_pages, pages_follow_layers)
+        rerun = cls(asked, limits, start.policy, cost, links, hosts_s, counted, most_pages, pages_follow_layers)
         measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
         found_s = rerun.wall_s(Change())
         if abs(found_s - measured_s) > _MOST_OFF * measured_s:
@@ -183,7 +183,7 @@ class Rerun:
         policy, limits, cost = self._with(change)
         watch = _Watch(change.times * self.counted, len(cost.stages))
         known = cost if wants_cost(policy) else None
-        pipeline = VirtualPipeline(self._with_hosts(cost), self.link)
+        pipeline = VirtualPipeline(self._with_hosts(cost), self._links(len(cost.stages)))
         with suppress(_Enough):
             Simulation(limits, make_policy(policy), pipeline, watch.record, known).run(self._requests(change.times))
         return watch.times
@@ -222,6 +222,15 @@ class Rerun:
         hosts_s = self.host_s if len(cost.stages) == len(self.host_s) else (mean_s,) * len(cost.stages)
         stages = (replace(stage, a0=stage.a0 + host_s) for stage, host_s in zip(cost.stages, hosts_s, strict=True))
         return CostModel(cost.tile, tuple(stages))
+
+    def _links(self, num_stages: int) -> Links:
+        """Of another number of stages nobody knows which edge is the slow one, so all are as slow as the mean edge."""
+        if num_stages == len(self.links):
+            return self.links
+        forward = self.links[:-1] or self.links
+        latency_s = fmean(link.latency_s for link in forward)
+        s_per_token = fmean(link.token_bytes / link.bytes_per_s for link in forward)
+        return (Link(latency_s, 1 / s_per_token if s_per_token else inf, token_bytes=1),) * num_stages
 
     def _requests(self, times: int) -> Iterator[Request]:
         last_s = self.requests[-1].arrival_s

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from sarathi_pp.bench.profile import fit_cost, fit_link
+from sarathi_pp.bench.profile import fit_cost, fit_links
 from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
@@ -124,7 +124,7 @@ def run(experiment: Experiment) -> Run:
     rerun = Rerun.of(
         timeline,
         fitted.model,
-        fit_link(timeline),
+        fit_links(timeline),
         max_num_seqs=experiment.max_num_seqs,
         request_rate=rate if isfinite(rate) else None,
     )

@@ -16,7 +16,7 @@ from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import NO_DRIFT, Drift
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
-from sarathi_pp.sim.pipeline import Link, VirtualPipeline
+from sarathi_pp.sim.pipeline import Link, Links, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.events import Compute, Event, TraceStart
 from tests.core.test_calibration import requests_of
@@ -37,6 +37,7 @@ def traces_of(
     cost: CostModel = TRUE,
     *,
     link: Link = LINK,
+    links: Links | None = None,
     jitter_cv: float = 0.0,
     drift: Drift = NO_DRIFT,
     seed: int = 1,
@@ -45,7 +46,9 @@ def traces_of(
     """A calibration run on a virtual clock: the traces of its stages, and how many microbatches warm it up."""
     timetable = make_timetable(limits)
     traces: list[list[Event]] = [[start(stage, len(cost.stages))] for stage in range(len(cost.stages))]
-    pipeline = VirtualPipeline(cost, link, Noise(len(cost.stages), jitter_cv, drift, seed))
+    pipeline = VirtualPipeline(
+        cost, links or (link,) * len(cost.stages), Noise(len(cost.stages), jitter_cv, drift, seed)
+    )
     simulation = Simulation(
         limits, make_policy("calibration"), pipeline, lambda stage, event: traces[stage].append(event)
     )
@@ -64,7 +67,7 @@ def test_a_known_pipeline_is_measured_exactly() -> None:
     for stage, true in zip(found.fit.model.stages, TRUE.stages, strict=True):
         for name in ("a0", "a1", "a2", "a3", "a4", "head_s"):
             assert getattr(stage, name) == pytest.approx(getattr(true, name), rel=0.02, abs=1e-9), name
-    assert (found.link_latency_s, found.link_bytes_per_s) == pytest.approx((4e-4, 2e9), rel=1e-3)
+    assert (found.link.latency_s, found.link.bytes_per_s) == pytest.approx((4e-4, 2e9), rel=1e-3)
     assert found.jitter_cv < 1e-3 and found.drift.cv < 1e-3 and found.disturbed is None
     assert found.microbatches == pytest.approx(5 * found.held_out, abs=5)
 
@@ -141,11 +144,24 @@ def test_where_cores_are_shared_the_threads_own_time_counts(usual: float) -> Non
     assert found.fit.error < 1e-3
 
 
+@pytest.mark.parametrize("bytes_per_s", [1e9, 8e6], ids=["fast", "slower than the stages"])
+def test_each_edge_is_measured_by_itself(bytes_per_s: float) -> None:
+    """At 8 MB/s a microbatch takes up the link for longer than any stage, so most messages wait for others."""
+    cost = CostModel(
+        1, (*TRUE.stages[:1], StageCost((4, 8), 2e-3, 1e-4, 0, 0, 0), StageCost((8, 12), 2e-3, 1e-4, 0, 0, 0))
+    )
+    links = (Link(2e-3, bytes_per_s, 2048), Link(1e-5, 1e10, 2048), Link(3e-3))
+    found = measured(cost=cost, links=links, limits=replace(LIMITS, num_stages=3, inflight=4))
+    assert [link.latency_s for link in found.links] == pytest.approx([2e-3, 1e-5, 3e-3], rel=0.02, abs=1e-6)
+    assert [link.bytes_per_s for link in found.links[:2]] == pytest.approx([bytes_per_s, 1e10], rel=0.02)
+
+
 def test_a_single_stage_has_no_link() -> None:
     found = measured(
         cost=CostModel(1, TRUE.stages[:1]), limits=replace(LIMITS, num_stages=1, inflight=1, max_num_seqs=32)
     )
-    assert (found.link_latency_s, found.link_bytes_per_s) == (0.0, 1e15)
+    assert (found.link.latency_s, found.link.bytes_per_s) == (0.0, 1e15)
+    assert found.links == ()
     assert found.fit.error < 1e-3
 
 

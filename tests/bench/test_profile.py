@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from sarathi_pp.bench.profile import Spans, assess, fit_cost, fit_spans, robust_line
+from sarathi_pp.bench.profile import Spans, _fit_edge, _Transfers, assess, fit_cost, fit_spans
 from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.trace.events import Issued
 from sarathi_pp.trace.log import Log
@@ -152,14 +152,16 @@ def test_the_error_is_that_of_each_stage() -> None:
     assert fit.stage_errors == pytest.approx((0.0, 0.2, 0.0)) and fit.error == pytest.approx(0.2 / 3)
 
 
-def test_a_line_through_points_of_which_some_are_far_off() -> None:
+def test_transfers_of_which_some_are_far_off_or_take_no_time() -> None:
     x = np.arange(1, 101, dtype=float)
     y = 3e-4 + 2e-9 * x
     y[::9] += 0.02
-    latency_s, slope = robust_line(x, y)
-    assert latency_s == pytest.approx(3e-4, rel=0.02) and slope == pytest.approx(2e-9, rel=0.3)
-    assert robust_line(x, -y) == (0.0, 0.0)
-    assert robust_line(x, 0 * y) == (0.0, 0.0)
+    apart = np.full(len(x), np.inf)
+    link = _fit_edge(_Transfers(x, y, apart))
+    assert link.latency_s == pytest.approx(3e-4, rel=0.02) and link.bytes_per_s == pytest.approx(5e8, rel=0.3)
+    for none in (-y, 0 * y):
+        link = _fit_edge(_Transfers(x, none, apart))
+        assert link.latency_s == 0.0 and link.bytes_per_s == pytest.approx(1e15)
 
 
 def test_a_long_run_is_thinned_out_before_it_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:

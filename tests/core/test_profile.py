@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sarathi_pp.core.profile import Drift, Profile
+from sarathi_pp.core.profile import Drift, EdgeLink, Profile
 from sarathi_pp.errors import InputError
 from tests.core.test_cost import COST
 
@@ -24,10 +25,27 @@ PROFILE = Profile(
     error=0.03,
     drift=Drift(0.1, 2.5),
 )
+LINKS = tuple(EdgeLink(1e-4 * (edge + 1), 1e9, 2e-3 if edge == 1 else 0.0) for edge in range(len(COST.stages)))
 
 
 def test_a_profile_comes_back_from_json() -> None:
-    assert Profile.from_json(json.loads(json.dumps(PROFILE.to_json()))) == PROFILE
+    for profile in (PROFILE, replace(PROFILE, links=LINKS)):
+        assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_links_of_edges_need_no_added_latency_and_are_as_many_as_stages() -> None:
+    data = replace(PROFILE, links=LINKS).to_json()
+    for link in data["links"]:
+        del link["added_latency_s"]
+    assert {link.added_latency_s for link in Profile.from_json(data).links} == {0.0}
+    data["links"].append(data["links"][0])
+    with pytest.raises(
+        InputError, match=f"'links' has {len(LINKS) + 1} entries; {len(LINKS)} stages have {len(LINKS)}"
+    ):
+        Profile.from_json(data)
+    data["links"] = [dict(data["links"][0], bytes_per_s=0)] * len(LINKS)
+    with pytest.raises(InputError, match="'bytes_per_s' is 0; it must be above 0"):
+        Profile.from_json(data)
 
 
 def test_a_profile_written_by_hand_needs_no_drift() -> None:
@@ -50,6 +68,7 @@ def test_a_profile_written_by_hand_needs_no_drift() -> None:
         (["stages", 0, "layers"], [0, 4], r"they must cover \[0, 8\)"),
         (["link"], 3, "'link' must be an object"),
         (["link", "bytes_per_s"], 0, "'bytes_per_s' is 0; it must be above 0"),
+        (["links"], {}, "'links' must be a list with one object for each edge"),
         (["pages"], 1.5, "'pages' is 1.5"),
         (["drift"], 0.1, "'drift' is 0.1; it must be an object"),
         (["drift", "seconds"], 0, "'seconds' is 0; it must be above 0"),

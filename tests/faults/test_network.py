@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.hosts import ADDRESSES, INTERFACES, Hosts, two_hosts
 from tests.faults.jobs import Started, answers, num_lines, wait_for_lines
 from tests.faults.test_security import listeners
+from tests.hosts import Hosts, hosts_of
 from tests.runtime.processes import COMMAND, TORCHRUN, Files, console_script, environment, free_port
 from tests.runtime.references import Tokens
 
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.timeout(200)
 PROMPTS: list[Tokens] = [tuple(range(3, 4 + row % 40)) for row in range(600)]
 OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32", "--quiet")
 PORT = 29500
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+INTERFACES = ("wire0", "wire1")
 PEER_TIMEOUT_S, JOIN_TIMEOUT_S = 4.0, 3.0
 # What is promised, three times over: a timeout and what it takes to end.
 SILENT_END_S = 3 * (PEER_TIMEOUT_S + 5.0)
@@ -39,7 +41,7 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with two_hosts() as hosts:
+    with hosts_of(2) as hosts:
         yield hosts
 
 

@@ -18,7 +18,7 @@ MICROBATCH_S = 0.5
 SIZES = [2, 4, 8]
 
 
-def write_profile(path: Path, stages: int, **coefficients: float) -> Path:
+def write_profile(path: Path, stages: int, links: list[dict[str, float]] | None = None, **coefficients: float) -> Path:
     costs = {"a0": 0.0, "a1": 0.0, "a2": 0.0, "a3": 0.0, "a4": 0.0} | coefficients
     profile = {
         "schema": "sarathi-pp/profile/1",
@@ -30,6 +30,7 @@ def write_profile(path: Path, stages: int, **coefficients: float) -> Path:
         "tile": 1,
         "stages": [{"layers": [stage, stage + 1], **costs} for stage in range(stages)],
         "link": {"latency_s": 0.0, "bytes_per_s": 1e10},
+        **({"links": links} if links else {}),
         "jitter_cv": 0.0,
         "pages": 2000,
         "max_num_seqs": 64,
@@ -102,6 +103,25 @@ def test_whole_prompts_have_the_bubble_of_their_schedule_and_it_is_explained(sta
     causes = report["causes"]
     outside_ramp = sum(causes.values()) - causes["ramp_s"]
     assert causes["prefill_variance_s"] >= 0.7 * outside_ramp  # the rest is the machine's
+
+
+def test_an_edges_added_latency_is_waited_for_and_is_communication(tmp_path):
+    """One request alone: a token goes once around, over 50 ms of line to stage 1 and 100 ms back."""
+    links = [{"latency_s": 0.0, "bytes_per_s": 1e10, "added_latency_s": added_s} for added_s in (0.05, 0.1)]
+    profile = write_profile(tmp_path / "profile.json", 2, links, a0=0.02)
+    files = Files(tmp_path)
+    files.write_prompts([(3, 4, 5)], max_new_tokens=12)
+    where = ("--input", str(files.input), "--output", str(files.output), "--quiet")
+    command = (*COMMAND, "generate", "--emulate", str(profile), *where)
+    run((*command, "--stages", "2"), tmp_path)
+    report = files.report()
+    around_s = report["wall_s"] / 12
+    assert around_s >= 0.19 and report["causes"]["communication_s"] >= 0.9 * 2 * 0.15 * 12
+    done = subprocess.run(
+        (*command, "--stages", "1", "--overwrite"), cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "adds latency to the edges of 2 stages, and there are 1; use as many" in " ".join(done.stderr.split())
 
 
 def test_a_run_without_a_model_does_not_take_the_seconds_of_importing_transformers():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,19 @@ def test_overwrite_removes_what_a_run_left(tmp_path):
         there.drop_replaced()
         assert [entry.name for entry in there.path.iterdir()] == ["attempt-0001"]
         assert run.read_run() == {"new": True} and tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+def test_ranks_that_share_a_directory_remove_what_was_there_together(tmp_path):
+    """As two ranks of a host that is not rank 0's."""
+    for number in range(20):
+        old = tmp_path / "attempt-0000"
+        old.mkdir()
+        for file in range(40):
+            (old / f"trace-{file:05d}-of-00040.jsonl").write_text("{}")
+        ranks = [RunDirectory(tmp_path, attempt=number + 1, replaces=True) for _ in range(3)]
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            list(pool.map(RunDirectory.drop_replaced, ranks))
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False, "resume": True}], ids=["replace", "resume"])

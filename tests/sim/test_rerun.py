@@ -7,9 +7,10 @@ import pytest
 
 from sarathi_pp.core.cut import recut
 from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.profile import EdgeLink
 from sarathi_pp.sim import rerun as module
 from sarathi_pp.sim.experiment import Experiment, simulate
-from sarathi_pp.sim.pipeline import Link
+from sarathi_pp.sim.pipeline import links_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.rerun import CannotTry, Change, Rerun
 from sarathi_pp.sim.workload import parse_workload
@@ -39,7 +40,7 @@ def rerun_of(timeline: Timeline, run: Experiment, max_pages: int | None = None) 
     return Rerun.of(
         timeline,
         run.cost(),
-        Link.of(run.profile),
+        links_of(run.profile, len(run.cost().stages)),
         max_num_seqs=run.max_num_seqs,
         max_model_len=run.workload.max_tokens,
         max_pages=max_pages,
@@ -230,7 +231,7 @@ def test_nothing_is_said_of_a_run_that_does_not_come_out_as_long_as_it_was(speed
     cost = run.cost()
     off = replace(cost, stages=tuple(stage.scaled(speed) for stage in cost.stages))
     with pytest.raises(CannotTry, match="s of the run are .* s on the simulator"):
-        Rerun.of(simulate(run), off, Link.of(run.profile))
+        Rerun.of(simulate(run), off, links_of(run.profile, len(run.cost().stages)))
 
 
 def test_drawn_arrivals_are_kept_however_many_wait() -> None:
@@ -238,7 +239,9 @@ def test_drawn_arrivals_are_kept_however_many_wait() -> None:
     run = experiment(f"poisson:rate=20,{BATCH}", max_num_seqs=2)
     timeline = simulate(run)
     drawn = [request.arrived_s for request in sorted(timeline.finished, key=lambda request: request.index)]
-    rerun = Rerun.of(timeline, run.cost(), Link.of(run.profile), max_num_seqs=2, request_rate=20.0)
+    rerun = Rerun.of(
+        timeline, run.cost(), links_of(run.profile, len(run.cost().stages)), max_num_seqs=2, request_rate=20.0
+    )
     assert rerun is not None
     assert [asked.arrival_s for asked in rerun.requests] == pytest.approx([at_s - drawn[0] for at_s in drawn])
 
@@ -280,3 +283,15 @@ def test_each_change_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = rerun.saved(Change(inflight=2))
     monkeypatch.setattr(module, "Simulation", None)
     assert rerun.saved(Change(inflight=2)) == first
+
+
+def test_one_slow_edge_is_as_slow_again_and_other_stages_have_the_mean() -> None:
+    fast, slow = EdgeLink(1e-5, 2e11), EdgeLink(2e-3, 1e9)
+    profile = replace(PROFILE, cost=experiment().cost(), links=(fast, slow, fast, fast))
+    run = replace(experiment(), profile=profile)
+    with_all_slow = replace(run, profile=replace(profile, links=(slow,) * 4))
+    rerun = recorded(run)
+    assert rerun.wall_s(Change()) == pytest.approx(seconds(run), rel=1e-9)
+    assert seconds(experiment()) < seconds(run) < seconds(with_all_slow)
+    others = rerun._links(3)
+    assert len(set(others)) == 1 and others[0].latency_s == pytest.approx((2 * fast.latency_s + slow.latency_s) / 3)

@@ -11,11 +11,11 @@ from sarathi_pp.core.cut import recut
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.profile import EdgeLink, Profile
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.experiment import Experiment, report_of, run, simulate
-from sarathi_pp.sim.pipeline import Link, VirtualPipeline
+from sarathi_pp.sim.pipeline import Link, VirtualPipeline, links_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.sim.workload import parse_workload
@@ -36,7 +36,7 @@ def profile(cost, **values):
 
 def test_the_spans_of_two_microbatches_on_unequal_stages():
     cost = CostModel(1, (StageCost((0, 1), 1, 0, 0, 0, 0), StageCost((1, 2), 3, 0, 0, 0, 0)))
-    pipeline = VirtualPipeline(cost, Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=4))
+    pipeline = VirtualPipeline(cost, (Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=4),) * 2)
     batches = [MicroBatch(i, (Chunk(i, 0, 0, 1),)) for i in range(2)]  # 1 token: 0.5 + 4 / 8 s on the link
     (first, second), back = pipeline.run(batches[0])
     assert (first.start_s, first.end_s) == (0, 1)
@@ -50,9 +50,25 @@ def test_the_spans_of_two_microbatches_on_unequal_stages():
 
 def test_a_link_carries_one_microbatch_after_the_other():
     """Stages of 1 s with a link that a microbatch takes up for 3 s: they arrive 3 s apart, half a second later."""
-    pipeline = VirtualPipeline(flat(2), Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=24))
+    pipeline = VirtualPipeline(flat(2), (Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=24),) * 2)
     arrived = [pipeline.run(MicroBatch(i, (Chunk(i, 0, 0, 1),)))[0][1].arrived_s for i in range(3)]
     assert arrived == [4.5, 7.5, 10.5]
+
+
+def test_each_edge_has_its_own_link():
+    """Stages of 1 s; half a second to stage 1, a token's 3 s on the way to stage 2, two seconds back."""
+    links = (Link(latency_s=0.5), Link(bytes_per_s=8.0, token_bytes=24), Link(latency_s=2.0))
+    pipeline = VirtualPipeline(flat(3), links)
+    runs = [pipeline.run(MicroBatch(i, (Chunk(i, 0, 0, 1),))) for i in range(2)]
+    assert [[span.arrived_s for span in spans[1:]] for spans, _ in runs] == [[1.5, 5.5], [2.5, 8.5]]
+    assert [back for _, back in runs] == [8.5, 11.5]
+
+
+def test_links_are_those_of_the_profiles_stages_and_others_have_the_one_link():
+    links = (EdgeLink(1.0, 4.0), EdgeLink(2.0, 8.0, added_latency_s=0.5))
+    own = profile(flat(2), links=links, link_latency_s=7.0, link_bytes_per_s=2.0)
+    assert links_of(own, 2) == (Link(1.0, 4.0, 4), Link(2.5, 8.0, 4))
+    assert links_of(own, 3) == (Link(7.0, 2.0, 4),) * 3
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
@@ -92,7 +108,7 @@ def test_an_idle_pipeline_waits_for_the_next_arrival():
     requests = [Request(i, (0,), SamplingParams(max_new_tokens=1, seed=0), arrival_s=10.0 * i) for i in range(3)]
     events = []
     limits = Limits(2, 8, 4, 8, 16, 10, 2)
-    pipeline = VirtualPipeline(flat(2), Link())
+    pipeline = VirtualPipeline(flat(2), (Link(),) * 2)
     Simulation(limits, make_policy("sarathi"), pipeline, lambda stage, event: events.append(event)).run(requests)
     assert [event.at_s for event in events if isinstance(event, Issued)] == [0.0, 10.0, 20.0]
     assert [event.at_s for event in events if isinstance(event, RequestArrived)] == [0.0, 10.0, 20.0]
@@ -140,7 +156,7 @@ def test_nothing_is_kept_of_what_is_done():
     workload = parse_workload("fixed:n=300,prompt=3,output=2")
     limits = Limits(2, 8, 4, 8, 16, 10, 2)
     simulation = Simulation(
-        limits, make_policy("sarathi"), Watched(flat(2), Link()), lambda stage, event: seen.append(event)
+        limits, make_policy("sarathi"), Watched(flat(2), (Link(),) * 2), lambda stage, event: seen.append(event)
     )
     simulation.run(workload.requests(token_ids=False))
     assert max(live for live, _ in held) <= 2 * limits.max_num_seqs

@@ -1,0 +1,18 @@
+"""The hosts of examples/hosts.py, for tests: where there are none, the test is skipped and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from examples.hosts import Hosts, NoHostsError, make_hosts
+from tests.missing import missing
+
+
+@contextmanager
+def hosts_of(count: int) -> Iterator[Hosts]:
+    try:
+        with make_hosts(count) as hosts:
+            yield hosts
+    except NoHostsError as error:
+        missing(str(error))

@@ -21,6 +21,7 @@ _COMMANDS = {
     "plan": "Say how to cut a model and its prompts, without running it.",
     "bench": "Run policies, and other engines, on the same work.",
     "worker": None,
+    "agent": None,
 }
 
 

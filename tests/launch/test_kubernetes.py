@@ -47,7 +47,7 @@ GROUP = ("LeaderWorkerSet", "spec", "leaderWorkerTemplate")
         (("TrainJob", "spec", "runtimeRef"), {"kind": "TrainingRuntime"}),
         (("TrainJob", "spec", "trainer", "numNodes"), "2"),
         (("TrainJob", "spec", "trainer", "nodes"), 2),
-        (("TrainJob", "spec", "trainer", "args"), "--model /work/model"),
+        (("TrainJob", "spec", "trainer", "args"), "--model /data/model"),
         (("TrainJob", "spec", "trainer", "env", 0, "value"), 1),
         (("TrainingRuntime", "spec", "mlPolicy", "torch"), {"numProcPerNode": "auto"}),
         ((*JOB, "backofLimit"), 3),
@@ -99,7 +99,7 @@ def test_every_variable_is_explained_in_the_line_before_it(file: Path) -> None:
 
 def local(words: list[str], work: Path) -> list[str]:
     """A container's words with the image's and the volumes' paths as they are here, and options that tests afford."""
-    paths = {"/app/": f"{ROOT}/", "/work/model": str(ADDER), "/work/": f"{work}/", "/spool/": f"{work}/spool/"}
+    paths = {"/app/": f"{ROOT}/", "/data/model": str(ADDER), "/data/": f"{work}/", "/spool/": f"{work}/spool/"}
     for there, here in paths.items():
         words = [word.replace(there, here) for word in words]
     return words

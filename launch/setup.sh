@@ -45,7 +45,7 @@ _install() {
     rm -f "$venv/stamp"
     # The build backend is pinned like everything else, so it comes first and builds without isolation.
     "$venv/bin/python" -m pip install -q -c "$root/constraints.txt" setuptools &&
-        "$venv/bin/python" -m pip install -q -c "$root/constraints.txt" --no-build-isolation -e "$root[cpu,dev]" ||
+        "$venv/bin/python" -m pip install -q -c "$root/constraints.txt" --no-build-isolation -e "${root}[cpu,dev]" ||
         return 1
     _stamp "$root" >"$venv/stamp"
 }

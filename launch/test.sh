@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, then runs the tiers in order, each printing its time; all of them run even where one fails.
-#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model reports runtime faults
+#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model reports runtime faults launch
 # --full adds the cases marked `full`, which repeat a proof on more sizes. The last line counts tests and static checks.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,7 +8,7 @@ cd "$root"
 source launch/setup.sh
 set_up "$root"
 
-known=(static pure model reports runtime faults)
+known=(static pure model reports runtime faults launch)
 options=()
 tiers=()
 for argument in "$@"; do
@@ -89,6 +89,7 @@ reports() {
 }
 runtime() { run_tests tests/runtime; }
 faults() { run_tests tests/faults; }
+launch() { run_tests tests/launch tests/packaging; }
 
 summary=()
 code=0

@@ -20,7 +20,9 @@ _COMMANDS = {
     "profile": "Measure what a model's stages cost on this machine.",
     "plan": "Say how to cut a model and its prompts, without running it.",
     "bench": "Run policies, and other engines, on the same work.",
+    "doctor": "Say what a run here would use, and why not the rest.",
     "worker": None,
+    "agent": None,
 }
 
 

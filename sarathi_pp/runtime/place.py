@@ -83,6 +83,21 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         raise ConfigError(f"{names} must be integers: {error}") from None
 
 
+def expected_place(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place of this process, or where there is none yet, of a rank beside another one.
+
+    On another host where MASTER_ADDR and MASTER_PORT are set, and else on this one.
+    """
+    master = _master(environment)
+    place = Place(
+        world_size=2,
+        local_world_size=2 if master is None else 1,
+        master=master,
+        interface=environment.get(INTERFACE_VARIABLE) or None,
+    )
+    return find_place(environment) or place
+
+
 def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
     if STORE_VARIABLE in environment or "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         return None

@@ -152,6 +152,14 @@ class RunDirectory:
         except (OSError, ValueError):
             return None
 
+    def end_mark(self) -> tuple[int, int] | None:
+        """Another one once a code has been written, if only the same code again; None while none is there."""
+        try:
+            status = (self.path / "exit_code").stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def read_run(self) -> dict[str, Any] | None:
         """What `write_run` wrote; None where nothing, or nothing that can be read, is there."""
         try:

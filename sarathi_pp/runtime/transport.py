@@ -69,6 +69,14 @@ def stand(device: torch.device, host: str) -> Standing:
     return Standing(host, str(torch.cuda.get_device_properties(device).uuid), dist.is_nccl_available())
 
 
+def has_gloo() -> bool:
+    return dist.is_gloo_available()
+
+
+def has_nccl() -> bool:
+    return dist.is_nccl_available()
+
+
 def nccl_lanes(device: torch.device, clock: Clock) -> Lanes:
     return Lanes("nccl", device, lambda: CudaSideStream(device, clock))
 

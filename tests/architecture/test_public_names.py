@@ -14,7 +14,7 @@ from sarathi_pp.cli.main import cli
 ROOT = Path(__file__).parents[2]
 
 NAMES = ["LLM", "CompletionOutput", "RequestOutput", "RowError", "RunConfig", "SamplingParams", "SarathiError"]
-COMMANDS = {"bench", "generate", "report", "compare", "simulate", "profile", "plan"}
+COMMANDS = {"bench", "generate", "report", "compare", "simulate", "profile", "plan", "doctor"}
 GENERATE_OPTIONS = {
     *("--model", "--input", "-i", "--output", "-o", "--run-dir", "--overwrite"),
     *("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),

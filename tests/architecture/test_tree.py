@@ -45,6 +45,8 @@ def test_tests_and_kernels_are_no_packages() -> None:
 
 
 def test_sources_are_ascii() -> None:
-    texts = [path for path in files() if path.suffix in SUFFIXES or path.name in ("LICENSE", ".gitignore")]
+    texts = [
+        path for path in files() if path.suffix in SUFFIXES or path.name in ("LICENSE", "Dockerfile", ".gitignore")
+    ]
     assert len(texts) > 100
     assert not [str(path.relative_to(ROOT)) for path in texts if not path.read_bytes().isascii()]

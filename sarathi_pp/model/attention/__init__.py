@@ -171,7 +171,7 @@ def choose_backend(
         raise ConfigError(f"--attention is {name!r}; it must be one of {choices}")
     passed_over: list[str] = []
     for known in [name] if name != "auto" else BACKENDS:
-        reason = _why_not(BACKENDS[known], device, needs)
+        reason = why_not(known, device, needs)
         if reason is None:
             break
         passed_over.append(f"{known} {reason}")
@@ -190,8 +190,12 @@ def choose_backend(
     return backend
 
 
-def _why_not(known: _Known, device: torch.device, needs: Needs | None) -> str | None:
-    """Cheapest first, and nothing is imported for a backend that does not run."""
+def why_not(name: str, device: torch.device, needs: Needs | None) -> str | None:
+    """Why the backend of that name does not serve, None where it does.
+
+    Cheapest first, and nothing is imported for a backend that does not run.
+    """
+    known = BACKENDS[name]
     if device.type not in known.device_types:
         return f"runs on {' or '.join(known.device_types)}, not on {device.type}"
     if known.package is not None and find_spec(known.package) is None:

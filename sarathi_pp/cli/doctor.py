@@ -1,0 +1,61 @@
+"""`sarathi-pp doctor`: what a run on this machine would use, and why not the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sarathi_pp.errors import SarathiError
+
+if TYPE_CHECKING:
+    from sarathi_pp.runtime.doctor import Diagnosis, Finding
+
+_STYLES = {"used": "green", "unused": "dim", "doubtful": "yellow", "refused": "red"}
+
+
+@click.command()
+@click.option("--model", metavar="DIR|HUB_ID", help="Look at this model too: is it supported, are its files there?")
+@click.option(
+    "--verify",
+    type=click.Choice(["sha256"]),
+    help="Read the model's weight files, and compare them with their published sums.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document as the last line of standard output.")
+def doctor(model: str | None, verify: str | None, as_json: bool) -> int:
+    """Say what a run on this machine would use, and why not the rest.
+
+    Ends with 0 where a run can start, else with the exit code of what would refuse it.
+    """
+    if verify and model is None:
+        raise click.UsageError("--verify reads the weight files of a model: give --model too")
+    try:
+        from sarathi_pp.runtime.doctor import diagnose
+    except ImportError as error:
+        raise SarathiError(f"a library that every run needs cannot be loaded: {error}") from error
+    found = diagnose(model, verify=verify is not None)
+    Console(stderr=True).print(_render(found))
+    if as_json:
+        click.echo(json.dumps(found.document()))
+    return found.exit_code
+
+
+def _render(found: Diagnosis) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("", "", "", ""):
+        table.add_column(heading, overflow="fold")
+    topic = ""
+    for one in found.findings:
+        table.add_row(one.topic if one.topic != topic else "", one.name, _state(one), Text(one.detail))
+        topic = one.topic
+    return table
+
+
+def _state(one: Finding) -> Text:
+    ending = f" ({one.exit_code})" if one.exit_code else ""
+    return Text(one.state + ending, style=_STYLES[one.state])

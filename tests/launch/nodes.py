@@ -1,0 +1,61 @@
+"""Nodes of a run as processes of this machine that meet on loopback."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.runtime.processes import ROOT, environment
+
+ADDER = ROOT / "examples" / "tiny-adder"
+PROMPTS = ROOT / "examples" / "prompts.jsonl"
+# What tests can afford.
+SMALL = ("--device", "cpu", "--kv-cache-memory", "16MiB", "--quiet")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    process: subprocess.Popen[str]
+
+    def end(self, timeout_s: float = 120) -> tuple[int, str]:
+        """Its exit code, and what it has said."""
+        said = self.process.communicate(timeout=timeout_s)[1]
+        return self.process.returncode, said
+
+    def family(self) -> list[psutil.Process]:
+        """All that it has started."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+
+@contextmanager
+def started(command: Sequence[str], folder: Path, **more: str) -> Iterator[Node]:
+    """more: additions to its environment. Nothing of it is left afterwards."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**environment(), "HF_HUB_OFFLINE": "1", **more},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    node = Node(process)
+    try:
+        yield node
+    finally:
+        family = node.family()
+        process.kill()
+        for member in family:
+            if member.is_running():
+                member.send_signal(signal.SIGKILL)
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()

@@ -1,0 +1,154 @@
+"""launch/slurm.sbatch, with commands in Slurm's place that run a step's tasks on this machine.
+
+What is real: the batch script, torchrun on two nodes that meet by c10d, the run, its signal, its second turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.nodes import ADDER, PROMPTS, SMALL, Node, started
+from tests.runtime.processes import ROOT, free_port
+
+pytestmark = pytest.mark.timeout(290)
+
+SCRIPT = ROOT / "launch" / "slurm.sbatch"
+# One task a node, with what slurmd tells each; ends with the highest of their codes, as srun does.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+    SLURM_NODEID=$node SLURM_PROCID=$node SLURMD_NODENAME=127.0.0.1 "$@" &
+    tasks+=($!)
+done
+worst=0
+for task in "${tasks[@]}"; do
+    code=0
+    wait "$task" || code=$?
+    ((code <= worst)) || worst=$code
+done
+exit "$worst"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") [ "$3" = "two-nodes" ] && printf '127.0.0.1\\n127.0.0.1\\n' ;;
+    "requeue "*) echo "$2" >>"$REQUEUED" ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@dataclass
+class Slurm:
+    """A cluster of two nodes and one job on it. turns: how often the job was begun again."""
+
+    folder: Path
+    turns: int = 0
+
+    def __post_init__(self) -> None:
+        tools = self.folder / "slurm"
+        tools.mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        self._port = str(free_port())
+
+    @contextmanager
+    def job(self, *options: str) -> Iterator[Node]:
+        """One turn, as sbatch begins it: with the script's own copy, in the directory of submission."""
+        spooled = self.folder / "slurm" / "slurm_script"
+        spooled.write_text(SCRIPT.read_text())
+        facts = {
+            "PATH": f"{self.folder / 'slurm'}:{os.environ['PATH']}",
+            "REQUEUED": str(self.folder / "requeued"),
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NODELIST": "two-nodes",
+            "SLURM_JOB_NUM_NODES": "2",
+            "RUN": str(self.folder / "run"),
+            "MASTER_PORT": self._port,
+        }
+        if self.turns:
+            facts["SLURM_RESTART_COUNT"] = str(self.turns)
+        files = ("--input", str(PROMPTS), "--output", str(self.output))
+        with started(("bash", str(spooled), *files, *SMALL, *options), self.folder, **facts) as node:
+            yield node
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "answers.jsonl"
+
+    def num_answers(self) -> int:
+        return len(self.output.read_bytes().splitlines()) if self.output.exists() else 0
+
+    def requeued(self) -> list[str]:
+        path = self.folder / "requeued"
+        return path.read_text().split() if path.exists() else []
+
+
+def tell_step(job: Node, number: int) -> None:
+    """As slurmstepd does: every process of the step, neither the batch script nor srun."""
+    (srun,) = psutil.Process(job.process.pid).children()
+    for process in srun.children(recursive=True):
+        process.send_signal(number)
+
+
+def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    slurm = Slurm(tmp_path)
+    with slurm.job("--model", str(ADDER), "--request-rate", "2") as job:
+        deadline_s = time.monotonic() + 120
+        while slurm.num_answers() < 3:
+            assert job.process.poll() is None, job.end()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        tell_step(job, signal.SIGUSR1)
+        code, said = job.end()
+    assert code == 75, said
+    assert slurm.requeued() == ["4711"]
+    answered = slurm.num_answers()
+    assert 3 <= answered < 24
+    slurm.turns = 1
+    with slurm.job("--model", str(ADDER)) as job:
+        code, said = job.end()
+    assert code == 0, said
+    rows = [json.loads(line) for line in slurm.output.read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows) == 24
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["resumed"]["rows"] == answered
+    assert slurm.requeued() == ["4711"]
+
+    # The same once more, by a new job: refused, and what the run before has left there is not its code.
+    slurm.turns = 0
+    with slurm.job("--model", str(ADDER)) as job:
+        code, said = job.end()
+    assert code == 2, said
+    assert (tmp_path / "run" / "exit_code").read_text() == "0\n"
+    assert slurm.requeued() == ["4711"]
+
+
+def test_a_job_that_would_end_the_same_way_again_is_not_queued_again(tmp_path: Path) -> None:
+    slurm = Slurm(tmp_path)
+    with slurm.job("--model", str(tmp_path / "nothing")) as job:
+        code, said = job.end()
+    assert (code, (tmp_path / "run" / "exit_code").read_text()) == (66, "66\n"), said
+    assert not slurm.requeued()
+
+
+def test_the_directives_are_sbatchs_own() -> None:
+    """In front of the first command, where alone sbatch reads them."""
+    lines = SCRIPT.read_text().splitlines()
+    first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
+    found = dict(re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line).groups() for line in lines if "#SBATCH" in line)
+    assert all("#SBATCH" not in line for line in lines[first:])
+    assert found["signal"] == "USR1@60" and found["open-mode"] == "append" and "requeue" in found
+    assert found["ntasks-per-node"] == "1"

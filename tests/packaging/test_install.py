@@ -1,0 +1,108 @@
+"""The wheel and the source distribution: all of the package is in them, and installed elsewhere they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.processes import ROOT
+
+pytestmark = pytest.mark.timeout(280)
+
+BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+
+
+def run(*command: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Without what would lead to this checkout: only what is installed can be imported."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    environment = {**kept, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **more}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made of a copy of the checkout, so that nothing is built into it."""
+    checkout, made = tmp_path_factory.mktemp("checkout") / "sarathi_pp", tmp_path_factory.mktemp("sdist")
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    shutil.copytree(ROOT, checkout, ignore=left_out)
+    run(sys.executable, "-c", BUILD_SDIST, str(made), cwd=checkout)
+    (found,) = made.glob("*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the source distribution: what is not in the one is not in the other."""
+    made = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(made, filter="data")
+    (source,) = (path for path in made.iterdir() if path.is_dir())
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-index", "--no-build-isolation", "--no-deps")
+    run(*pip, "-w", str(made), str(source), cwd=made)
+    (found,) = made.glob("*.whl")
+    return found
+
+
+def modules() -> set[str]:
+    sources = ((ROOT, "sarathi_pp"), (ROOT / "kernels", "sarathi_pp_kernels"))
+    return {str(path.relative_to(root)) for root, name in sources for path in (root / name).rglob("*.py")}
+
+
+def test_both_hold_every_module_and_what_lies_beside_them(sdist: Path, wheel: Path) -> None:
+    beside = {"sarathi_pp/py.typed", "sarathi_pp/report/page.css", "sarathi_pp/report/page.js"}
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == modules() | beside
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name.replace("sarathi_pp_kernels", "kernels/sarathi_pp_kernels", 1) for name in modules()} <= names
+    assert beside | {"README.md", "LICENSE", "pyproject.toml"} <= names
+
+
+def test_the_wheel_runs_the_main_job_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, to which the dependencies alone are lent."""
+    home = tmp_path / "home"
+    venv.create(home, with_pip=False)
+    (library,) = home.glob("lib/python*/site-packages")
+    python, here = home / "bin" / "python", sysconfig.get_paths()["purelib"]
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        wheel,
+        cwd=home,
+    )
+    (library / "dependencies.pth").write_text(here + "\n")
+    where = "import sarathi_pp, sarathi_pp_kernels; print(sarathi_pp.__file__); print(sarathi_pp_kernels.__file__)"
+    found = run(python, "-c", where, cwd=home).stdout.split()
+    assert [Path(path).parent for path in found] == [library / "sarathi_pp", library / "sarathi_pp_kernels"]
+
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(ROOT / "examples" / "tiny-adder", elsewhere / "model")
+    shutil.copy(ROOT / "examples" / "prompts.jsonl", elsewhere)
+    options = ("--stages", "2", "--device", "cpu", "--kv-cache-memory", "16MiB", "--json", "--quiet")
+    files = ("--model", "model", "--input", "prompts.jsonl", "--output", "answers.jsonl")
+    done = run(home / "bin" / "sarathi-pp", "generate", *files, *options, cwd=elsewhere)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["stages"], report["requests"], report["failed"]) == (2, 24, 0)
+    assert len((elsewhere / "answers.jsonl").read_text().splitlines()) == 24
+    page = elsewhere / "page.html"
+    run(home / "bin" / "sarathi-pp", "report", "answers.jsonl.run", "--html", str(page), cwd=elsewhere)
+    assert (ROOT / "sarathi_pp" / "report" / "page.js").read_text().strip()[:40] in page.read_text()

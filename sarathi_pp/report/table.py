@@ -71,8 +71,10 @@ def _name(stage: Mapping[str, Any]) -> str:
 def _work(report: Mapping[str, Any]) -> Text:
     """How even microbatches were, what became of the KV pages, and how well all this is known."""
     kv = report["kv"]
+    of_each = [one["collective_s"] / one["compute_s"] for one in report["per_stage"] if one.get("collective_s")]
+    sums = f"sums over the ranks of a stage: {formats.share(max(of_each))} of its compute\n" if of_each else ""
     return Text(
-        f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; cv of their time "
+        sums + f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; cv of their time "
         f"{formats.share(report['microbatch_time_cv'])}, of tokens {formats.share(report['microbatch_tokens_cv'])}\n"
         f"KV: at most {kv['peak_used']:,} of {kv['pages']:,} pages, {formats.count(kv['mean_used'])} on average, "
         f"{formats.share(kv['fragmentation'])} of\ntheir room empty; {report['preemptions']:,} preemptions\n"

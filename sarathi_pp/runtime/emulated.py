@@ -133,6 +133,7 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
         "--kv-cache-memory": config.kv_cache_memory_bytes is not None,
         "--device": config.device == "cuda",
         "--enforce-eager": config.enforce_eager,
+        "--tensor-parallel-size": config.tensor_parallel_size > 1,
         "--gpu-memory-utilization": config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization,
     }
     if any(asked.values()):

@@ -309,9 +309,14 @@ class Job:
             self._maker: StageMaker = EmulatedStages(config, self._profile, self._clock)
         else:
             # Imports transformers, which takes seconds that an emulated run does not need.
+            from sarathi_pp.model.tensor import TensorShard
             from sarathi_pp.runtime.model_stage import ModelStages
 
-            self._maker = ModelStages(config, self._model_dir, self.facts, self.dtype, self.device, self._sharers)
+            group = self._shards
+            shard = TensorShard(group.index, group.size, group.all_reduce) if group is not None else None
+            self._maker = ModelStages(
+                config, self._model_dir, self.facts, self.dtype, self.device, self._sharers, shard
+            )
         return {}
 
     def _load(self, layers: tuple[int, int]) -> dict[str, Any]:
@@ -397,10 +402,14 @@ class Job:
                 name=mesh.title(rank),
                 debug_nan=self._config.debug_nan,
                 shards=[sender(other) for other in others],
-                alone=mesh.shards == 1,
+                collectives_s=self._spent_in_sums if self._shards is not None else None,
             )
         )
         return over_link(way_in, self._profile, self.seat.stage, mesh.stages, clock), runner[0]
+
+    def _spent_in_sums(self) -> float:
+        assert self._shards is not None
+        return self._shards.spent_s
 
     def _timer(self) -> Timer:
         return CudaTimer(self._clock) if self.device.type == "cuda" else HostTimer(self._clock)
@@ -482,7 +491,9 @@ class Job:
 
     def _memory(self) -> dict[str, int | None]:
         """Bytes of the largest shard, None where stages are emulated and hold nothing; pages that each stage could."""
-        held = None if self._profile is not None else kv_cache_bytes(self.run, self.facts, self.dtype)
+        held = None
+        if self._profile is None:
+            held = kv_cache_bytes(self.run, self.facts.sharded(self.mesh.shards), self.dtype)
         return {"kv_cache_bytes": held, "max_pages": self._max_pages}
 
 

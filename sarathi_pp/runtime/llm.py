@@ -29,7 +29,7 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_paragraphs
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
-from sarathi_pp.model.support import ModelFacts, check_model
+from sarathi_pp.model.support import ModelFacts, check_model, check_shards
 from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.fetch import find_model
@@ -91,6 +91,7 @@ class LLM:
             config = replace(config, stages=stages_among(place.world_size, stages, config.replicas, shards))
         self._model_dir = model_dir = find_model(config.model)
         facts = check_model(model_dir)
+        check_shards(model_dir, config.tensor_parallel_size)
         config = tuned(config, facts)
         make_policy(config.policy)
         partition(facts.num_layers, config.stages, config.layer_split)

@@ -11,7 +11,7 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, uses_chunk_size
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.errors import ConfigError, InputError
-from sarathi_pp.model.support import ModelFacts, check_model
+from sarathi_pp.model.support import ModelFacts, check_model, check_shards
 from sarathi_pp.model.verify import verify_weights
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
@@ -177,6 +177,7 @@ def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | Non
     if config.emulate is None:
         model_dir = find_model(config.model)
         facts = check_model(model_dir)
+        check_shards(model_dir, config.tensor_parallel_size)
         return tuned(config, facts), model_dir, None, facts
     from sarathi_pp.runtime.emulated import emulated_facts, with_profile
     from sarathi_pp.runtime.profile_file import read_profile

@@ -39,13 +39,14 @@ class _Span:
     start: Mark
     end: Mark
     cpu_s: float | None
+    collective_s: float | None
     release: Callable[[], None]
 
 
 class StageRunner:
     """timer: of the device that the stage computes on. index, name: of the stage. debug_nan: its outputs are looked at,
     and whose were not finite first is told. shards: edges to the other ranks of a leader's stage, which compute it with
-    this one. alone: no other rank does.
+    this one. collectives_s: seconds that this rank has spent so far in sums with them; None where it is alone.
 
     Its times may come later than the output: then a microbatch's span is recorded, and its input released, with one of
     the next microbatches. Only a result waits for the device. It says that every stage is done with the microbatch, so
@@ -64,13 +65,13 @@ class StageRunner:
         name: str = "stage 0 (rank 0)",
         debug_nan: bool = False,
         shards: Sequence[Sender[Tensor]] = (),
-        alone: bool = True,
+        collectives_s: Callable[[], float] | None = None,
     ) -> None:
         self._stage = stage
         self._index = index
         self._name = name
         self._shards = shards
-        self._alone = alone
+        self._collectives_s = collectives_s
         self._debug_nan = debug_nan
         self._downstream = downstream
         self._recorder = recorder
@@ -99,6 +100,7 @@ class StageRunner:
             shard.reserve()
             shard.send(frame)
         compute = self._stage.prepare(microbatch)
+        before_s = self._collectives_s() if self._collectives_s is not None else 0.0
         start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
         output, retried = self._compute(compute, hidden, microbatch)
         short = frame.short or retried
@@ -106,7 +108,8 @@ class StageRunner:
         if output.hidden is None:
             end.wait()
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
-        self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, release))
+        summed_s = self._collectives_s() - before_s if self._collectives_s is not None else None
+        self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, summed_s, release))
         self._settle()
         own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
         stage_times = (*frame.stage_times, own)
@@ -134,7 +137,7 @@ class StageRunner:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if not self._alone:
+            if self._collectives_s is not None:
                 raise self._no_memory(microbatch, "", error) from error
         # Behind the except block: the failed attempt's tensors live as long as its traceback.
         gc.collect()
@@ -171,11 +174,12 @@ class StageRunner:
                 return
             self._unsettled.popleft()
             span.release()
-            microbatch = span.microbatch
+            index, issued_s = span.microbatch.index, span.microbatch.issued_s
+            arrived_s = min(arrived_s, start_s)
             self._recorder.record(
-                ComputeSpan(microbatch.index, microbatch.issued_s, min(arrived_s, start_s), start_s, end_s, span.cpu_s)
+                ComputeSpan(index, issued_s, arrived_s, start_s, end_s, span.cpu_s, span.collective_s)
             )
-            self._untold.append(StageTime(microbatch.index, end_s - start_s))
+            self._untold.append(StageTime(index, end_s - start_s))
 
     def _reserve(self) -> None:
         asked_s = self._clock.now()

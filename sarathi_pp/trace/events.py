@@ -25,7 +25,7 @@ from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import InputError
 
-SCHEMA = "sarathi-pp/trace/1"
+SCHEMA = "sarathi-pp/trace/2"
 
 _SEQUENCE = re.compile(r"s(\d+)")
 
@@ -133,7 +133,8 @@ class Compute:
     """A stage ran its layers over one microbatch from start_s to end_s, receiving and sending excluded.
 
     issued_s: on rank 0's clock, from the header. arrived_s: when the input was complete here. cpu_s: CPU time
-    of the computing thread in the span; None where it says nothing (a GPU, an emulated stage).
+    of the computing thread in the span; None where it says nothing (a GPU, an emulated stage). collective_s: part of
+    the span that sums over the stage's ranks took, waiting for one another included; None where nobody knows.
     """
 
     microbatch: int
@@ -142,6 +143,7 @@ class Compute:
     start_s: float
     end_s: float
     cpu_s: float | None = None
+    collective_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,7 @@ _SHORT = {
     "issued_s": "i",
     "arrived_s": "a",
     "cpu_s": "c",
+    "collective_s": "o",
     "text": "x",
     "prefill_tokens": "p",
     "decodes": "d",

@@ -57,7 +57,8 @@ class StageTimeline:
     """What one stage did, on rank 0's clock. The arrays are parallel, in the order of `starts`.
 
     microbatches: indices. issued, arrived, starts, ends: seconds. send_waits: sorted and disjoint.
-    cpu_s, spanned_s: thread CPU time and length of the spans that have one, summed.
+    cpu_s, spanned_s: thread CPU time and length of the spans that have one, summed, without collective_s: what sums
+    over the stage's ranks took; None where it has one alone.
     """
 
     start: TraceStart
@@ -70,6 +71,7 @@ class StageTimeline:
     send_waits: list[Interval] = field(default_factory=list)
     cpu_s: float = 0.0
     spanned_s: float = 0.0
+    collective_s: float | None = None
 
     def add(self, span: Compute) -> None:
         self.microbatches.append(span.microbatch)
@@ -79,7 +81,9 @@ class StageTimeline:
         self.ends.append(span.end_s)
         if span.cpu_s is not None:
             self.cpu_s += span.cpu_s
-            self.spanned_s += span.end_s - span.start_s
+            self.spanned_s += span.end_s - span.start_s - (span.collective_s or 0.0)
+        if span.collective_s is not None:
+            self.collective_s = (self.collective_s or 0.0) + span.collective_s
 
     def align(self) -> None:
         """Puts the local times on rank 0's clock, in order of start. `issued` is on that clock already."""

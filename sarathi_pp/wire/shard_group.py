@@ -28,10 +28,21 @@ class ShardGroup:
         self._now = now
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every shard's x, in its place: the same bits on all. Raises PeerLostError."""
+        """The sum of every shard's x: the same bits on all. Raises PeerLostError.
+
+        On CPU what a row gets depends on that row alone: gloo's own sum of three or more adds them in an order that
+        depends on the place in the tensor.
+        """
         begin_s = self._now()
         try:
-            dist.all_reduce(x, group=self._group)
+            if self.size == 2 or x.device.type != "cpu":
+                dist.all_reduce(x, group=self._group)
+            else:
+                parts = [torch.empty_like(x) for _ in range(self.size)]
+                dist.all_gather(parts, x.contiguous(), group=self._group)
+                x = parts[0]
+                for part in parts[1:]:
+                    x += part
         except RuntimeError as error:
             silent = "timed out" in str(error).lower()
             what = (

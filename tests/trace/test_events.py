@@ -96,7 +96,7 @@ def test_anything_else_is_refused(line: str | bytes, message: str) -> None:
 
 def test_other_schema_is_refused_with_the_remedy() -> None:
     line = encode(start(0, 1)).replace(SCHEMA, "sarathi-pp/trace/99").replace("{", '{"new": 1,', 1)
-    with pytest.raises(InputError, match=r"trace/99.*reads.*trace/1.*version that wrote it"):
+    with pytest.raises(InputError, match=r"trace/99.*reads.*trace/2.*version that wrote it"):
         decode(line)
 
 

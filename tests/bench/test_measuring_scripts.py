@@ -24,7 +24,7 @@ from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = Path(__file__).parents[2] / "examples" / "measure"
 # Those that 10 requests, which all find a seat, tell from the whole policy.
 DIFFERENT = {
     "no microbatch to spare",
@@ -38,12 +38,12 @@ Load = Callable[[str], ModuleType]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """By name: examples/ is no package, and its scripts import each other as neighbours."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+    """By name: examples/measure/ is no package, and its scripts import each other as neighbours."""
+    monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPTS.glob("*.py")))
 def test_each_finds_what_it_takes_from_the_others(load: Load, script: str) -> None:
     load(script)
 
@@ -176,7 +176,7 @@ def test_a_record_names_its_commit_command_and_machine(
     document = load("record").Record.begin().write(output, {"speed": 1.5})
     assert json.loads(output.read_text()) == document
     assert list(document) == ["commit", "command", "machine", "speed"]
-    assert document["command"] == "python examples/measure.py --name 'two words'"
+    assert document["command"] == "python examples/measure/measure.py --name 'two words'"
     assert f"{os.cpu_count()} cores" in document["machine"]
 
 
@@ -222,7 +222,7 @@ def test_what_keeps_the_cores_awake_yields_to_everything_and_outlives_nobody(loa
 
 def test_what_keeps_the_cores_awake_ends_with_who_was_killed(load: Load) -> None:
     code = "import time\nfrom awake import awake\nwith awake() as loops:\n print(*loops, flush=True)\n time.sleep(60)"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=EXAMPLES, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=SCRIPTS, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     loops = parent.stdout.readline().split()
     parent.kill()

@@ -9,7 +9,7 @@ import pytest
 from sarathi_pp.core.cost import Load
 from sarathi_pp.core.estimate import DEVICE_SPEEDS, estimate_cost
 
-# The model of examples/measure_300m.py.
+# The model of examples/measure/measure_300m.py.
 SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 3712,

@@ -27,6 +27,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
 @pytest.fixture
 def awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For as long as the test runs, no core of this machine goes to sleep."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "measure")
     with importlib.import_module("awake").awake():
         yield

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from examples.hosts import Hosts
+from examples.measure.hosts import Hosts
 from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.profile import Profile
 from tests.hosts import hosts_of

@@ -1,6 +1,6 @@
 """How a run's figures grow with its size: with stages, requests in flight, length of prompts and lines of input.
 
-    python examples/measure_growth.py --work-dir /tmp/m300 --output examples/figures/growth.json
+    python examples/measure/measure_growth.py --work-dir /tmp/m300 --output examples/figures/growth.json
 
 stages      1 and 2 real ones, and 1 to 8 that sleep what a profile of the real ones says (`--emulate`), on 32 prompts
             of 256 to 1,024 tokens, P:D 8

@@ -1,7 +1,7 @@
 """What each rule of `balanced` is worth: the policy without it, on SARATHI's GPT-3 pipeline and on two CPU cores,
 simulated.
 
-    python examples/ablate_balanced.py --output examples/figures/ablation.json
+    python examples/measure/ablate_balanced.py --output examples/figures/ablation.json
 
 Each variant replaces one function or constant of the policy by what a scheduler without the idea would have. Throughput
 is a ratio to the whole policy's, bubbles are steady ones, of one seed.
@@ -36,7 +36,7 @@ from sarathi_pp.sim.workload import parse_workload
 
 SEED = 31
 # Two stages of the 298M model on two cores, as `sarathi-pp profile` measured them for `measure_300m.py`.
-CPU_PROFILE = Path(__file__).parent / "figures" / "profile-300m.json"
+CPU_PROFILE = Path(__file__).parents[1] / "figures" / "profile-300m.json"
 KEPT = ("tokens_per_s", "steady", "whole", "request_bubble_p50_s", "itl_p50_s", "itl_p99_s", "ttft_p50_s")
 
 

@@ -1,6 +1,6 @@
 """The README's picture: the timelines of the same work under two policies, out of the HTML page.
 
-    python examples/draw_timelines.py --work-dir /tmp/m300 --output examples/figures/orca-sarathi.png
+    python examples/measure/draw_timelines.py --work-dir /tmp/m300 --output examples/figures/orca-sarathi.png
 
 Runs `orca` and `sarathi` on the workload of measure_300m.py at P:D 8, two stages, one compute thread each, makes the
 page that `sarathi-pp compare --html` makes, and photographs its timeline (photograph.py). The JSON beside the picture

@@ -1,6 +1,6 @@
 """SARATHI's section 5.3 once more: GPT-3 on 64 A100s, 10,000 requests, Orca against chunked prefills, simulated.
 
-    python examples/reproduce_sarathi.py --output examples/figures/sarathi-5.3.json
+    python examples/measure/reproduce_sarathi.py --output examples/figures/sarathi-5.3.json
 
 The same as `sarathi-pp simulate --preset gpt3-a100-tp8pp8 --workload ... --policy ...`, and the two factors that the
 paper states: 6.29 times the median bubble of a request, and 1.91 times the throughput.

@@ -1,6 +1,6 @@
 """`balanced` without tuning against the other policies with theirs, on SARATHI's GPT-3 pipeline, simulated.
 
-    python examples/compare_policies.py --output examples/figures/policies-gpt3.json
+    python examples/measure/compare_policies.py --output examples/figures/policies-gpt3.json
 
 Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
 ratio that changes in mid-run, with noise, with a slow stage, and with Poisson arrivals at shares of what `balanced`

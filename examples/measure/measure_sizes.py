@@ -1,6 +1,6 @@
 """Throughput over chunk size and P:D on real runs, and where SARATHI expects the most gain (arXiv 2308.16369, 5.1.3).
 
-    python examples/measure_sizes.py --work-dir /tmp/m300 --output examples/figures/sizes.json
+    python examples/measure/measure_sizes.py --work-dir /tmp/m300 --output examples/figures/sizes.json
 
 48 prompts of 128 to 384 tokens, 16 of them running at a time, on the 298M model of measure_300m.py, which is made where
 it is not there, on two stages, a compute thread each: `orca`, which cuts no prompt, and `sarathi` with chunk sizes of

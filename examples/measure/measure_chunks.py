@@ -1,6 +1,6 @@
 """What chunks cost, and what decodes cost that ride on them: one stage's microbatches on one core.
 
-    python examples/measure_chunks.py --model /tmp/m300/model --output examples/figures/chunks.json
+    python examples/measure/measure_chunks.py --model /tmp/m300/model --output examples/figures/chunks.json
 
 riding      A chunk of 256 tokens behind 256 with 1 to 32 decodes at 400, and the same decodes alone: milliseconds that
             each decode adds to the chunk, and that it takes without it (SARATHI, arXiv 2308.16369, Table 2). The chunk

@@ -1,6 +1,6 @@
 """How soon a command answers, and what memory a run takes: two stages of a checkpoint, a core each.
 
-    python examples/measure_start.py --model /tmp/m300/model --output examples/figures/start.json
+    python examples/measure/measure_start.py --model /tmp/m300/model --output examples/figures/start.json
 
 help          `sarathi-pp --help`, until it has ended.
 first token   `sarathi-pp generate` with one prompt of 16 tokens and as many to answer: from the command to its first

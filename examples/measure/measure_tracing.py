@@ -1,6 +1,6 @@
 """What tracing costs: one run in which events are recorded for some seconds and thrown away for the next.
 
-    python examples/measure_tracing.py --work-dir /tmp/m300 --output examples/figures/tracing-cost.json
+    python examples/measure/measure_tracing.py --work-dir /tmp/m300 --output examples/figures/tracing-cost.json
 
 Two stages on the 298M model of measure_300m.py, one compute thread each, and eight requests that only decode: short
 microbatches, so many events a second. What "off" leaves running are the clock reads around a span and the making of

@@ -1,6 +1,6 @@
 """What each of the CPU kernels is worth: one stage's microbatches with all of them, and with each taken away.
 
-    python examples/measure_kernels.py --model /tmp/m300/model --output examples/figures/kernels.json
+    python examples/measure/measure_kernels.py --model /tmp/m300/model --output examples/figures/kernels.json
 
 Loads half of a bfloat16 checkpoint's layers once for each variant and runs the same microbatches through all of them,
 in turn, on one core. Prints milliseconds a microbatch (median of the rounds) and how many times as long it takes

@@ -1,6 +1,6 @@
 """The model with random weights on which other engines are compared with this one: 254M parameters, bfloat16.
 
-python examples/make_254m.py /tmp/m254
+python examples/measure/make_254m.py /tmp/m254
 """
 
 from __future__ import annotations

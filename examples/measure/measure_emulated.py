@@ -1,6 +1,6 @@
 """Is the simulator true? Emulated runs of 8 stages against their simulation.
 
-    python examples/measure_emulated.py --work-dir /tmp/emulated --output examples/figures/emulated-8.json
+    python examples/measure/measure_emulated.py --work-dir /tmp/emulated --output examples/figures/emulated-8.json
 
 Stages of the real runtime (8 processes, gloo, the real coordinator) sleep the time that SARATHI's GPT-3 pipeline
 would compute, 25 times slower so that two cores keep up with nine processes, and with a hidden size of 1024 so that

@@ -226,7 +226,7 @@ def main(out: Path, prompts: Path, prompts_only: bool, seed: int, threads: int, 
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": f"{describe_cpu()}, {threads} thread(s)",
-        "command": f"python examples/train_tiny_adder.py --seed {seed} --threads {threads}",
+        "command": f"python examples/measure/train_tiny_adder.py --seed {seed} --threads {threads}",
     }
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     click.echo(f"{accuracy:.2%} of {num_tested} unseen sums right after {train_seconds:.0f} s of training")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-EXAMPLES = Path(__file__).resolve().parent
+EXAMPLES = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Record:
     @classmethod
     def begin(cls) -> Self:
         arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        return cls(describe_commit(), f"python examples/{shlex.join(arguments)}", describe_machine())
+        return cls(describe_commit(), f"python examples/measure/{shlex.join(arguments)}", describe_machine())
 
     def write(self, output: Path | None, figures: Mapping[str, Any], *, indent: int | None = 1) -> dict[str, Any]:
         """This and the figures as one JSON document, which is returned; output: None for no file."""

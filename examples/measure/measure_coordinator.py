@@ -1,6 +1,6 @@
 """What the coordinator costs: milliseconds a step, and how fast the simulator runs.
 
-    python examples/measure_coordinator.py --output examples/figures/coordinator.json
+    python examples/measure/measure_coordinator.py --output examples/figures/coordinator.json
 
 A step is what the coordinator's rank does for one microbatch: pick, pages, plan and the encoded frame. It is timed on
 8 stages with 16 to 4096 running sequences, as many prompts waiting, prefill and decodes in every microbatch;

@@ -1,6 +1,7 @@
 """What the journal costs: one run in which answers are appended and synced for some seconds and dropped for the next.
 
-    python examples/measure_journal.py --work-dir /tmp/journal --times 20 --output examples/figures/journal-cost.json
+    python examples/measure/measure_journal.py --work-dir /tmp/journal --times 20 \
+        --output examples/figures/journal-cost.json
 
 Two stages on a Llama of two layers with random weights, one compute thread each, and rows with outputs of a few tokens:
 hundreds of requests a second, far more than a real model on these cores answers. What "off" leaves running is making

@@ -1,6 +1,6 @@
 """Two hosts of two stages over wires of several kinds, beside what the simulator says of each.
 
-    python examples/measure_links.py --work-dir /tmp/links --output examples/figures/links.json
+    python examples/measure/measure_links.py --work-dir /tmp/links --output examples/figures/links.json
 
 The hosts are network namespaces (hosts.py), joined by torchrun. A token bucket gives the wire its rate, netem its
 delay; where the kernel has no netem, the profile does (`added_latency_s` of the edges between the hosts). Stages are

@@ -1,6 +1,7 @@
 """Policies on a 300M-parameter model with random weights, run and simulated: bubbles, throughput, 2 stages against 1.
 
-    python examples/measure_300m.py --work-dir /tmp/m300 --pd 8 --pd 20 --pd 2 --output examples/figures/real-300m.json
+    python examples/measure/measure_300m.py --work-dir /tmp/m300 --pd 8 --pd 20 --pd 2 \
+        --output examples/figures/real-300m.json
 
 Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the work directory) and for each P:D the
 workload `uniform:n=32,min=256,max=1024,pd=P:D` (32 prompts of 256 to 1024 random tokens, end of sequence ignored, all

@@ -1,7 +1,7 @@
 """Llama-3 8B, 70B and 405B on 2 to 16 GPUs in a row, over three kinds of links, simulated: bubble, throughput, chunks.
 
-    python examples/simulate_gpus.py --output examples/figures/gpus-h100.json
-    python examples/simulate_gpus.py --gpu gpu.json --output examples/figures/gpus-measured.json
+    python examples/measure/simulate_gpus.py --output examples/figures/gpus-h100.json
+    python examples/measure/simulate_gpus.py --gpu gpu.json --output examples/figures/gpus-measured.json
 
 --gpu: what `sarathi-pp bench gpu` wrote, whose measured rates are taken then. Without it those of an H100 SXM's data
 sheet: 989 TFLOP/s in bfloat16 at 60 %, 3.35 TB/s at 80 %, 80 GB. Links are data sheets' too, at 80 %: NVLink 4 with

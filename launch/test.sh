@@ -89,7 +89,7 @@ reports() {
 }
 runtime() { run_tests tests/runtime; }
 faults() { run_tests tests/faults; }
-launch() { run_tests tests/launch tests/packaging; }
+launch() { run_tests tests/launch tests/packaging tests/examples; }
 
 summary=()
 code=0

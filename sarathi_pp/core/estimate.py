@@ -23,7 +23,8 @@ class DeviceSpeed:
 
 
 # cpu: one AVX512-BF16 core of a shared server, as measured on the model of examples/measure/measure_300m.py. cuda: an
-# A100-80GB at 60 % of its 312 TFLOP/s (19.5 in float32) and 80 % of its 2.04 TB/s, layers launched one operation at a time.
+# A100-80GB at 60 % of its 312 TFLOP/s (19.5 in float32) and 80 % of its 2.04 TB/s, layers launched one operation at a
+# time.
 DEVICE_SPEEDS: Mapping[str, DeviceSpeed] = {
     "cpu": DeviceSpeed({2: 3e11, 4: 1e11}, 1.5e10, 1, 2e-4),
     "cuda": DeviceSpeed({2: 1.9e14, 4: 1.2e13}, 1.6e12, 128, 2e-4),

@@ -1,0 +1,100 @@
+"""Adding an architecture: what has to be known about OLMo 3, and the proof that slices of it are exact.
+
+    python examples/add_a_model.py
+
+sarathi_pp has no model files of its own. A stage is transformers' own class with holes where other stages' layers would
+be, so that an architecture is an entry in sarathi_pp/model/families.py: names of modules, and particulars of its cache.
+What has no entry is refused, because nobody has proven it. To add one:
+
+1. Write the entry. This script has it in its own hands, and lends it to the package.
+2. See that slices chained over the paged KV cache give the logits of the unmodified model: this script.
+3. Put the entry into families.py and a tiny configuration with all the family's particulars switched on into
+   tests/model/families.py. The tests then run it on one, two and four stages, under every attention backend.
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import transformers
+
+from sarathi_pp.errors import UnsupportedModelError
+from sarathi_pp.model import support
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.families import FAMILIES, Family
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.slice import load_stage
+
+# OLMo 3 calls its parts as Llama does, `model.embed_tokens`, `model.layers`, `model.norm`, `lm_head`: the defaults.
+# Layers that `layer_types` calls sliding_attention see a window. Where config.json does not say, all heads have
+# keys and values of their own. No multipliers, sinks or soft caps. `widths` is left out: not proven in tensor shards.
+OLMO3 = Family(architecture="Olmo3ForCausalLM", model_type="olmo3", windows="by_type")
+
+# Small, with random weights, and with what is special switched on: a mistake has to show.
+CONFIG = transformers.Olmo3Config(
+    vocab_size=128,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    attention_bias=True,
+    sliding_window=12,
+    layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    eos_token_id=2,
+)
+STAGES = ((0, 2), (2, 5))
+CPU = torch.device("cpu")
+PAGE_SIZE, NUM_PAGES = 4, 16
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    transformers.logging.disable_progress_bar()
+    reference = transformers.Olmo3ForCausalLM(CONFIG).eval()
+    prompt = torch.randint(3, CONFIG.vocab_size, (45,))
+    with torch.inference_mode():
+        expected = reference(prompt[None], use_cache=False).logits[0]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        reference.save_pretrained(directory)
+        try:
+            support.check_model(directory)
+        except UnsupportedModelError as error:
+            print("without an entry:", str(error).removeprefix(f"{directory}: ").splitlines()[0][:60])
+        for family in (replace(OLMO3, windows="none"), OLMO3):
+            with mock.patch.object(support, "FAMILIES", {**FAMILIES, family.architecture: family}):
+                found = run_slices(directory, prompt)
+            off = ((found - expected).abs().max() / expected.abs().max()).item()
+            same = int((found.argmax(-1) == expected.argmax(-1)).sum())
+            print(f"windows {family.windows}: relative error {off:.0e}, {same} of {len(found)} greedy tokens the same")
+    # The proof has to be able to fail, and does, where the entry says nothing of the windows.
+    assert off < 1e-5 and same == len(found), "not exact: a particular of the family is missing from its entry"
+
+
+def run_slices(directory: Path, prompt: torch.Tensor) -> torch.Tensor:
+    """The logits of every position, computed as a run does: in chunks, over pages, from stage to stage."""
+    facts = support.check_model(directory)
+    backend = choose_backend("auto", CPU, PAGE_SIZE)
+    stages = [load_stage(directory, part, facts.num_layers, torch.float32, CPU, backend) for part in STAGES]
+    shape = (facts.num_kv_heads, facts.head_dim, torch.float32, CPU)
+    caches = [KVShard(part, NUM_PAGES, PAGE_SIZE, *shape) for part in STAGES]
+    logits = []
+    first = 0
+    # A chunk that fills no page, one that ends inside another, decodes, and a chunk behind them.
+    for num_tokens in (7, 13, 1, 1, 23):
+        span = Span(first, num_tokens, tuple(range(NUM_PAGES)))
+        inputs = build_inputs([span], range(num_tokens), PAGE_SIZE, CPU)
+        x = prompt[first : first + num_tokens]
+        for stage, cache in zip(stages, caches, strict=True):
+            x = stage.forward(x, inputs, cache)
+        logits.append(x)
+        first += num_tokens
+    return torch.cat(logits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Reading the traces of a run: one stage's bubble by hand, then the same figure from the report.
+
+    sarathi-pp generate --model examples/tiny-adder --input examples/prompts.jsonl --output answers.jsonl --stages 2
+    python examples/read_trace.py answers.jsonl.run
+
+A trace is a file of JSON Lines for each stage, `{"e": "compute", ...}` and so on; sarathi_pp/trace/events.py has the
+whole vocabulary. Without an argument the script makes a run of its own to read.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sarathi_pp.trace.events import Compute, Issued, Returned, TraceEnd, TraceStart
+from sarathi_pp.trace.recorder import read_trace
+from sarathi_pp.trace.timeline import Alignment
+
+EXAMPLES = Path(__file__).parent
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(sys.argv[1]) if len(sys.argv) > 1 else make_run(Path(folder))
+        traces = [list(read_trace(path)) for path in sorted((run / "attempt-0000").glob("trace-*.jsonl"))]
+        report = json.loads((run / "report.json").read_text())
+
+    # The window is that of all stages: from the first microbatch that rank 0 issued to the last result it got.
+    # Only rank 0's trace has these two.
+    begin = min(event.at_s for event in traces[0] if isinstance(event, Issued))
+    end = max(event.at_s for event in traces[0] if isinstance(event, Returned))
+    print(f"{sum(isinstance(event, Issued) for event in traces[0])} microbatches in {end - begin:.3f} s")
+    print("the first:", next(event.text for event in traces[0] if isinstance(event, Issued)))
+
+    for stage, events in enumerate(traces):
+        # A stage's times are on its own clock. How far that is from rank 0's was measured at both ends of the file.
+        [start] = [event for event in events if isinstance(event, TraceStart)]
+        [last] = [event for event in events if isinstance(event, TraceEnd)]
+        clock = Alignment.of(start, last)
+
+        compute_s = 0.0
+        for event in events:
+            if isinstance(event, Compute):
+                span = clock.to_rank0(event.start_s), clock.to_rank0(event.end_s)
+                compute_s += max(0.0, min(span[1], end) - max(span[0], begin))
+
+        by_hand, reported = 1 - compute_s / (end - begin), report["per_stage"][stage]["bubble_ratio"]
+        print(f"stage {stage}, layers {start.layers}: computed {compute_s:.3f} s, bubble {by_hand:.2%}")
+        assert abs(by_hand - reported) < 1e-6, f"the report says {reported:.2%}"
+    print("the same as in report.json")
+
+
+def make_run(folder: Path) -> Path:
+    output = folder / "answers.jsonl"
+    files = ("--model", EXAMPLES / "tiny-adder", "--input", EXAMPLES / "prompts.jsonl", "--output", output)
+    more = ("--stages", "2", "--device", "cpu", "--kv-cache-memory", "16MiB", "--quiet")
+    subprocess.run((sys.executable, "-P", "-m", "sarathi_pp", "generate", *map(str, files), *more), check=True)
+    return folder / "answers.jsonl.run"
+
+
+if __name__ == "__main__":
+    main()

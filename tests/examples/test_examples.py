@@ -1,0 +1,72 @@
+"""Every file of examples/ that a user is told to run, run as told; one that nobody has described here fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.processes import ROOT, environment, free_port
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh"))
+
+# What each says of what it shows, in this order.
+SAYS = {
+    "add_a_model.py": [
+        r"without an entry: .*Olmo3ForCausalLM",
+        r"windows none: relative error \de-0[0-3]",
+        r"windows by_type: relative error \de-0[67], 45 of 45 greedy tokens",
+    ],
+    "batch_and_resume.sh": [r"stopped with code 75 before all of 240", r"resumed: 240 answers to 240 rows"],
+    "chunk_sizes.sh": [r"sarathi +128 ", r"sarathi +1024 ", r"balanced +\d+ "],
+    "compare_policies.sh": [r"\borca\b", r"\bsarathi\b", r"\bbalanced\b", r"starvation s"],
+    "fault_drill.py": [
+        r"code 75, \d+ of 150 answers",
+        r"resumed: 150 answers",
+        r"code 0, 150 of 150 answers",
+        r"replicas that were lost: \[1\]",
+        r"the same answers",
+    ],
+    "library.py": [r"37\+48=85  \(stop\)", r"sampled: ", r"refused: invalid_token_id - and beside it: 85"],
+    "read_trace.py": [r"\d+ microbatches in ", r"stage 0, .* bubble ", r"stage 1, ", r"the same as in report.json"],
+    "torchrun.sh": [r"exit code 0, 24 answers", r"requests: 24 of 24 ok", r"bubble by cause"],
+    "two_nodes.sh": [r"24 answers on node 0, and on node 1: answers.jsonl.run", r"trace-00001-of-00002.jsonl"],
+}
+
+pytestmark = pytest.mark.timeout(290)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_runs_and_shows_what_it_says(name: str, tmp_path: Path) -> None:
+    assert name in SAYS, f"say in {Path(__file__).name} what {name} shows"
+    folder = () if name.endswith(".py") else (str(tmp_path),)
+    tools = Path(sys.executable).parent
+    variables = environment()
+    variables |= {"PATH": f"{tools}:{variables['PATH']}", "HF_HUB_OFFLINE": "1", "MASTER_PORT": str(free_port())}
+    run = subprocess.run(
+        ("python" if name.endswith(".py") else "bash", str(EXAMPLES / name), *folder),
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(".*?".join(SAYS[name]), run.stdout, re.DOTALL), run.stdout
+
+
+def test_the_index_names_them_all_and_no_other() -> None:
+    index = re.findall(r"^\| \[(.+?)\]\(\1\) \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(index) == SCRIPTS == sorted(SAYS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_says_at_its_head_how_to_run_it(name: str) -> None:
+    head = (EXAMPLES / name).read_text().partition("\n\n")[0] + (EXAMPLES / name).read_text()[:600]
+    command = "python" if name.endswith(".py") else "bash"
+    assert f"{command} examples/{name}" in head

@@ -71,6 +71,10 @@ class Limits:
     page_size: int
     vocab_size: int
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        return min(self.max_model_len, self.num_pages * self.page_size)
+
     def check_prompt(self, num_tokens: int) -> None:
         """Raises RowError (`context_length_exceeded`). A prompt of max_model_len is legal: it gets no output."""
         if num_tokens > self.max_model_len:
@@ -119,10 +123,11 @@ class RequestMaker:
             if not parsed.prompt_token_ids:
                 raise RowError("empty_prompt", "the prompt is empty; it needs at least one token id")
             return Encoded(self.tokenizer.check_token_ids(parsed.prompt_token_ids))
+        most = self.limits.most_prompt_tokens
         if parsed.messages is not None:
-            return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs)
+            return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs, most_tokens=most)
         assert parsed.prompt is not None, "a parsed line has a prompt"
-        return self.tokenizer.encode_prompt(parsed.prompt, paragraphs=self.paragraphs)
+        return self.tokenizer.encode_prompt(parsed.prompt, paragraphs=self.paragraphs, most_tokens=most)
 
 
 def row_seed(run_seed: int, id: object) -> int:

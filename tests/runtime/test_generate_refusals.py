@@ -141,7 +141,7 @@ def test_a_size_beyond_all_use_is_the_largest_of_use(tmp_path, prompts):
 
 @pytest.mark.timeout(120)
 def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
-    """Too long for --max-model-len, too long for the pool, not JSON, unknown key, illegal id, empty list, no Unicode."""
+    """Too long for the model, or for the pool; not JSON, unknown key, illegal id, empty list, no Unicode."""
     rows = [
         '{"id": "good", "prompt": "12+30="}',
         '{"id": "long", "prompt": "' + "1+1=2\\n" * 60 + '1+2="}',

@@ -53,11 +53,11 @@ def tokenizer_digest(model_dir: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted((*_TOKENIZER_FILES, *_BESIDE_TOKENIZER)):
         path = model_dir / name
-        if path.is_file():
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            content = path.read_bytes() if path.is_file() else None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        if content is not None:
             digest.update(b"%d %d\n" % (len(name), len(content)) + name.encode() + content)
     return digest.hexdigest()
 

@@ -76,6 +76,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     18: ("going on with another model, other parameters, another input", (
         f"{_RESUME}another_question_is_refused_with_what_is_different",
         f"{_RESUME}force_goes_on_with_other_parameters",
+        f"{_RESUME}a_run_directory_belongs_to_one_output",
         "runtime/test_identity.py::test_another_model_is_another_run")),
     19: ("two runs on one output", (f"{_RESUME}two_starts_do_not_go_on_with_one_output",)),
     20: ("a reader that goes away", (

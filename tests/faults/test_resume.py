@@ -249,7 +249,7 @@ def test_force_goes_on_with_other_parameters(finished, model):
 def test_a_run_directory_belongs_to_one_output(model, tmp_path):
     """It tells what that one answers, and nothing of another that was written beside it."""
     files = {name: Files(tmp_path / name) for name in ("one", "two")}
-    for number, (name, its) in enumerate(files.items()):
+    for number, its in enumerate(files.values()):
         its.folder.mkdir()
         its.write_prompts([(5 + number,)])
     shared = ("--run-dir", str(tmp_path / "shared"), "--max-new-tokens", "4", "--ignore-eos")

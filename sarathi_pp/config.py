@@ -76,11 +76,21 @@ class SamplingParams:
             self.stop,
             "a non-empty string or a list of them",
         )
+        # JSON can write half a surrogate pair, and a command line bytes that are no UTF-8; no tokenizer takes either.
+        _require(all(map(_is_unicode, self.stop)), "stop", self.stop, "text that UTF-8 can write")
         object.__setattr__(self, "stop", tuple(self.stop))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _require(legal: bool, name: str, value: object, allowed: str) -> None:

@@ -191,6 +191,7 @@ def _generate(options: dict[str, Any]) -> int:
     from sarathi_pp.runtime.batch import run_batch
     from sarathi_pp.runtime.place import find_place
     from sarathi_pp.runtime.preflight import BatchJob
+    from sarathi_pp.runtime.source import is_stream
 
     place = find_place()
     job = BatchJob(
@@ -209,7 +210,7 @@ def _generate(options: dict[str, Any]) -> int:
         console, quiet=options["quiet"], as_json=options["as_json"], metrics_port=options["metrics_port"]
     )
     restarts = options["max_restarts"]
-    if restarts and "-" in (job.input_path, job.output_path):
+    if restarts and any(map(is_stream, (job.input_path, job.output_path))):
         raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
     if place is None and (job.config.num_ranks > 1 or restarts):
         return _launch(job, display, restarts)
@@ -230,16 +231,17 @@ def _start(options: dict[str, Any]) -> Start:
 
 
 def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
-    from sarathi_pp.runtime.launcher import launch
+    from sarathi_pp.runtime.launcher import descriptors_of, launch
     from sarathi_pp.runtime.place import mesh_of
     from sarathi_pp.runtime.preflight import check_lines, check_weights, preflight
 
-    run_dir = preflight(job).run_dir
-    check_lines(job, display.warn)
+    checked = preflight(job)
+    check_lines(job, checked.defaults, display.warn)
     check_weights(job)
-    code = launch(mesh_of(job.config), sys.argv[1:], display.error, max_restarts=max_restarts)
+    mesh, descriptors = mesh_of(job.config), descriptors_of(job.input_path, job.output_path)
+    code = launch(mesh, sys.argv[1:], display.error, max_restarts=max_restarts, descriptors=descriptors)
     if code:
-        run_dir.write_end(code)
+        checked.run_dir.write_end(code)
     return code
 
 

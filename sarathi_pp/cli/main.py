@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
@@ -64,4 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except Exception:  # what nobody thought of is ours, and not the 1 of whatever runs this
+        with suppress(OSError):
+            traceback.print_exc()
+        sys.exit(SarathiError.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

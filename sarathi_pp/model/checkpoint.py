@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.errors import InputError, MissingError, UnsafeError
+from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,12 +61,28 @@ class Checkpoint:
     headers: Mapping[str, bytes]
 
 
+@contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """What the system says against reading inside, as an InputError that names the file; not that there is none."""
+    try:
+        yield
+    except (SarathiError, FileNotFoundError):  # some of the former are the system's errors too
+        raise
+    except OSError as error:
+        raise InputError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+
+
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Read the headers of every safetensors file of the model.
 
-    Raises MissingError where a file or an indexed tensor is not there, InputError where a file is not
+    Raises MissingError where a file or an indexed tensor is not there, InputError where a file cannot be read, is not
     well-formed safetensors or is cut short, UnsafeError for pickled weights and for paths that escape.
     """
+    with reading(directory):
+        return _open_checkpoint(directory)
+
+
+def _open_checkpoint(directory: Path) -> Checkpoint:
     placed = _weight_map(directory)
     names = sorted(set(placed.values())) if placed is not None else [SINGLE_FILE]
     headers: dict[str, bytes] = {}
@@ -108,7 +125,8 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
     """One JSON object of the model directory. Raises MissingError, InputError or UnsafeError."""
     path = safe_path(directory, name)
     try:
-        value = json.loads(path.read_bytes())
+        with reading(directory):
+            value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise MissingError(f"{directory}: {name} is not there; is this a model directory?") from None
     except (ValueError, RecursionError) as error:

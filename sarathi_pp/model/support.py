@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsafeError, UnsupportedModelError
-from sarathi_pp.model.checkpoint import Checkpoint, open_checkpoint, read_json, safe_path
+from sarathi_pp.model.checkpoint import Checkpoint, open_checkpoint, read_json, reading, safe_path
 from sarathi_pp.model.families import FAMILIES, Family
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -69,6 +69,11 @@ def check_model(directory: Path) -> ModelFacts:
     cannot be read), UnsupportedModelError (not proven exact) or UnsafeError (custom code, pickled weights,
     paths that escape).
     """
+    with reading(directory):
+        return _check_model(directory)
+
+
+def _check_model(directory: Path) -> ModelFacts:
     if not directory.is_dir():
         raise MissingError(f"{directory} is not a directory; give a model directory with a config.json")
     config = ConfigFile(directory, read_json(directory, "config.json"))

@@ -73,7 +73,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
         exposed = exposure(rank) if rank.rank == 0 else None
         if rank.store is None and not again:  # else our launcher, or the first start, has done it
             if rank.rank == 0:
-                check_lines(job, display.warn)
+                check_lines(job, checked.defaults, display.warn)
             if rank.local_rank == 0:
                 check_weights(job)
     except SarathiError as error:
@@ -225,7 +225,7 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
     limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
-        journal = Journal.open(job.output_path, job.start, retry_errors=job.retry_errors)
+        journal = Journal.open(job.output_path, job.start, retry_errors=job.retry_errors, wait=signals.pause)
         facts = {**rank.describe(), "identity": checked.identity, "job": rank.place.job}
         checked.run_dir.begin(facts)
         done = journal.done

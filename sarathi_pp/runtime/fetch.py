@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sarathi_pp.errors import MissingError
+from sarathi_pp.model.checkpoint import reading
 
 _ANSWER_S = 10.0
 # Weights in one format only, and never code.
@@ -14,11 +15,12 @@ _FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 def find_model(name: str) -> Path:
     """The directory itself, or the Hub repository's files in the local cache, downloaded where they are not.
 
-    Raises MissingError with one line that says what to do.
+    Raises MissingError with one line that says what to do, InputError where nobody may look.
     """
     path = Path(name)
-    if path.is_dir():
-        return path
+    with reading(path):
+        if path.is_dir():
+            return path
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise MissingError(f"--model {name}: there is no such directory")
     from huggingface_hub import get_session, snapshot_download

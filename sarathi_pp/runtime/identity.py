@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,18 @@ def identity_of(
         "eos_token_ids": json.dumps(sorted(defaults.eos_token_ids)),
         **{name: json.dumps(value) for name, value in asdict(defaults.params({})).items() if name != "seed"},
     }
+
+
+def output_name(path: str, run_dir: Path) -> str:
+    """What ties a run directory to its output, also where both are moved: its place as seen from there.
+
+    The directory that is named after its output, the default, goes by that, so that both may get another name. Neither
+    an absolute path, which a move changes, nor an inode, which a copy and --retry-errors change, would do.
+    """
+    if path == "-":
+        return "a stream"
+    output, folder = os.path.realpath(path), os.path.realpath(run_dir)
+    return "the one it is named after" if folder == f"{output}.run" else os.path.relpath(output, folder)
 
 
 def input_digest(path: str) -> str:

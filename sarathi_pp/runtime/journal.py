@@ -14,21 +14,24 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from sarathi_pp.errors import ConfigError, InputError, OutputError
 from sarathi_pp.runtime.rows import DUPLICATE_ID, id_key
+from sarathi_pp.trace.clock import SystemClock
 
 # "new" refuses a file that is there, "replace" empties it, "resume" goes on behind its last whole line.
 Start = Literal["new", "replace", "resume"]
 
+_PARTIAL_BYTES = 8
 _LINE_BEGINS = b'{"id":'
 
 
@@ -103,15 +106,23 @@ class Journal:
         self.done = done
 
     @classmethod
-    def open(cls, path: str, start: Start = "new", *, retry_errors: bool = False) -> Journal:
+    def open(
+        cls,
+        path: str,
+        start: Start = "new",
+        *,
+        retry_errors: bool = False,
+        wait: Callable[[], None] = lambda: SystemClock().sleep(0.1),
+    ) -> Journal:
         """`-` is standard output. retry_errors: drop what resuming finds of error lines, so that those rows run again.
 
+        wait: called again and again until the reader of a named pipe is there; may raise.
         Raises ConfigError where the file is there and `start` is "new", or belongs to a running run; InputError where
         it is to be resumed and holds what no run wrote; OutputError where it cannot be written.
         """
         if path == "-":
             return cls(path, _standard_output(), Done())
-        fd = _open(path, start)
+        fd = _open(path, start, wait)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return cls(path, fd, Done())
@@ -119,6 +130,8 @@ class Journal:
             if not os.path.samestat(os.fstat(fd), os.stat(path)):  # another run has just put another file in its place
                 raise ConfigError(f"--output {path} is being written by another run; name another file")
             done = Done()
+            if start != "new":
+                _remove_partial(path)
             if start == "resume":
                 done = _repair(path, fd)
                 if retry_errors and done.num_errors > sum(done.duplicates.values()):
@@ -210,7 +223,7 @@ def _without_errors(path: str, fd: int) -> tuple[int, Done]:
     """The journal replaced, in one step, by one without errors of rows that may run again; the old one is closed."""
     done = Done()
     path = os.path.realpath(path)  # where it is a link, that stays one
-    partial = f"{path}.{secrets.token_hex(8)}.part"
+    partial = f"{path}.{secrets.token_hex(_PARTIAL_BYTES)}.part"
     new = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(new, stat.S_IMODE(os.fstat(fd).st_mode))
@@ -231,6 +244,14 @@ def _without_errors(path: str, fd: int) -> tuple[int, Done]:
     return new, done
 
 
+def _remove_partial(path: str) -> None:
+    """What a start that was killed meanwhile has left of that; whoever has the journal's lock is alone in it."""
+    folder, name = os.path.split(os.path.realpath(path))
+    own = re.compile(rf"{re.escape(name)}\.[0-9a-f]{{{2 * _PARTIAL_BYTES}}}\.part")
+    for entry in filter(own.fullmatch, os.listdir(folder)):
+        os.unlink(os.path.join(folder, entry))
+
+
 def _parsed(stream: BinaryIO) -> Iterator[tuple[bytes, _Line]]:
     for data in stream:
         yield data, _Line.parse(data)
@@ -243,17 +264,32 @@ def _standard_output() -> int:
         raise OutputError(f"--output - cannot be written: {error}") from error
 
 
-def _open(path: str, start: Start) -> int:
+def _open(path: str, start: Start, wait: Callable[[], None]) -> int:
+    # A file is only ever made here, replaced on request or gone on with; a pipe or device is written as it is.
+    special = _is_special(path)
+    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    how |= os.O_NONBLOCK if special else os.O_EXCL if start == "new" else 0
     try:
-        # A file is only ever made here, replaced on request or gone on with; a pipe or device is written as it is.
-        new = start == "new" and not _is_special(path)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_EXCL if new else 0), 0o600)
+        while (fd := _open_if_read(path, how)) is None:
+            wait()  # not in the system, where no signal would be seen
+        os.set_blocking(fd, True)
+        return fd
     except FileExistsError as error:
         raise ConfigError(
             f"--output {path} exists; name another file, go on with it by --resume, or replace it with --overwrite"
         ) from error
     except (OSError, ValueError) as error:
         raise OutputError(f"--output {path} cannot be written: {error}") from error
+
+
+def _open_if_read(path: str, how: int) -> int | None:
+    """None for a pipe that nobody reads yet."""
+    try:
+        return os.open(path, how, 0o600)
+    except OSError as error:
+        if error.errno == errno.ENXIO and stat.S_ISFIFO(os.stat(path).st_mode):
+            return None
+        raise
 
 
 def _is_special(path: str) -> bool:

@@ -8,6 +8,7 @@ on every interface, and unpickles what it is sent. Loads no torch: the workers w
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,16 +43,19 @@ Process = subprocess.Popen[bytes]
 class Workers:
     """The ranks of one run from first_rank on, as processes of this one. mesh: who sits where.
 
-    restart: how often the run was started before, each time with a store of its own. told_to_stop: whether rank 0 got a
-    signal that was none of ours.
+    restart: how often the run was started before, each time with a store of its own. descriptors: open ones of this
+    process that rank 0 gets. told_to_stop: whether rank 0 got a signal that was none of ours.
     """
 
-    def __init__(self, store: Path, mesh: Mesh, *, first_rank: int = 0, restart: int = 0) -> None:
+    def __init__(
+        self, store: Path, mesh: Mesh, *, first_rank: int = 0, restart: int = 0, descriptors: Sequence[int] = ()
+    ) -> None:
         self.store = store
         self._mesh = mesh
         self._world_size = mesh.size
         self._first_rank = first_rank
         self._restart = restart
+        self._descriptors = descriptors
         self.told_to_stop = False
         self._killed: set[int] = set()  # of which was told
         self._processes: dict[int, Process] = {}
@@ -65,7 +69,8 @@ class Workers:
         for rank in range(self._first_rank, self._world_size):
             environment = {**os.environ, **self._environment(rank)}
             # A session each: the terminal's Ctrl-C is for this process, which stops them.
-            self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
+            given = () if rank else self._descriptors
+            self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=given)
 
     def wait(self, say: Callable[[str], None], noted: Sequence[int]) -> int | None:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
@@ -152,14 +157,29 @@ class Workers:
         }
 
 
-def launch(mesh: Mesh, arguments: Sequence[str], say: Callable[[str], None], *, max_restarts: int = 0) -> int:
+def descriptors_of(*paths: str) -> tuple[int, ...]:
+    """Those of this process among the paths: what a shell writes for `<(...)`, and nobody else can open."""
+    found = (re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", path) for path in paths)
+    return tuple(int(match[1]) for match in found if match)
+
+
+def launch(
+    mesh: Mesh,
+    arguments: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    max_restarts: int = 0,
+    descriptors: Sequence[int] = (),
+) -> int:
     """Run `sarathi-pp ARGUMENTS` as all ranks of a mesh, to the end; returns the exit code of the run.
 
-    max_restarts: how often all are started again after one was lost, which goes on where the run was.
+    max_restarts: how often all are started again after one was lost, which goes on where the run was. descriptors: see
+    Workers.
     """
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _noting(_STOPPING) as noted:
         for restart in range(max_restarts + 1):
-            workers = Workers(Path(directory) / f"store-{restart}", mesh, restart=restart)
+            store = Path(directory) / f"store-{restart}"
+            workers = Workers(store, mesh, restart=restart, descriptors=descriptors)
             try:
                 workers.start(arguments)
                 code = workers.wait(say, noted)

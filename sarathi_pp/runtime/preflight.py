@@ -15,7 +15,7 @@ from sarathi_pp.model.support import ModelFacts, check_model, check_shards
 from sarathi_pp.model.verify import verify_weights
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
-from sarathi_pp.runtime.identity import differences, identity_of
+from sarathi_pp.runtime.identity import differences, identity_of, output_name
 from sarathi_pp.runtime.journal import Start, holds_anything
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.rundir import RunDirectory
@@ -86,7 +86,10 @@ def preflight(job: BatchJob) -> Preflight:
     warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
     if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
         warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
-    identity = identity_of(config, facts, defaults, model_dir, job.input_path)
+    identity = {
+        **identity_of(config, facts, defaults, model_dir, job.input_path),
+        "output": output_name(job.output_path, run_dir.path),
+    }
     if job.start == "resume" and not job.force:
         _check_resumable(job, run_dir, identity)
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings), identity)
@@ -97,9 +100,15 @@ def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Mapping[str
     remedy = "name another --output, or go on all the same with --force"
     if not is_regular(job.input_path):
         raise ConfigError(f"--resume needs an --input that can be read again; {job.input_path} is a stream")
-    if not holds_anything(job.output_path):
-        return
     before = (run_dir.read_run() or {}).get("identity")
+    if not holds_anything(job.output_path):
+        owner = before.get("output") if isinstance(before, dict) else None
+        if owner not in (None, identity["output"]):
+            raise ConfigError(
+                f"--resume: the run directory {run_dir.path} is that of {owner}, not of {identity['output']}; name "
+                f"another --run-dir, or take it all the same with --force"
+            )
+        return
     if not isinstance(before, dict):
         raise ConfigError(f"--resume: {run_dir.path}/run.json does not tell what {job.output_path} answers; {remedy}")
     changed = differences(before, identity)
@@ -107,14 +116,14 @@ def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Mapping[str
         raise ConfigError(f"--resume: {job.output_path} answers something else: {'; '.join(changed)}; {remedy}")
 
 
-def check_lines(job: BatchJob, warn: Callable[[str], None]) -> None:
+def check_lines(job: BatchJob, defaults: GenerationDefaults, warn: Callable[[str], None]) -> None:
     """Tell what is wrong with the lines of an input file, once and before anything is loaded.
 
     Raises InputError for any of it under --strict.
     """
     if not is_regular(job.input_path):
         return
-    found = scan_input(job.input_path)
+    found = scan_input(job.input_path, defaults)
     if not found.num_problems:
         return
     more = f"; and {left} more" if (left := found.num_problems - len(found.problems)) else ""

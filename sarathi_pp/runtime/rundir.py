@@ -47,7 +47,19 @@ class RunDirectory:
         """Raises ConfigError where an earlier run's directory would be written over, or anything that is no run's.
 
         Not where a start was refused before it ran anything: whoever corrects the option may start again.
+        Raises OutputError where nobody can look, or no directory could have that name.
         """
+        try:
+            cls._check(path, overwrite=overwrite, resume=resume)
+        except ConfigError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"the run directory {path} cannot be used: {error.strerror}; name another --run-dir"
+            ) from error
+
+    @classmethod
+    def _check(cls, path: Path, *, overwrite: bool, resume: bool) -> None:
         if path.exists() and not (overwrite or resume) and not (path.is_dir() and _holds_no_run(path)):
             raise ConfigError(f"the run directory {path} exists; use --overwrite, or --run-dir with another one")
         if path.exists():

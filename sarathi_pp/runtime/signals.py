@@ -31,6 +31,7 @@ _AT_MOST_S = DRAIN_S + 5.0
 _GRACE_S = 2.0
 # A batch system tells every process of a job, and the launcher that is among them tells rank 0 once more.
 _ECHO_S = 0.3
+_PAUSE_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -93,6 +94,12 @@ class Signals:
     def asked(self) -> Asked | None:
         """The first signal, None while there was none."""
         return self._asked
+
+    def pause(self) -> None:
+        """For whoever waits for somebody else: a moment, or StoppedError where there was a signal."""
+        self._clock.sleep(_PAUSE_S)
+        if self._asked is not None:
+            raise StoppedError.by(self._asked.number, self._where)
 
     @contextmanager
     def heeded(self) -> Iterator[None]:

@@ -71,6 +71,10 @@ class Limits:
     page_size: int
     vocab_size: int
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        return min(self.max_model_len, self.num_pages * self.page_size)
+
     def check_prompt(self, num_tokens: int) -> None:
         """Raises RowError (`context_length_exceeded`). A prompt of max_model_len is legal: it gets no output."""
         if num_tokens > self.max_model_len:
@@ -119,10 +123,11 @@ class RequestMaker:
             if not parsed.prompt_token_ids:
                 raise RowError("empty_prompt", "the prompt is empty; it needs at least one token id")
             return Encoded(self.tokenizer.check_token_ids(parsed.prompt_token_ids))
+        most = self.limits.most_prompt_tokens
         if parsed.messages is not None:
-            return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs)
+            return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs, most_tokens=most)
         assert parsed.prompt is not None, "a parsed line has a prompt"
-        return self.tokenizer.encode_prompt(parsed.prompt, paragraphs=self.paragraphs)
+        return self.tokenizer.encode_prompt(parsed.prompt, paragraphs=self.paragraphs, most_tokens=most)
 
 
 def row_seed(run_seed: int, id: object) -> int:
@@ -139,6 +144,11 @@ def check_input(path: str) -> None:
     if path == "-":
         return
     if not os.path.exists(path):
+        if path.startswith(("/dev/fd/", "/proc/self/fd/")):
+            raise MissingError(
+                f"--input {path} is a stream of another process, which this one was not given; name a file, or a pipe "
+                f"that mkfifo has made"
+            )
         raise MissingError(f"--input {path} does not exist")
     if os.path.isdir(path):
         raise InputError(f"--input {path} is a directory; give a file of JSON Lines or of one prompt a line")
@@ -151,6 +161,11 @@ def is_regular(path: str) -> bool:
     return path != "-" and os.path.isfile(path)
 
 
+def is_stream(path: str) -> bool:
+    """Whether it is there, or is a standard stream, and is neither file nor directory."""
+    return path == "-" or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
 @dataclass(frozen=True, slots=True)
 class InputScan:
     """What is wrong with the lines of a file. problems: the first few, for people."""
@@ -160,10 +175,10 @@ class InputScan:
     problems: tuple[str, ...]
 
 
-def scan_input(path: str) -> InputScan:
-    """Looks at every line without tokenising it: UTF-8, JSON, keys, and ids that occur twice. Raises InputError.
+def scan_input(path: str, defaults: GenerationDefaults) -> InputScan:
+    """Looks at every line without tokenising it: UTF-8, JSON, keys, sampling values, and ids that occur twice.
 
-    What needs the model (lengths, token ids, sampling values under its defaults) shows when the line is run.
+    What needs the model (lengths, token ids) shows when the line is run. Raises InputError.
     """
     num_rows, num_problems = 0, 0
     problems: list[str] = []
@@ -171,11 +186,15 @@ def scan_input(path: str) -> InputScan:
         try:
             for raw, parsed, first_line in _parsed_lines(path, stream):
                 num_rows += 1
-                if first_line is None and not isinstance(parsed, LineError):
-                    continue
-                num_problems += 1
-                if len(problems) < _SHOWN_PROBLEMS:
-                    problems.append(f"line {raw.number}: {_without_values(_problem(parsed, first_line))}")
+                try:
+                    if first_line is not None or isinstance(parsed, LineError):
+                        raise _problem(parsed, first_line)
+                    if parsed.overrides:  # the defaults are legal by themselves
+                        defaults.params(parsed.overrides)
+                except RowError as error:
+                    num_problems += 1
+                    if len(problems) < _SHOWN_PROBLEMS:
+                        problems.append(f"line {raw.number}: {_without_values(error)}")
         except OSError as error:
             raise InputError(f"--input {path} cannot be read on: {error}") from error
     return InputScan(num_rows, num_problems, tuple(problems))

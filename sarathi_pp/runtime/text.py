@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import InputError, RowError, UnsafeError
-from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.runtime.template import Renderer
 
-MAX_RENDERED_BYTES = 16 * 2**20
-MAX_RENDER_S = 10.0
+# A text of fewer characters is encoded as it is, which takes up to some hundred bytes of memory for each of them.
+_PIECE_CHARS = 2**18
+# More tokens than a cut can make where there was none, one of a word too long for a vocabulary of words included.
+_TOKENS_A_CUT = 256
+# What a tokenizer may fold into few tokens, such as white space, is taken up to here whatever the vocabulary.
+_MAX_FOLDED_CHARS = 2**20
 # A directory with none of these holds no tokenizer, whatever its config.json promises.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -52,11 +53,11 @@ def tokenizer_digest(model_dir: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted((*_TOKENIZER_FILES, *_BESIDE_TOKENIZER)):
         path = model_dir / name
-        if path.is_file():
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            content = path.read_bytes() if path.is_file() else None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        if content is not None:
             digest.update(b"%d %d\n" % (len(name), len(content)) + name.encode() + content)
     return digest.hexdigest()
 
@@ -76,6 +77,7 @@ class Tokenizer:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._special_ids: frozenset[int] = frozenset()
         self._num_known = 0
+        self._renderer = Renderer()
         if backend is not None:
             if backend.vocab_size > vocab_size:
                 raise InputError(
@@ -110,13 +112,16 @@ class Tokenizer:
         """Whether there are tokenizer files, so that text can be read and written."""
         return self._backend is not None
 
-    def encode_prompt(self, text: str, *, paragraphs: bool = False) -> Encoded:
+    def encode_prompt(self, text: str, *, paragraphs: bool = False, most_tokens: int | None = None) -> Encoded:
         """A prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
 
+        most_tokens: what there is room for; a long text that cannot fit is refused before it is encoded, one that
+        might can still turn out to be longer.
         Raises RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
-        `invalid_parameter` (text that is not Unicode).
+        `invalid_parameter` (text that is not Unicode), `context_length_exceeded`.
         """
         backend = self._require("a text prompt")
+        self._refuse_longer(text, most_tokens)
         encoded = self._encode(text, special=True, paragraphs=paragraphs)
         if not encoded.token_ids and backend.bos_token_id is not None:
             encoded = Encoded((backend.bos_token_id,))
@@ -125,27 +130,24 @@ class Tokenizer:
         self.check_token_ids(encoded.token_ids)
         return encoded
 
-    def encode_chat(self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False) -> Encoded:
+    def encode_chat(
+        self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False, most_tokens: int | None = None
+    ) -> Encoded:
         """The chat template's rendering of the messages, with the opening of the answer.
 
-        Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or
-        failed, ran for more than 10 s or wrote more than 16 MiB), `empty_prompt`, `invalid_token_id`,
-        `invalid_parameter`.
+        Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or failed, or
+        took more than `Renderer` gives it), `empty_prompt`, `invalid_token_id`, `invalid_parameter`,
+        `context_length_exceeded`.
         """
         backend = self._require("messages")
         if not backend.chat_template:
             raise RowError("no_chat_template", "the model has no chat template; give a prompt instead of messages")
         try:
-            with _bounded_time(MAX_RENDER_S):
-                text = backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template is a program: anything can come out of it
-            reason = str(error) or type(error).__name__
-            raise RowError("chat_template_error", f"the chat template failed: {reason}") from error
-        if len(text) > MAX_RENDERED_BYTES or len(text.encode("utf-8", "replace")) > MAX_RENDERED_BYTES:
-            raise RowError(
-                "chat_template_error",
-                f"the chat template wrote {len(text)} characters; at most {MAX_RENDERED_BYTES} bytes are taken",
-            )
+            template = backend.get_chat_template()
+        except ValueError as error:
+            raise RowError("chat_template_error", f"the model's chat templates cannot be used: {error}") from error
+        text = self._renderer.render(template, messages, backend.special_tokens_map)
+        self._refuse_longer(text, most_tokens)
         encoded = self._encode(text, special=False, paragraphs=paragraphs)
         if not encoded.token_ids:
             raise RowError("empty_prompt", "the chat template wrote nothing for these messages")
@@ -205,6 +207,26 @@ class Tokenizer:
         found = [at for at in map(text.find, stop) if at >= 0]
         return text[: min(found)] if found else text
 
+    def _refuse_longer(self, text: str, most_tokens: int | None) -> None:
+        """Before a long text is encoded, which takes memory: by its characters, then by the tokens of its pieces.
+
+        Raises RowError (`context_length_exceeded`) for none that would fit.
+        """
+        if most_tokens is None or len(text) <= _PIECE_CHARS:
+            return
+        longest = max(map(len, self._require("text").get_vocab()), default=1)
+        if len(text) <= max(_MAX_FOLDED_CHARS, most_tokens * longest):
+            room = 2 * most_tokens
+            for start in range(0, len(text), _PIECE_CHARS):
+                room += _TOKENS_A_CUT - len(self._encode(text[start : start + _PIECE_CHARS], special=False).token_ids)
+                if room < 0:
+                    break
+            else:
+                return
+        raise RowError(
+            "context_length_exceeded", f"the text has {len(text)} characters; they do not fit into {most_tokens} tokens"
+        )
+
     def _encode(self, text: str, *, special: bool, paragraphs: bool = False) -> Encoded:
         backend = self._require("text")
         # Only tokenizers of the Rust library know where in the text a token lies.
@@ -223,28 +245,6 @@ class Tokenizer:
                 "no_tokenizer", f"the model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
             )
         return self._backend
-
-
-@contextmanager
-def _bounded_time(limit_s: float) -> Iterator[None]:
-    """Raises TimeoutError inside, once this thread has computed for longer: a template may loop for ever.
-
-    Looked at between lines of Python, so a single step of the interpreter is not interrupted.
-    """
-    clock = SystemClock()
-    end_s = clock.thread_cpu() + limit_s
-
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if clock.thread_cpu() > end_s:
-            raise TimeoutError(f"it ran for more than {limit_s:g} s")
-        return look
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _paragraph_ends(text: str, offsets: Iterable[tuple[int, int]]) -> tuple[int, ...]:

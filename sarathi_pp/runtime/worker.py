@@ -62,14 +62,14 @@ class StageRunner:
         timer: Timer,
         *,
         index: int = 0,
-        name: str = "stage 0 (rank 0)",
+        name: str | None = None,
         debug_nan: bool = False,
         shards: Sequence[Sender[Tensor]] = (),
         collectives_s: Callable[[], float] | None = None,
     ) -> None:
         self._stage = stage
         self._index = index
-        self._name = name
+        self._name = name or f"stage {index} (rank {index})"
         self._shards = shards
         self._collectives_s = collectives_s
         self._debug_nan = debug_nan

@@ -24,10 +24,12 @@ def test_the_one_with_least_to_do_gets_the_next():
 
 def test_outputs_count_as_long_as_those_that_have_ended():
     shares = Shares(2, most=10)
-    assert [shares.give(request(index)) for index in range(2)] == [0, 1]
+    assert [shares.give(request(index, size)) for index, size in enumerate([5, 100, 90, 10])] == [0, 1, 0, 0]
+    assert shares.give(request(4, 150)) == 1  # 105 prompt tokens against 100
     shares.end(0, 0, num_output_tokens=1000)
-    # Replica 0 has nothing left, 1 a request that will take as long.
-    assert [shares.give(request(index, 900)) for index in range(2, 4)] == [0, 1]
+    shares.end(1, 1, num_output_tokens=1000)
+    # 0 has two requests of 100 prompt tokens, 1 has one of 150: with their outputs 2100 against 1150.
+    assert shares.give(request(5)) == 1
 
 
 def test_a_slow_replica_is_given_no_more_than_it_may_hold():
@@ -35,6 +37,12 @@ def test_a_slow_replica_is_given_no_more_than_it_may_hold():
     assert [shares.give(request(index)) for index in range(4)] == [0, 1, 0, 1] and shares.room == 0
     shares.end(1, 1, 5)
     assert shares.room == 1 and shares.give(request(4)) == 1
+
+
+def test_who_may_hold_no_more_gets_nothing_even_with_least_to_do():
+    shares = Shares(2, most=2)
+    assert [shares.give(request(index, size)) for index, size in enumerate([900, 1, 1])] == [0, 1, 1]
+    assert shares.room == 1 and shares.give(request(3)) == 0
 
 
 def test_what_a_lost_one_held_comes_back_in_order_and_it_gets_nothing_more():

@@ -19,6 +19,7 @@ _KILL, _CODES, _SECURITY = (
     "faults/test_security.py::test_",
 )
 _BAD, _FUZZ, _WIRE = "faults/test_bad_values.py::test_", "faults/test_fuzz.py::test_", "wire/test_codec.py::test_"
+_LARGE = "faults/test_large_rows.py::test_"
 _UNHEARD = "faults/test_nobody_listens.py::test_"
 _NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
 _EDGE = "runtime/test_torch_channel.py::test_"
@@ -39,7 +40,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_CODES}a_file_without_a_row_is_answered_by_one_without_a_line")),
     5: ("a line of gigabytes", (
         f"{_ROWS}a_line_over_the_cap_is_cut_and_skipped_without_being_held",
-        f"{_SOURCE}memory_does_not_grow_with_the_file")),
+        f"{_SOURCE}memory_does_not_grow_with_the_file", f"{_LARGE}a_long_prompt_takes_no_more_than_its_line",
+        f"{_TEXT}a_text_that_cannot_fit_is_refused_before_it_is_encoded")),
     6: ("an empty prompt", (f"{_TEXT}an_empty_prompt_is_bos_or_an_error", _SOAK)),
     7: ("a prompt above the model's length", (
         f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not", _SOAK)),
@@ -56,7 +58,10 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     12: ("token ids that the embedding does not have", (
         f"{_TEXT}token_ids_are_those_of_the_embedding", f"{_TEXT}a_tokenizer_of_another_model_is_refused", _SOAK)),
     13: ("chat templates that are missing, fail or do not end", (
-        f"{_TEXT}chat_templates_that_fail_are_row_errors", f"{_TEXT}a_chat_template_that_does_not_end_is_a_row_error")),
+        f"{_TEXT}chat_templates_that_fail_are_row_errors", f"{_TEXT}a_chat_template_that_does_not_end_is_a_row_error",
+        f"{_TEXT}what_one_expression_of_a_template_takes_is_bounded",
+        f"{_LARGE}a_template_that_takes_all_there_is_costs_its_row_alone",
+        f"{_LARGE}a_signal_is_heeded_while_a_template_computes")),
     14: ("stop strings across borders, and empty ones", (
         f"{_TEXT}a_stop_string_is_seen_across_tokens_and_split_characters",
         f"{_TEXT}incremental_stops_are_those_of_the_full_decode")),
@@ -71,6 +76,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     18: ("going on with another model, other parameters, another input", (
         f"{_RESUME}another_question_is_refused_with_what_is_different",
         f"{_RESUME}force_goes_on_with_other_parameters",
+        f"{_RESUME}a_run_directory_belongs_to_one_output",
         "runtime/test_identity.py::test_another_model_is_another_run")),
     19: ("two runs on one output", (f"{_RESUME}two_starts_do_not_go_on_with_one_output",)),
     20: ("a reader that goes away", (

@@ -8,6 +8,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ from sarathi_pp.errors import ProtocolError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
 from sarathi_pp.runtime.rows import LineError, is_plain_text, parse_line, read_lines
 from sarathi_pp.runtime.sink import encode_line
+from sarathi_pp.runtime.source import Limits, RequestMaker
+from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.wire import codec
 from tests import thinning
 
@@ -24,6 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 # Messages of each kind, thinned.
 CASES = 1_000_000 if thinning.full else 60_000
 LIMIT = 4096
+ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
+VOCAB_SIZE = json.loads((ADDER / "config.json").read_text())["vocab_size"]
 
 EXTREMES = (0, 1, 255, 2**15, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1)
 
@@ -129,15 +134,17 @@ LINES = (
     {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 3, "n": 1}},
     {"custom_id": "r-2", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p", "logprobs": None}},
+    {"id": "pair", "prompt": "1\N{GRINNING FACE}", "stop": ["\N{GRINNING FACE}", "<bos>"]},
 )  # fmt: skip
 
 
-def test_the_input_reader_survives_any_bytes() -> None:
-    """And each line that is none has an error line that is one."""
+def test_a_row_is_made_of_any_bytes_or_refused() -> None:
+    """Up to what the engine makes of it. And each line that is none has an error line that is one."""
     rng = random.Random("lines")
-    texts = [json.dumps(line, ensure_ascii=rng.random() < 0.5).encode() + b"\n" for line in LINES]
+    texts = [json.dumps(line, ensure_ascii=escaped).encode() + b"\n" for line in LINES for escaped in (True, False)]
     seeds = [*texts, b"".join(texts), b"\xef\xbb\xbf" + texts[0], b'{"prompt": ' + b"[" * 300 + b"\r\n", b"1e999\n"]
-    defaults = GenerationDefaults({"temperature": 0.0})
+    tokenizer = Tokenizer.load(ADDER, vocab_size=VOCAB_SIZE)
+    maker = RequestMaker(tokenizer, GenerationDefaults({"temperature": 0.0}), Limits(99, 99, 16, VOCAB_SIZE), seed=0)
     asked = failed = lines = 0
     while lines < CASES:
         data = mutated(rng, seeds)
@@ -148,7 +155,9 @@ def test_the_input_reader_survives_any_bytes() -> None:
             lines += 1
             assert len(raw.data) <= max(LIMIT, 64 * 2**10)
             try:
-                defaults.params(parse_line(raw, plain_text=plain_text, max_line_bytes=LIMIT).overrides)
+                parsed = parse_line(raw, plain_text=plain_text, max_line_bytes=LIMIT)
+                request = maker.make(parsed, raw.number, 0.0)
+                tokenizer.stop_checker(request.sampling.stop)
                 asked += 1
             except RowError as error:
                 failed += 1

@@ -246,6 +246,35 @@ def test_force_goes_on_with_other_parameters(finished, model):
     assert [len(tokens) for tokens in finished.tokens()] == [4, 4, 4, 2]
 
 
+def test_a_run_directory_belongs_to_one_output(model, tmp_path):
+    """It tells what that one answers, and nothing of another that was written beside it."""
+    files = {name: Files(tmp_path / name) for name in ("one", "two")}
+    for number, its in enumerate(files.values()):
+        its.folder.mkdir()
+        its.write_prompts([(5 + number,)])
+    shared = ("--run-dir", str(tmp_path / "shared"), "--max-new-tokens", "4", "--ignore-eos")
+    assert generate(files["one"], model, *shared) == (0, "")
+    code, said = generate(files["two"], model, *shared, "--resume")
+    assert code == 2 and "shared is that of ../one/out.jsonl, not of ../two/out.jsonl" in said
+    assert generate(files["two"], model, *shared, "--resume", "--force") == (0, "")
+    first = files["one"].output.read_text()
+    shutil.copy(files["two"].input, files["one"].input)
+    code, said = generate(files["one"], model, *shared, "--resume")
+    assert code == 2 and "output was ../two/out.jsonl and is ../one/out.jsonl" in said
+    assert files["one"].output.read_text() == first
+    assert generate(files["two"], model, *shared, "--resume") == (0, "")
+
+
+def test_an_output_that_was_moved_with_its_run_directory_is_gone_on_with(finished, model, tmp_path):
+    elsewhere = Files(tmp_path / "elsewhere")
+    shutil.copytree(finished.folder, elsewhere.folder)
+    renamed = elsewhere.folder / "answers.jsonl"
+    elsewhere.output.rename(renamed)
+    elsewhere.run.rename(f"{renamed}.run")
+    again = ("--output", str(renamed), "--resume", "--max-new-tokens", "4")
+    assert generate(elsewhere, model, *again) == (0, "")
+
+
 def test_without_a_run_json_nobody_knows_what_the_output_answers(finished, model):
     (finished.run / "run.json").unlink()
     code, said = generate(finished, model, "--resume", "--max-new-tokens", "4")
@@ -300,6 +329,15 @@ def test_strict_refuses_a_file_with_a_bad_line_before_anything_runs(stages, mode
     code, said = generate(files, model, "--stages", stages, "--max-new-tokens", "1")
     assert code == 3 and said.count("of 3 rows 2 cannot run") == 1
     assert len(files.output.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("wrong", ['"temperature": -1', '"max_tokens": "x"', '"top_p": 0', '"stop": "\\ud800"'])
+def test_strict_looks_at_sampling_values_too(wrong, model, tmp_path):
+    files = Files(tmp_path)
+    files.input.write_text(f'{{"prompt_token_ids": [5], "top_k": 3}}\n{{"prompt_token_ids": [5], {wrong}}}\n')
+    code, said = generate(files, model, "--strict")
+    assert code == 65 and "of 2 rows 1 cannot run: line 2: invalid_parameter" in said, said
+    assert not files.output.exists()
 
 
 def test_two_starts_do_not_go_on_with_one_output(model, tmp_path):

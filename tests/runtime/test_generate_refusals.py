@@ -1,6 +1,7 @@
 """What `sarathi-pp generate` refuses, with which exit code and words; and bad rows beside good ones."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def copy_model(tmp_path, **changed):
         (["--dtype", "int8"], 2, "int8"),
         (["--max-model-len", "9999"], 2, "--max-model-len is 9999; the model has 1152 positions"),
         (["--seed", "9" * 20], 2, "it must be a 64-bit integer"),
+        (["--stop", os.fsdecode(b"\xff")], 2, "stop is ('\\udcff',); it must be text that UTF-8 can write"),
     ],
 )
 def test_options_that_cannot_work(tmp_path, capsys, prompts, options, code, says):
@@ -139,7 +141,7 @@ def test_a_size_beyond_all_use_is_the_largest_of_use(tmp_path, prompts):
 
 @pytest.mark.timeout(120)
 def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
-    """Too long for --max-model-len, too long for the pool, not JSON, unknown key, illegal id, empty list."""
+    """Too long for the model, or for the pool; not JSON, unknown key, illegal id, empty list, no Unicode."""
     rows = [
         '{"id": "good", "prompt": "12+30="}',
         '{"id": "long", "prompt": "' + "1+1=2\\n" * 60 + '1+2="}',
@@ -150,6 +152,7 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         '{"custom_id": "open", "method": "POST", "url": "/v1/completions", "body": {"prompt": "40+2="}}',
         '{"id": "good", "prompt": "1+1="}',
         '{"id": "zero", "prompt": "1+1=", "max_tokens": 0}',
+        '{"id": "half", "prompt": "1+1=", "stop": ["\\ud800"]}',
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(rows) + "\n")
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "--stages", "2"]
@@ -161,7 +164,7 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         )  # fmt: skip
         assert done.returncode == 3, done.stderr
         report = json.loads(done.stdout.splitlines()[-1])
-        assert (report["requests"], report["failed"]) == (9, 6)
+        assert (report["requests"], report["failed"]) == (10, 7)
         assert (tmp_path / "out.jsonl.run" / "exit_code").read_text() == "3\n"
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         answers = {line["id"]: line for line in lines if line.get("error") is None and "text" in line}
@@ -176,4 +179,5 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         assert said["key"]["code"] == "unknown_parameter" or "temprature" in said["key"]["message"]
         assert said["id"]["code"] == "invalid_token_id"
         assert said["good"]["code"] == "duplicate_id" and said["3"]["code"] == "invalid_json"
-        assert len(errors) == 6
+        assert said["half"]["code"] == "invalid_parameter" and "UTF-8" in said["half"]["message"]
+        assert len(errors) == 7

@@ -126,6 +126,20 @@ def test_values_out_of_range_blame_the_command_or_the_line(tmp_path):
         defaults.params({"temperature": 10**400})
 
 
+@pytest.mark.parametrize("stop", ["a\ud800", ["ok", "\udcff"], ("\udfff\ud800",)])
+def test_a_stop_string_that_utf8_cannot_write_is_refused_wherever_it_comes_from(stop, tmp_path):
+    with pytest.raises(RowError, match="it must be text that UTF-8 can write"):
+        SamplingParams(stop=stop)
+    with pytest.raises(RowError) as refused:
+        read(tmp_path).params({"stop": stop})
+    assert refused.value.code == "invalid_parameter"
+    with pytest.raises(ConfigError, match="sampling options: stop is"):
+        read(tmp_path).with_command({"stop": stop})
+    with pytest.raises(InputError, match="generation_config.json: stop is"):
+        read(tmp_path, {"stop_strings": stop})
+    assert SamplingParams(stop="\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")).stop
+
+
 def test_end_tokens_are_those_generate_stops_at(tmp_path):
     write_checkpoint("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -125,6 +125,17 @@ def test_errors_are_run_again_where_that_is_asked_for(tmp_path):
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
+def test_what_a_kill_leaves_of_that_is_removed_and_nothing_else(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"")
+    left = tmp_path / "out.jsonl.0123456789abcdef.part"
+    others = [tmp_path / name for name in ("out.jsonl.part", "out.jsonl.0123.part", f"x{left.name}", f"{left.name}.gz")]
+    for file in (left, *others):
+        file.write_bytes(b"half a line")
+    Journal.open(str(path), "resume").close()
+    assert sorted(tmp_path.iterdir()) == sorted([path, *others])
+
+
 def test_a_link_to_an_output_stays_one(tmp_path):
     path, link = tmp_path / "out.jsonl", tmp_path / "link"
     path.write_bytes(answer("a") + failed("b"))

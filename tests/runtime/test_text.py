@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sarathi_pp.errors import InputError, RowError
+from sarathi_pp.runtime.template import Renderer
 from sarathi_pp.runtime.text import Encoded, Tokenizer, _paragraph_ends
 
 CORPUS = [
@@ -144,7 +145,7 @@ def test_chat_templates_that_fail_are_row_errors(template, code):
 @pytest.mark.parametrize("inner", ["", "x"])
 def test_a_chat_template_that_does_not_end_is_a_row_error(inner, monkeypatch):
     """Whether or not it writes anything meanwhile. Ten thousand million rounds would take an hour."""
-    monkeypatch.setattr("sarathi_pp.runtime.text.MAX_RENDER_S", 0.3)
+    monkeypatch.setattr("sarathi_pp.runtime.template.MAX_RENDER_S", 0.3)
     backend = byte_level(bos=False)
     turns = "{% for a in range(99999) %}{% for b in range(99999) %}"
     backend.chat_template = f"{turns}{inner}{{% endfor %}}{{% endfor %}}"
@@ -153,6 +154,98 @@ def test_a_chat_template_that_does_not_end_is_a_row_error(inner, monkeypatch):
     assert refused.value.code == "chat_template_error"
     backend.chat_template = TEMPLATE  # and the next one has all its time
     assert tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}]).token_ids
+
+
+def test_what_one_expression_of_a_template_takes_is_bounded(monkeypatch):
+    """Such a step of the interpreter ends when it is done, whoever wants it to."""
+    monkeypatch.setattr("sarathi_pp.runtime.template.MAX_RENDER_S", 0.5)
+    backend = byte_level()
+    text = tokenizer(backend)
+    for expression, says in {
+        "7 ** 500000000": r"it ran for more than 0\.5 s",
+        "'x' * 10 ** 11": "it took more than 512 MiB of memory",
+        "'x'.center(10 ** 11)": "it took more than 512 MiB of memory",
+        "'%*d' % (2 * 10 ** 9, 1)": "it took more than 512 MiB of memory",
+        "('x' * 10 ** 8)|replace('x', 'xxxxxxxxxx')": r"it (took more than 512 MiB of memory|ran for more than 0\.5 s)",
+        "'x' * 20000000": "it wrote 20000000 characters",
+    }.items():
+        backend.chat_template = f"{{{{ {expression} }}}}"
+        with pytest.raises(RowError, match=says) as refused:
+            text.encode_chat([{"role": "user", "content": "hello"}])
+        assert refused.value.code == "chat_template_error"
+    backend.chat_template = TEMPLATE
+    assert text.encode_chat([{"role": "user", "content": "hello"}]).token_ids
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        {"default": TEMPLATE, "tool_use": "no"},
+        "{{ eos_token }}{{ extra_special_tokens }}{{ messages|tojson }}{{ add_generation_prompt }}{{ tools }}",
+        "{% for m in messages %}{% if m.content is defined %}{{ m.content }}{% continue %}{% endif %}-{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    ],
+)
+def test_a_template_writes_what_the_library_would(template):
+    messages = [
+        {"role": "system", "content": None, "name": "\u65e5"},
+        {"role": "user", "content": "a\n\ud83dz", "n": 1.5},
+    ]
+    backend = byte_level()
+    backend.chat_template = template
+    expected = backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert Renderer().render(backend.get_chat_template(), messages, backend.special_tokens_map) == expected
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """As BERT's: a word of more than a hundred characters is one token, white space is none."""
+    vocabulary = {"[UNK]": 0, "a": 1, "##a": 2, "b": 3}
+    backend = Backend(models.WordPiece(vocab=vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+WORDY = word_pieces()
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        (BYTES, "hello world, " * 40_000),
+        (PIECES, "a E\u65e5" * 150_000),
+        (PIECES, DASHES * 6_000),
+        (WORDY, "a" * 600_000),
+        (WORDY, "b " + " " * 900_000),
+        (WORDY, ("a" * 101 + " ") * 9_000),
+    ],
+)
+def test_a_long_text_that_just_fits_is_taken(backend, text):
+    text_tokenizer = tokenizer(backend)
+    whole = text_tokenizer.encode_prompt(text)
+    assert text_tokenizer.encode_prompt(text, most_tokens=len(whole.token_ids)) == whole
+
+
+@pytest.mark.parametrize("text", ["1+" * 10_000_000, "\U0001f600" * 2_000_000, " a" * 500_000])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(text, monkeypatch):
+    backend = byte_level()
+    backend.chat_template = "{{ messages[0].content }}"
+    longest = []
+    encode = Tokenizer._encode
+
+    def noting(self, text, **options):
+        longest.append(len(text))
+        return encode(self, text, **options)
+
+    text_tokenizer = tokenizer(backend)
+    monkeypatch.setattr(Tokenizer, "_encode", noting)
+    with pytest.raises(RowError, match=f"the text has {len(text)} characters; they do not fit into 1000 tokens") as no:
+        text_tokenizer.encode_prompt(text, most_tokens=1000)
+    assert no.value.code == "context_length_exceeded"
+    if len(text.encode()) < 2**24:
+        with pytest.raises(RowError, match="they do not fit into 1000 tokens"):
+            text_tokenizer.encode_chat([{"role": "user", "content": text}], most_tokens=1000)
+    assert max(longest, default=0) <= 2**18
 
 
 def test_token_ids_are_those_of_the_embedding():

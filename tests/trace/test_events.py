@@ -56,7 +56,7 @@ def test_every_event_has_a_kind() -> None:
 
 def test_line_form() -> None:
     assert encode(Compute(7, 1.0, 1.25, 1.5, 2.0, 0.5)) == (
-        '{"e":"compute","m":7,"i":1.0,"a":1.25,"b":1.5,"f":2.0,"c":0.5}'
+        '{"e":"compute","m":7,"i":1.0,"a":1.25,"b":1.5,"f":2.0,"c":0.5,"o":null}'
     )
 
 

@@ -48,6 +48,7 @@ def golden_stage(stage: int, **seconds: float) -> Report:
         "closing_error": 0.0,
         "cpu_ratio": 1.0,
         "cores_shared": False,
+        "collective_s": None,
         "peak_rss_bytes": 1 << 30,
         "bytes_read": 1 << 20,
         "graph_hit_rate": None,

@@ -1,0 +1,161 @@
+"""Chat templates, rendered in a process of their own: each is a program of whoever made the model.
+
+    encode_chat -> Renderer -> one JSON line -> [child: jinja's sandbox] -> one JSON line -> text
+
+A sandbox says what an expression may touch and not what it may take: `7 ** 500000000` holds the interpreter's lock
+until it is done, and `'x' * 10**11` takes all the memory there is. There is no end to such expressions, but a
+process can be given bounds, and ended. Started with the first conversation, and again after one that had to be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+from sarathi_pp.errors import RowError
+
+MAX_RENDERED_BYTES = 16 * 2**20
+MAX_RENDER_S = 10.0
+# Above what the child has when it is ready. A conversation of 16 MiB is there several times over.
+MAX_RENDER_MEMORY_BYTES = 512 * 2**20
+
+# The run's own affair: whoever tells every process of a job to stop must not make errors of rows that are prepared.
+_NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+Message = Mapping[str, object]
+
+
+class Renderer:
+    """The process that renders. One conversation at a time; it ends with this object, or with this process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def render(self, template: str, messages: Sequence[Message], special_tokens: Mapping[str, object]) -> str:
+        """The text, with the opening of the answer.
+
+        Raises RowError (`chat_template_error`) where the template refused or failed, computed for more than
+        MAX_RENDER_S, took more than MAX_RENDER_MEMORY_BYTES or wrote more than MAX_RENDERED_BYTES.
+        """
+        asked = {
+            "template": template,
+            # As transformers does: templates take a key that is there for one that is set.
+            "messages": [{key: value for key, value in one.items() if value is not None} for one in messages],
+            "special_tokens": special_tokens,
+        }
+        try:
+            request = json.dumps(asked).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:  # of the Python API's callers: no line holds such
+            raise _failed(f"the messages are not JSON: {error}") from error
+        try:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(request)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError as error:
+            self._end()
+            raise _failed(f"its process is gone: {error}") from error
+        except BaseException:
+            self._end()  # what it answers now would be taken for the next one's
+            raise
+        if not answer.endswith(b"\n"):
+            raise _failed(_why(process.wait()))
+        found = json.loads(answer)
+        if "spent" in found:
+            self._end()  # nobody knows what is left of it
+        if "error" in found:
+            raise _failed(found["error"])
+        text: str = found["text"]
+        return text
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            # Its own session: the terminal's Ctrl-C is for the run.
+            limits = map(str, (MAX_RENDER_S, MAX_RENDER_MEMORY_BYTES, MAX_RENDERED_BYTES))
+            self._process = subprocess.Popen(
+                (sys.executable, "-P", "-m", __name__, *limits),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._end = weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _failed(reason: str) -> RowError:
+    return RowError("chat_template_error", f"the chat template failed: {reason}")
+
+
+def _why(code: int) -> str:
+    if code == -signal.SIGPROF:
+        return f"it ran for more than {MAX_RENDER_S:g} s"
+    return f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        with suppress(OSError):  # what it had not read
+            if stream is not None:
+                stream.close()
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_bytes: int, limit_bytes: int) -> None:
+    """The child: an answer a request, until there are no more."""
+    for number in _NOT_OURS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def answer(line: bytes) -> dict[str, str]:
+        asked = json.loads(line)
+        rendered, _ = render_jinja_template(
+            [asked["messages"]],
+            chat_template=asked["template"],
+            add_generation_prompt=True,
+            **asked["special_tokens"],
+        )
+        text: str = rendered[0]
+        if len(text) > limit_bytes or len(text.encode("utf-8", "replace")) > limit_bytes:
+            return {"error": f"it wrote {len(text)} characters; at most {limit_bytes} bytes are taken"}
+        return {"text": text}
+
+    _bound_memory(limit_memory_bytes)
+    while line := requests.readline():
+        # Its end ends this process, whatever holds the interpreter's lock.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        try:
+            found = answer(line)
+        except MemoryError:
+            found = {"error": f"it took more than {limit_memory_bytes >> 20} MiB of memory", "spent": "memory"}
+        except Exception as error:  # the template is a program: anything can come out of it
+            found = {"error": str(error) or type(error).__name__}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(json.dumps(found).encode() + b"\n")
+        answers.flush()
+
+
+def _bound_memory(more_bytes: int) -> None:
+    """Of this process, above what it has now."""
+    with open("/proc/self/statm", "rb") as sizes:
+        most = int(sizes.read().split()[0]) * resource.getpagesize() + more_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+if __name__ == "__main__":
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    _serve(sys.stdin.buffer, channel, float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

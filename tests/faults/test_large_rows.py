@@ -1,0 +1,91 @@
+"""Rows that ask for more than there is: of memory by their length, of anything by their chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.jobs import started
+from tests.runtime.processes import COMMAND, Files, environment
+
+ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
+MEASURE = (
+    "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); "
+    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024); sys.exit(code)"
+)
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def peak_bytes(files: Files, model: Path) -> int:
+    """Of the largest process of a run of which some rows fail."""
+    command = (sys.executable, "-c", MEASURE, *COMMAND, *files.options(model, "--quiet", "--overwrite"))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 3, done.stderr
+    return int(done.stdout)
+
+
+def with_template(folder: Path, template: str) -> Path:
+    model = folder / "model"
+    shutil.copytree(ADDER, model)
+    (model / "chat_template.jinja").write_text(template)
+    return model
+
+
+def test_a_long_prompt_takes_no_more_than_its_line(tmp_path):
+    """Encoded it would take 370 bytes a character. Its line is there as bytes, as text and as a value."""
+    files = Files(tmp_path)
+    model = with_template(tmp_path, "{{ messages[0].content }}")
+    sizes = (2_000, 20_000_000)
+    peaks = []
+    for size in sizes:
+        rows = [{"id": "long", "prompt": "1+" * (size // 2)}, {"id": "fine", "prompt": "12+30=", "max_tokens": 2}]
+        rows.append({"id": "said", "messages": [{"role": "user", "content": "1+" * (size // 2)}]})
+        files.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        peaks.append(peak_bytes(files, model))
+        found = {row["id"]: row for row in map(json.loads, files.output.read_text().splitlines())}
+        assert found["long"]["error"]["code"] == "context_length_exceeded"
+        assert found["said"]["error"]["code"] in ("context_length_exceeded", "chat_template_error")
+        assert found["fine"]["token_ids"]
+    assert max(peaks) - peaks[0] < 8 * sizes[-1], peaks
+
+
+@pytest.mark.parametrize("expression", ["(messages|length + 6) ** 500000000", "'x' * 10 ** 11"])
+def test_a_template_that_takes_all_there_is_costs_its_row_alone(expression, tmp_path):
+    """Not of constants alone, which are computed as soon as the template is read."""
+    files = Files(tmp_path)
+    model = with_template(
+        tmp_path, "{% if messages[0].role == 'bad' %}{{ " + expression + " }}{% endif %}{{ messages[0].content }}"
+    )
+    rows = [{"id": role, "messages": [{"role": role, "content": "12+30="}]} for role in ("good", "bad", "user")]
+    files.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with started(files, model, "--max-new-tokens", "2") as run:
+        said = run.end()
+        assert run.process.returncode == 3, said
+    found = {row["id"]: row for row in map(json.loads, files.output.read_text().splitlines())}
+    assert found["bad"]["error"]["code"] == "chat_template_error" and "it " in found["bad"]["error"]["message"]
+    assert all(found[name]["token_ids"] for name in ("good", "user"))
+
+
+def test_a_signal_is_heeded_while_a_template_computes(tmp_path):
+    """And its process does not stay."""
+    files = Files(tmp_path)
+    model = with_template(tmp_path, "{{ 7 ** 500000000 }}")
+    rows = [{"prompt": "12+30=", "max_tokens": 2}] + [{"messages": [{"role": "user", "content": "1"}]}] * 20
+    files.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with started(files, model) as run:
+        run.wait_for_lines(1)
+        time.sleep(1)
+        family, began_s = run.family, time.monotonic()
+        run.process.terminate()
+        said = run.end()
+        assert time.monotonic() - began_s < 3 * 3.0
+        assert run.process.returncode == 75 and "stopped by SIGTERM" in said, said
+        assert not psutil.wait_procs(family, timeout=1)[1]

@@ -1,0 +1,80 @@
+"""Pipes in place of files: who waits for whom, which processes get them, and what cannot be done with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import started
+from tests.runtime.processes import COMMAND, Files, environment
+
+pytestmark = pytest.mark.timeout(150)
+
+PROMPTS = [(3, 4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages, model, tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    os.mkfifo(files.output)
+    options = ("--stages", stages, "--max-new-tokens", "2", "--overwrite")
+    with started(files, model, *options) as run, files.output.open("rb") as reader:
+        assert len(reader.read().splitlines()) == len(PROMPTS)
+        assert run.end() == "" and run.process.returncode == 0
+    with started(files, model, *options) as run:
+        deadline_s = time.monotonic() + 60
+        while not list(files.run.glob("attempt-0001/trace-00000*")):
+            assert time.monotonic() < deadline_s and run.process.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)
+        began_s = time.monotonic()
+        run.process.terminate()
+        said = run.end()
+        assert time.monotonic() - began_s < 3 * 3.0, said
+        assert run.process.returncode == 75 and "was stopped by SIGTERM" in said and "File " not in said, said
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_what_a_shell_puts_in_place_of_files_reaches_the_stage_that_reads_and_writes(stages, model, tmp_path):
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    command = (*COMMAND, "generate", "--model", str(model), "--kv-cache-memory", "16MiB", "--max-new-tokens", "2")
+    command += ("--stages", stages, "--quiet", "--run-dir", str(files.run))
+    line = f"{shlex.join(command)} --input <(cat in.jsonl) --output >(cat > copy.jsonl)"
+    done = subprocess.run(
+        ("bash", "-c", line), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    deadline_s = time.monotonic() + 10
+    copy = tmp_path / "copy.jsonl"
+    while copy.read_bytes().count(b"\n") < len(PROMPTS) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert {json.loads(row)["id"] for row in copy.read_text().splitlines()} == {"1", "2"}
+
+
+def test_a_descriptor_of_nobody_is_said_to_be_one(model, tmp_path):
+    files = Files(tmp_path)
+    command = (*COMMAND, "generate", "--model", str(model), "--input", "/dev/fd/63", "--output", str(files.output))
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 66 and "/dev/fd/63 is a stream of another process" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["input", "output"])
+def test_what_cannot_be_gone_on_with_is_not_restarted(name, model, tmp_path):
+    """Said before anything is lost."""
+    files = Files(tmp_path)
+    files.write_prompts(PROMPTS)
+    place: Path = getattr(files, name)
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    command = (*COMMAND, *files.options(model, "--quiet", "--stages", "2", "--max-restarts", "1"))
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "a stream cannot be gone on with" in done.stderr, done.stderr
+    assert not files.run.exists()

@@ -1,0 +1,90 @@
+"""One report of several replicas, whose clocks, work and ends differ."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from sarathi_pp.trace.causes import Causes
+from sarathi_pp.trace.events import Event, TraceStart
+from sarathi_pp.trace.replicas import Replica, summarise_replicas
+from sarathi_pp.trace.summary import summarise
+from sarathi_pp.trace.timeline import Timeline
+from tests.trace.schedules import Schedule, constant
+
+
+def replica(index: int, microbatches: int, seconds: float, *, offset_s: float = 0.0) -> Replica:
+    """A pipeline of two stages whose leader's clock is `offset_s` behind the run's; it begins when that shows 0."""
+    traces: list[list[Event]] = []
+    for stage, events in enumerate(Schedule(microbatches, 2, constant(seconds)).events()):
+        first = events[0]
+        assert isinstance(first, TraceStart)
+        traces.append([replace(first, replica=index, replica_offset_s=0.0 if stage else offset_s), *events[1:]])
+    timeline = Timeline.read(traces)
+    timeline.check_order()
+    return Replica.fold(timeline)
+
+
+def test_of_one_it_is_the_report_of_that_one():
+    alone = replica(0, 8, 1.0)
+    assert summarise_replicas([alone]) == summarise(Schedule(8, 2, constant(1.0)).events())
+
+
+def test_the_window_is_from_the_first_issue_anywhere_to_the_last_result():
+    """Replica 0 runs from 0 to 9, replica 1 from 20 to 25 on the run's clock."""
+    report = summarise_replicas([replica(0, 8, 1.0), replica(1, 4, 1.0, offset_s=20.0)])
+    assert report["wall_s"] == pytest.approx(25.0)
+    assert report["requests"] == report["completed"] == 12
+    assert report["total_tokens_per_s"] == pytest.approx(12 * 11 / 25)
+    assert report["bubble_ratio"] == pytest.approx(1 - (8 + 8 + 4 + 4) / (4 * 25))
+    assert report["chunk_throughput"] == pytest.approx(12 / 25)
+
+
+def test_states_of_every_stage_fill_the_window():
+    report = summarise_replicas([replica(0, 8, 1.0), replica(1, 4, 0.5, offset_s=3.0)])
+    names = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
+    for stage in report["per_stage"]:
+        assert sum(stage[name] for name in names) == pytest.approx(stage["wall_s"]) == pytest.approx(report["wall_s"])
+        assert stage["bubble_ratio"] == pytest.approx(1 - stage["compute_s"] / stage["wall_s"])
+    assert [(stage["replica"], stage["stage"]) for stage in report["per_stage"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_what_a_replica_has_less_to_do_is_ramp_and_the_causes_still_add_up():
+    whole = Causes(1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0, 0.25)  # two stages of 9 s that compute for 8 each
+    first, second = replica(0, 8, 1.0), replica(1, 8, 1.0, offset_s=5.0)
+    both = [replace(one, report=one.report | {"causes": asdict(whole), "cost_error": 0.1}) for one in (first, second)]
+    report = summarise_replicas(both)
+    bubble_s = sum(stage["wall_s"] - stage["compute_s"] for stage in report["per_stage"])
+    assert sum(report["causes"].values()) == pytest.approx(bubble_s)
+    assert report["causes"]["ramp_s"] == pytest.approx(2 * 1.0 + 4 * 5.0)  # each of four stages waits 5 s for the other
+    assert report["causes"]["prefill_variance_s"] == pytest.approx(1.0)
+    assert summarise_replicas([first, both[1]])["causes"] is None
+
+
+def test_latencies_are_of_all_requests_together():
+    report = summarise_replicas([replica(0, 8, 1.0), replica(1, 8, 2.0)])
+    apart = [replica(0, 8, 1.0).report, replica(1, 8, 2.0).report]
+    assert report["e2el_s"]["mean"] == pytest.approx(sum(one["e2el_s"]["mean"] for one in apart) / 2)
+    assert report["e2el_s"]["p99"] > apart[0]["e2el_s"]["p99"]
+
+
+def test_a_strip_shows_when_in_the_run_a_stage_computed():
+    report = summarise_replicas([replica(0, 8, 1.0), replica(1, 8, 1.0, offset_s=9.0)])
+    strips = [stage["busy_strip"] for stage in report["per_stage"]]
+    half = len(strips[0]) // 2
+    assert sum(strips[0][half:]) == pytest.approx(0, abs=1) and sum(strips[2][:half]) == pytest.approx(0, abs=1)
+    assert sum(strips[0][:half]) > half * 0.8 and sum(strips[2][half:]) > half * 0.8
+
+
+def test_notes_say_of_which_replica_they_are():
+    shared = Schedule(8, 2, constant(1.0), cpu_share=0.5)
+    timeline = Timeline.read(shared.events())
+    report = summarise_replicas([Replica.fold(timeline), replica(1, 8, 1.0)])
+    assert len(report["notes"]) == 1 and report["notes"][0].startswith("replica 0: cores were shared")
+
+
+def test_a_replica_that_ran_nothing_changes_no_window():
+    idle = Replica.fold(Timeline.read([events[:1] for events in Schedule(0, 2, constant(1.0)).events()]))
+    report = summarise_replicas([replica(0, 8, 1.0), replace(idle)])
+    assert report["wall_s"] == pytest.approx(9.0) and report["completed"] == 8

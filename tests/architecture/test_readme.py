@@ -14,6 +14,7 @@ import sarathi_pp
 from sarathi_pp import errors
 from sarathi_pp.cli.main import cli
 from sarathi_pp.model.families import FAMILIES
+from tests.architecture.supported_models import with_table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -85,8 +86,8 @@ def test_python_blocks_parse_and_import_public_names() -> None:
 
 
 def test_every_supported_architecture_is_listed_and_no_other() -> None:
-    listed = set(re.findall(r"\| (\w+) \| (\w+(?:ForCausalLM|LMHeadModel)) ", README))
-    assert listed == {(family.model_type, family.architecture) for family in FAMILIES.values()}
+    assert with_table(README) == README, "python -m tests.architecture.supported_models writes the table anew"
+    assert all(f"| {family.architecture} |" in README for family in FAMILIES.values())
 
 
 def test_every_exit_code_is_listed_and_no_other() -> None:
@@ -107,7 +108,18 @@ def test_every_module_that_the_walk_names_exists() -> None:
     assert not [name for name in named if not (ROOT / "sarathi_pp" / name).exists()]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+TEXTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "examples/figures/README.md"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
 def test_links_lead_somewhere(name: str) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
-    assert not [target for target in targets if not (ROOT / target).exists()]
+    page = ROOT / name
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found.read_text()), anchor
+
+
+def anchors(text: str) -> set[str]:
+    """As they are made of headings: small letters, and hyphens for what lies between words."""
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_python_blocks_parse_and_import_public_names() -> None:
 def test_every_supported_architecture_is_listed_and_no_other() -> None:
     assert with_table(README) == README, "python -m tests.architecture.supported_models writes the table anew"
     assert all(f"| {family.architecture} |" in README for family in FAMILIES.values())
+
+
+def test_the_figures_of_the_first_screen_are_those_of_the_record() -> None:
+    record = json.loads((ROOT / "examples" / "figures" / "real-300m-64.json").read_text())
+    claim = README.partition("\n64 prompts on")[2].partition("\n\n")[0]
+    for policy in ("orca", "sarathi", "balanced"):
+        assert (
+            f"{record['cases'][f'P:D 8, {policy}, 2 stages']['bubble_ratio']['median']:.1%}".replace("%", " %") in claim
+        )
+    gain = record["against balanced"]["8"]["P:D 8, orca, 2 stages"]["tokens/s, balanced / this"]["median"]
+    assert f"{gain:.2f} times" in claim and record["commit"] in claim
 
 
 def test_every_exit_code_is_listed_and_no_other() -> None:

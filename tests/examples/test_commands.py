@@ -20,7 +20,7 @@ import pytest
 from sarathi_pp.cli.main import cli
 from tests.runtime.processes import ROOT, environment, free_port
 
-PAGES = ("README.md", "examples/README.md", "examples/figures/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "examples/figures/README.md")
 
 TWO_NODES = "tests/launch/test_multinode.py::test_two_nodes_answer_a_file_and_end_with_the_code_of_the_run"
 TWO_AGENTS = "tests/runtime/test_processes.py::test_two_agents_with_run_directories_of_their_own_make_one_run"
@@ -36,6 +36,9 @@ ELSEWHERE = {
     "kubectl apply": "tests/launch/test_kubernetes.py::test_the_train_job_runs_as_two_pods",
     "python -m pip": "tests/packaging/test_install.py::test_the_wheel_runs_the_main_job_away_from_the_checkout",
     'eval "$(_SARATHI_PP_COMPLETE': "tests/packaging/test_completion.py::test_bash_completes_by_the_script",
+    "python -m tests.architecture.supported_models": (
+        "tests/architecture/test_readme.py::test_every_supported_architecture_is_listed_and_no_other"
+    ),
     "source .venv/bin/activate": "launch/setup.sh::set_up",  # it makes what the tests run in
     "sarathi-pp bench --model examples": BENCH,
 }

@@ -226,6 +226,7 @@ class Job:
             dtype=run.dtype,
             device=self.device.type,
             page_size=run.page_size,
+            shards=run.tensor_parallel_size,
         )
 
     def _open_trace(self, *, alone: bool) -> dict[str, Any]:

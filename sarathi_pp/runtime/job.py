@@ -26,6 +26,7 @@ from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.shares import most_held
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, SarathiError, error_class
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
@@ -156,7 +157,7 @@ class Job:
         self._dispatcher = Dispatcher(
             lambda seen: self._engine(eos_token_ids, stop_checkers, seen, warn),
             [self._remote(self.mesh.leader(replica)) for replica in range(1, self.mesh.replicas)],
-            2 * self.run.max_num_seqs,
+            most_held(self.run.max_num_seqs),
             self.mesh.stages,
             self._clock,
             observe=observe,
@@ -221,6 +222,7 @@ class Job:
             dtype=run.dtype,
             device=self.device.type,
             page_size=run.page_size,
+            shards=run.tensor_parallel_size,
         )
 
     def _open_trace(self, *, alone: bool) -> dict[str, Any]:

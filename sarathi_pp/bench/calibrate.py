@@ -167,8 +167,10 @@ class _Calibrator:
 
 
 def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: torch.dtype) -> Profile:
+    held = facts.sharded(run.tensor_parallel_size)
+
     def sized(layers: tuple[int, int]) -> int:
-        return page_bytes(layers[1] - layers[0], run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+        return page_bytes(layers[1] - layers[0], run.page_size, held.num_kv_heads, held.head_dim, dtype)
 
     model = found.fit.model
     stages = tuple(replace(stage, page_bytes=sized(stage.layers)) for stage in model.stages)
@@ -188,6 +190,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: tor
         max_num_seqs=run.max_num_seqs,
         error=found.fit.error,
         page_size=run.page_size,
+        tensor_parallel_size=run.tensor_parallel_size,
     )
 
 
@@ -208,18 +211,20 @@ def _own_cores(spans: Spans, traces: Sequence[Sequence[Event]]) -> tuple[Spans, 
     """The spans as they would be on cores of their own, and the share of them that were not.
 
     A thread that computes without a break has as much CPU time as its span is long, or, among others of its stage, a
-    share of it that is much the same in all undisturbed spans.
+    share of it that is much the same in all undisturbed spans. In a sum over the ranks of its stage it waits for them,
+    so what those took stays as it was.
     """
     seconds, shares = [], []
     for stage_s, trace in zip(spans.seconds, _by_stage(traces), strict=True):
         own_s = [event.cpu_s for event in trace[: len(stage_s)] if event.cpu_s is not None]
         if len(own_s) < len(stage_s):
             return spans, None
-        share = np.array(own_s) / stage_s
+        summed_s = np.array([event.collective_s or 0.0 for event in trace[: len(stage_s)]])
+        share = np.array(own_s) / np.maximum(stage_s - summed_s, 1e-9)
         usual = min(1.0, float(np.quantile(share, 0.95)))
         disturbed = share < _OWN_CORE * usual
         shares.append(float(disturbed.mean()))
-        seconds.append(np.where(disturbed, np.maximum(np.array(own_s) / usual, 1e-9), stage_s))
+        seconds.append(np.where(disturbed, np.maximum(np.array(own_s) / usual + summed_s, 1e-9), stage_s))
     return replace(spans, seconds=seconds), sum(shares) / len(shares)
 
 

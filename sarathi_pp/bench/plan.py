@@ -5,12 +5,15 @@ chunk size   SARATHI's P:D = C/(B-1) (arXiv 2308.16369, section 5.1.3) read back
              tiles and not below saturation. Of the two tile counts around it, the one with more predicted tokens/s.
 layer split  the one whose slowest stage takes least, at that microbatch
 KV pages     what the profile's stages had, or --kv-cache-memory, or what this machine would give
+
+Where several ranks hold a stage together, memory is of each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,8 @@ from sarathi_pp.core.sizing import MOST_TOKENS, inflight, saturation, whole_tile
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.kv import page_bytes
-from sarathi_pp.model.support import ConfigFile, ModelFacts, check_model, find_family
+from sarathi_pp.model.support import ConfigFile, ModelFacts, check_model, check_shards, find_family
+from sarathi_pp.model.tensor import Split, TensorShard
 from sarathi_pp.model.weights import ReadCount, stage_tensors
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, resolve
 from sarathi_pp.runtime.fetch import find_model
@@ -50,6 +54,7 @@ def make_plan(config: RunConfig, workload: Workload) -> dict[str, Any]:
     Raises ConfigError, PartitionError or CapacityError for what cannot work, MissingError and InputError for files.
     """
     model_dir = find_model(config.model)
+    check_shards(model_dir, config.tensor_parallel_size)
     model = _Model(model_dir, check_model(model_dir), config)
     model.require_room(workload)
     basis = _measured(model) if config.profile is not None else _estimated(model)
@@ -62,7 +67,7 @@ def make_plan(config: RunConfig, workload: Workload) -> dict[str, Any]:
     return _document(model, basis, workload, cut, predict(cut.profile, workload, cut.run))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Model:
     """What is to be run. The sizes of its stages follow from its files."""
 
@@ -73,6 +78,11 @@ class _Model:
     @property
     def dtype(self) -> str:
         return self.facts.dtype if self.config.dtype == "auto" else self.config.dtype
+
+    @property
+    def held(self) -> ModelFacts:
+        """Of what one rank holds of its stage's layers."""
+        return self.facts.sharded(self.config.tensor_parallel_size)
 
     @property
     def page_size(self) -> int:
@@ -87,7 +97,7 @@ class _Model:
             )
 
     def page_bytes(self, layers: tuple[int, int]) -> int:
-        facts, dtype = self.facts, getattr(torch, self.dtype)
+        facts, dtype = self.held, getattr(torch, self.dtype)
         return page_bytes(layers[1] - layers[0], self.page_size, facts.num_kv_heads, facts.head_dim, dtype)
 
     def weights_bytes(self, layers: tuple[int, int]) -> int:
@@ -96,11 +106,21 @@ class _Model:
         checkpoint = open_checkpoint(self.directory)
         family = find_family(ConfigFile(self.directory, read_json(self.directory, "config.json")))
         tied = facts.tie_word_embeddings
-        names = stage_tensors(checkpoint, family, layers, facts.num_layers, tied, dtype, ReadCount())
-        return sum(prod(checkpoint.tensors[name].shape) for name in names) * int(dtype.itemsize)
+        tensors = stage_tensors(checkpoint, family, layers, facts.num_layers, tied, dtype, ReadCount())
+        if (shards := self.config.tensor_parallel_size) > 1:
+            tensors = Split(self._split, family, layers, TensorShard(0, shards, lambda summand: summand)).take(tensors)
+        return sum(prod(tensor.shape) for tensor in tensors.values()) * int(dtype.itemsize)
+
+    @cached_property
+    def _split(self) -> dict[str, str] | None:
+        from transformers import AutoConfig  # takes seconds
+
+        config = AutoConfig.from_pretrained(self.directory, local_files_only=True, trust_remote_code=False)
+        plan: dict[str, str] | None = config.base_model_tp_plan
+        return plan
 
     def pages(self, layers: tuple[int, int], kv_bytes: int) -> int:
-        return count_pages(kv_bytes, self.facts, layers, self.page_size, getattr(torch, self.dtype))
+        return count_pages(kv_bytes, self.held, layers, self.page_size, getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +159,20 @@ def _estimated(model: _Model) -> _Basis:
 
     def cut(layers: Layers) -> CostModel:
         return estimated_cost(
-            model.directory, facts, layers, dtype=model.dtype, device=device.type, page_size=model.page_size
+            model.directory,
+            facts,
+            layers,
+            dtype=model.dtype,
+            device=device.type,
+            page_size=model.page_size,
+            shards=config.tensor_parallel_size,
         )
 
     def kv_bytes(weights_bytes: int) -> int:
         """On a GPU of its own, beside the weights; a CPU's stages share a part that weights do not come near."""
         if device.type == "cuda" and config.kv_cache_memory_bytes is None:
             return max(0, kv_budget_bytes(config, device, 1) - weights_bytes)
-        return kv_budget_bytes(config, device, config.stages)
+        return kv_budget_bytes(config, device, config.num_ranks)
 
     profile = Profile(
         model=config.model,
@@ -221,6 +247,7 @@ def _document(model: _Model, basis: _Basis, workload: Workload, cut: _Cut, predi
         "schema": SCHEMA,
         "model": run.model,
         "stages": run.num_stages,
+        "tensor_parallel_size": run.tensor_parallel_size,
         "device": run.device,
         "dtype": run.dtype,
         "source": basis.source,

@@ -20,6 +20,14 @@ _MODEL_OPTIONS = (
         type=Count(),
         help="Pipeline stages; under torchrun its processes.  [default: 1]",
     ),
+    click.option(
+        "--tensor-parallel-size",
+        "--tp-size",
+        type=Count(),
+        default=1,
+        show_default=True,
+        help="Ranks that hold each stage together.",
+    ),
     click.option("--layer-split", type=LayerSplit(), default="auto", help="Layers a stage.  [default: auto]"),
     click.option("--max-num-seqs", type=Count(), help="Running sequences over the pipeline.  [default: 64 x stages]"),
     click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
@@ -67,13 +75,15 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_config(options: dict[str, Any], world_size: int | None) -> RunConfig:
-    """The run that these options describe. world_size: torchrun's processes, each of which is a stage."""
-    stages = options["stages"] or 1
+    """The run that these options describe. world_size: torchrun's processes, each of which is a shard of a stage."""
+    stages, shards = options["stages"] or 1, options["tensor_parallel_size"]
     if world_size is not None:
-        stages = stages_among(world_size, options["stages"], 1, 1)
+        stages = stages_among(world_size, options["stages"], 1, shards)
     named = ("model", "layer_split", "max_num_seqs", "dtype", "device", "max_model_len", "page_size")
     some = ("gpu_memory_utilization", "attention", "run_dir", "seed", "profile")
     given = {name: options[name] for name in (*named, *some) if name in options}
     if "peer_timeout" in options:
         given["peer_timeout_s"] = options["peer_timeout"]
-    return RunConfig(stages=stages, kv_cache_memory_bytes=options["kv_cache_memory"], **given)
+    return RunConfig(
+        stages=stages, tensor_parallel_size=shards, kv_cache_memory_bytes=options["kv_cache_memory"], **given
+    )

@@ -63,6 +63,8 @@ def render_plan(found: Mapping[str, Any]) -> RenderableType:
             f", {formats.seconds(found['wall_s'])} s, {found['microbatches']:,} microbatches",
         ),
     ]
+    if (shards := found["tensor_parallel_size"]) > 1:
+        lines.append(Text(f"{shards} ranks hold each stage together; weights and KV are of one of them"))
     notes = [Text(f"note: {note}", style="yellow") for note in found["notes"]]
     return Group(*lines, "", _stages(found), *notes)
 

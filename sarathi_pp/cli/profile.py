@@ -49,7 +49,7 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     console = Console(stderr=True, quiet=place is not None and place.rank != 0)
     if place is None or place.rank == 0:
         _preflight(config, output, overwrite)
-    if place is None and config.stages > 1:
+    if place is None and config.num_ranks > 1:
         from sarathi_pp.runtime.launcher import launch
 
         return launch(mesh_of(config), sys.argv[1:], lambda text: console.print(text, highlight=False))
@@ -62,7 +62,7 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     """Refuse what can be refused before a model is loaded."""
     from sarathi_pp.core.partition import partition
-    from sarathi_pp.model.support import check_model
+    from sarathi_pp.model.support import check_model, check_shards
     from sarathi_pp.runtime.fetch import find_model
     from sarathi_pp.runtime.profile_file import check_profile_output
     from sarathi_pp.runtime.rundir import RunDirectory
@@ -70,7 +70,9 @@ def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     check_profile_output(output, overwrite=overwrite)
     if config.run_dir is not None:
         RunDirectory.check(config.run_dir, overwrite=overwrite)
-    partition(check_model(find_model(config.model)).num_layers, config.stages, config.layer_split)
+    model_dir = find_model(config.model)
+    partition(check_model(model_dir).num_layers, config.stages, config.layer_split)
+    check_shards(model_dir, config.tensor_parallel_size)
 
 
 class _ProfileDisplay(BatchDisplay):

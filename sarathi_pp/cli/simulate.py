@@ -50,7 +50,15 @@ class SlowStage(click.ParamType[tuple[int, float]]):
     help="Several times for a sweep.  [default: each policy's own]",
 )
 @click.option("--stages", type=Count(), help="Layers are shared out evenly.  [default: the profile's]")
-@click.option("--max-num-seqs", type=Count(), help="[default: the profile's]")
+@click.option(
+    "--replicas",
+    "--data-parallel-size",
+    type=Count(),
+    default=1,
+    show_default=True,
+    help="Pipelines of so many stages, which share the requests.",
+)
+@click.option("--max-num-seqs", type=Count(), help="Of a pipeline.  [default: the profile's]")
 @click.option("--inflight", type=Count(auto=True), default="auto", help="[default: stages; balanced: one more]")
 @click.option("--jitter-cv", type=Real(0, 1), help="Noise of stage times.  [default: the profile's]")
 @click.option("--slow-stage", "slow", multiple=True, type=SlowStage(), help="A stage slower than the policy is told.")
@@ -77,6 +85,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
             policy=_bound(policy, options["tbt_slo"]),
             chunk_size=chunk_size or auto_chunk_size(policy),
             stages=options["stages"],
+            replicas=options["replicas"],
             max_num_seqs=options["max_num_seqs"],
             inflight=options["inflight"],
             jitter_cv=options["jitter_cv"],

@@ -44,7 +44,8 @@ class Profile:
     the order of `wire.order.edges`, the return edge last; empty where all are alike. Those of these stages: another
     number of stages has the one link. jitter_cv: coefficient of variation of
     equal microbatches near each other; drift: of the stages' speed. pages: KV pages of the stage that holds fewest,
-    each of page_size tokens.
+    each of page_size tokens. tensor_parallel_size: ranks that held each stage together; times contain their sums, and
+    pages are of one of them.
     error: mean absolute relative error of the fit, None where it was not fitted.
     """
 
@@ -63,6 +64,7 @@ class Profile:
     drift: Drift = NO_DRIFT
     page_size: int = 16
     links: tuple[EdgeLink, ...] = ()
+    tensor_parallel_size: int = 1
 
     def edge_links(self, num_stages: int) -> tuple[EdgeLink, ...]:
         """One for each edge of a pipeline of so many stages."""
@@ -88,6 +90,7 @@ class Profile:
             "max_num_seqs": self.max_num_seqs,
             "error": self.error,
             **({"links": [asdict(link) for link in self.links]} if self.links else {}),
+            **({"tensor_parallel_size": self.tensor_parallel_size} if self.tensor_parallel_size > 1 else {}),
         }
 
     @classmethod
@@ -118,6 +121,7 @@ class Profile:
             drift=_drift(data.get("drift")),
             page_size=_whole(data, "page_size") if "page_size" in data else 16,
             links=_links(data.get("links", []), len(stages)),
+            tensor_parallel_size=_whole(data, "tensor_parallel_size") if "tensor_parallel_size" in data else 1,
         )
         _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
         return profile

@@ -10,6 +10,13 @@ from __future__ import annotations
 from sarathi_pp.core.request import Request
 
 
+def most_held(max_num_seqs: int) -> int:
+    """Requests that a replica holds at once: as many wait there as may run, so that none of its seats stays empty while
+    the next request is on its way.
+    """
+    return 2 * max_num_seqs
+
+
 class Shares:
     """most: requests that a replica holds at once, those that wait there included."""
 

@@ -21,9 +21,14 @@ def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
 
 
 def bubble_floor(report: Report) -> float | None:
-    """1 - mean / max of the stages' compute time: what unequal stages cost under any schedule."""
-    compute_s = [stage["compute_s"] for stage in report["per_stage"]]
-    return 1 - sum(compute_s) / len(compute_s) / max(compute_s) if max(compute_s) > 0 else None
+    """1 - mean / max of the stages' compute time: what unequal stages cost under any schedule. Of several replicas the
+    max is each one's own: whichever has less to do could have had more.
+    """
+    replicas: dict[int, list[float]] = {}
+    for stage in report["per_stage"]:
+        replicas.setdefault(stage.get("replica", 0), []).append(stage["compute_s"])
+    least_s = sum(len(compute_s) * max(compute_s) for compute_s in replicas.values())
+    return 1 - sum(map(sum, replicas.values())) / least_s if least_s > 0 else None
 
 
 def render_policies(document: dict[str, Any]) -> Table:

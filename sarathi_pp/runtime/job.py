@@ -26,6 +26,7 @@ from sarathi_pp.core.cut import recut
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.shares import most_held
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, SarathiError, error_class
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
@@ -34,6 +35,7 @@ from sarathi_pp.runtime.cuda_timer import CudaTimer
 from sarathi_pp.runtime.dispatcher import Dispatcher, Remote
 from sarathi_pp.runtime.emulated import EmulatedStages, over_link
 from sarathi_pp.runtime.engine import Engine, StopCheckers
+from sarathi_pp.runtime.gather import gather
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
@@ -44,6 +46,7 @@ from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.runtime.transport import Standing, choose_transport, nccl_lanes, stand
 from sarathi_pp.runtime.tuning import estimated_cost
 from sarathi_pp.runtime.watchdog import Watchdog
+from sarathi_pp.runtime.wires import open_post, open_wires
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
@@ -51,11 +54,8 @@ from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.replicas import figures
 from sarathi_pp.trace.summary import Analyse
 from sarathi_pp.trace.timer import HostTimer, Timer
-from sarathi_pp.wire import codec, post
-from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender
-from sarathi_pp.wire.mesh import Seat
-from sarathi_pp.wire.order import downstream, forward_edges, upstream
-from sarathi_pp.wire.post import PostReceiver, PostSender
+from sarathi_pp.wire import codec
+from sarathi_pp.wire.channel import Receiver
 from sarathi_pp.wire.torch_channel import Payloads
 
 T = TypeVar("T")
@@ -65,8 +65,6 @@ _log = logging.getLogger(__name__)
 # First calls cost the same for larger microbatches.
 _WARM_UP_TOKENS = 256
 _WARM_UP_KEYS = 4096
-# Parcels under way between rank 0 and the leader of another replica.
-_POST_BUFFERS = 8
 
 
 class Job:
@@ -159,7 +157,7 @@ class Job:
         self._dispatcher = Dispatcher(
             lambda seen: self._engine(eos_token_ids, stop_checkers, seen, warn),
             [self._remote(self.mesh.leader(replica)) for replica in range(1, self.mesh.replicas)],
-            2 * self.run.max_num_seqs,
+            most_held(self.run.max_num_seqs),
             self.mesh.stages,
             self._clock,
             observe=observe,
@@ -177,14 +175,13 @@ class Job:
         sink.close()
 
     def _remote(self, rank: int) -> Remote:
-        """The edges of requests and answers between rank 0 and the leader of another replica."""
-        lost = self._lost_elsewhere if self.place.rank == 0 else self._watchdog.report
-        timeout_s, now = self.run.peer_timeout_s, self._clock.now
-        outgoing = self._topology.sender(
-            rank, post.FRAME_BYTES, post.PAYLOADS, _POST_BUFFERS, self._runner.progress, lost
-        )
-        incoming = self._topology.receiver(rank, post.FRAME_BYTES, post.PAYLOADS, _POST_BUFFERS, now, timeout_s, lost)
-        return Remote(self._topology.name(rank), PostSender(outgoing), PostReceiver(incoming))
+        timeout_s = self.run.peer_timeout_s
+        return open_post(self._topology, rank, timeout_s, self._clock, self._runner.progress, self._on_loss())
+
+    def _on_loss(self) -> Callable[[SarathiError], None]:
+        """Who is told when an edge of this rank breaks."""
+        several = self.mesh.replicas > 1 and self.place.rank == 0
+        return self._lost_elsewhere if several else self._watchdog.report
 
     def _lost_elsewhere(self, error: SarathiError) -> None:
         """Of several replicas one may go: who next reads or writes there finds out, and ends no process."""
@@ -225,6 +222,7 @@ class Job:
             dtype=run.dtype,
             device=self.device.type,
             page_size=run.page_size,
+            shards=run.tensor_parallel_size,
         )
 
     def _open_trace(self, *, alone: bool) -> dict[str, Any]:
@@ -261,8 +259,7 @@ class Job:
         self._watchdog.dismiss()
         if self._dispatcher is not None:
             self._lost.update(self._dispatcher.lost)
-        give_up = self._give_up if self.mesh.replicas > 1 else None
-        offset = align(self._topology, self._clock.now, self._present(), give_up)
+        offset = align(self._topology, self._clock.now, self._present(), self._give_up)
         graphs = self._stage.graphed
         self._recorder.record(
             TraceEnd(
@@ -276,15 +273,22 @@ class Job:
             )
         )
         self._recorder.close()
-        traces = self._gather()
-        if traces is None:
+        traces = gather(self._topology, self._run_dir, self._present(), self._give_up, sends=self._sends_trace)
+        if self.place.rank != 0:
             return None
+        for replica in self._lost:
+            self._run_dir.forget(replica)
+        if not traces:
+            raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
         report: dict[str, Any] | None = None
         for report in analyse(traces, {**self._report_facts(), **(facts or {})}):
             self._run_dir.write_report(report)
         return report
 
     def _give_up(self, replica: int, error: PeerLostError) -> None:
+        """Raises it where there is no other."""
+        if self.mesh.replicas == 1:
+            raise error
         self._lost.setdefault(replica, error)
 
     def take_over(self) -> None:
@@ -351,61 +355,36 @@ class Job:
         return facts
 
     def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
-        """The way in and the way out of this rank's stage."""
-        run, clock, mesh, rank = self.run, self._clock, self.mesh, self.place.rank
-        num_buffers = run.inflight + 1
+        """The way in, and what computes and sends."""
+        run, clock, mesh = self.run, self._clock, self.mesh
         by_nccl = self._transport.name == "nccl"
         self._topology.open_edges(run.peer_timeout_s, nccl_lanes(self.device, clock) if by_nccl else None)
-        source, target = upstream(mesh, self.seat), downstream(mesh, self.seat)
-        channel: QueueChannel[torch.Tensor] = QueueChannel(clock.now, num_buffers)  # of a leader to itself
-        lost = self._lost_elsewhere if mesh.replicas > 1 and rank == 0 else self._watchdog.report
-        bound = codec.max_frame_bytes(
-            max_tokens=run.max_microbatch_tokens,
-            max_seqs=run.max_num_seqs,
-            page_size=run.page_size,
-            num_stages=run.num_stages,
-        )
-        forward = {
-            edge: Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
-            for edge in forward_edges(mesh)
-        }
-
-        def payloads(sender: int, receiver: int) -> Payloads:
-            return forward.get((sender, receiver), Payloads.none())
-
         # The senders' heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
         runner: list[StageRunner] = []
-
-        def progress() -> tuple[int, bool]:
-            return runner[0].progress() if runner else (0, False)
-
-        def sender(to: int) -> Sender[torch.Tensor]:
-            return self._topology.sender(to, bound, payloads(rank, to), num_buffers, progress, lost)
-
-        way_in: Receiver[torch.Tensor] = channel
-        if source != rank:
-            way_in = self._topology.receiver(
-                source, bound, payloads(source, rank), num_buffers, clock.now, run.peer_timeout_s, lost
-            )
-        way_out: Sender[torch.Tensor] = channel
-        if target != rank:
-            way_out = NoSender() if target is None else sender(target)
-        others = mesh.shard_ranks(self.seat.replica, 0)[1:] if self.seat.leads else ()
+        activations = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
+        wires = open_wires(
+            self._topology,
+            run,
+            activations,
+            clock,
+            lambda: runner[0].progress() if runner else (0, False),
+            self._on_loss(),
+        )
         runner.append(
             StageRunner(
                 self._stage,
-                way_out,
+                wires.way_out,
                 self._recorder,
                 clock,
                 self._timer(),
                 index=self.seat.stage,
-                name=mesh.title(rank),
+                name=mesh.title(self.place.rank),
                 debug_nan=self._config.debug_nan,
-                shards=[sender(other) for other in others],
+                shards=wires.shards,
                 collectives_s=self._spent_in_sums if self._shards is not None else None,
             )
         )
-        return over_link(way_in, self._profile, self.seat.stage, mesh.stages, clock), runner[0]
+        return over_link(wires.way_in, self._profile, self.seat.stage, mesh.stages, clock), runner[0]
 
     def _spent_in_sums(self) -> float:
         assert self._shards is not None
@@ -436,42 +415,6 @@ class Job:
             replica=self.seat.replica,
             replica_offset_s=offset.offset_s if leads else 0.0,
         )
-
-    def _gather(self) -> list[list[Path]] | None:
-        """On rank 0 the traces of each replica that is left, all on its own disk; None on other ranks.
-
-        A rank that writes into rank 0's own directory sends nothing.
-        """
-        mesh, rank, topology = self.mesh, self.place.rank, self._topology
-        if rank != 0:
-            if self.seat.shard == 0:
-                topology.send_numbers([float(self._sends_trace)], 0)
-                if self._sends_trace:
-                    topology.send_file(self._run_dir.trace_path(mesh, self.seat), 0)
-            return None
-        found: list[list[Path]] = []
-        for replica in self._present():
-            try:
-                found.append([self._fetch(Seat(replica, stage, 0)) for stage in range(mesh.stages)])
-            except PeerLostError as error:
-                if mesh.replicas == 1:
-                    raise
-                self._lost[replica] = error
-        for replica in self._lost:
-            self._run_dir.forget(replica)
-        if not found:
-            raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
-        return found
-
-    def _fetch(self, seat: Seat) -> Path:
-        """On rank 0, once the rank that sits there has closed its trace."""
-        path, rank = self._run_dir.trace_path(self.mesh, seat), self.mesh.rank(*seat)
-        if rank != 0 and self._topology.receive_numbers(1, rank)[0]:
-            self._run_dir.make(path.parent)
-            partial = path.with_suffix(".part")
-            self._topology.receive_file(partial, rank)
-            partial.replace(path)
-        return path
 
     def _present(self) -> list[int]:
         return [replica for replica in range(self.mesh.replicas) if replica not in self._lost]

@@ -58,6 +58,11 @@ def profile_mismatch(config: RunConfig, facts: ModelFacts) -> Iterator[str]:
         yield f"--profile {config.profile} was measured in {profile.dtype}, and this run is in {dtype}"
     if config.device not in ("auto", profile.device):
         yield f"--profile {config.profile} was measured on {profile.device}, and this run is on {config.device}"
+    if profile.tensor_parallel_size != config.tensor_parallel_size:
+        yield (
+            f"--profile {config.profile} was measured with --tensor-parallel-size {profile.tensor_parallel_size}, and "
+            f"this run has {config.tensor_parallel_size}"
+        )
 
 
 def estimated_cost(
@@ -69,10 +74,12 @@ def estimated_cost(
     device: str,
     page_size: int,
     speed: DeviceSpeed | None = None,
+    shards: int = 1,
 ) -> CostModel:
     """What the stages of a model that was not measured may cost, from its config.json.
 
-    speed: of the device, where more is known than its kind.
+    facts: of the whole model. speed: of the device, where more is known than its kind. shards: ranks that hold each
+    stage together.
     """
     config = ConfigFile(model_dir, read_json(model_dir, "config.json"))
     sizes = (config.optional_size(key, None) for key in _INTERMEDIATE)
@@ -90,6 +97,7 @@ def estimated_cost(
         num_experts=next(filter(None, (config.optional_size(key, None) for key in _EXPERTS)), 1),
         experts_per_token=config.optional_size("num_experts_per_tok", None) or 1,
         page_size=page_size,
+        shards=shards,
     )
 
 

@@ -7,8 +7,9 @@ median request waits at most 2 s for its first chunk, found by bisection.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.experiment import Experiment, simulate_replicas
 from sarathi_pp.trace.latency import RequestLatency, Spread, latency_spreads
 
 _MOST_QUEUE_S = 2.0
@@ -55,6 +56,7 @@ def _within(seen: Capacity, tbt_slo_s: float) -> bool:
 
 def _serve(experiment: Experiment, rate: float) -> Capacity:
     workload = experiment.workload.at_rate(rate)
-    finished = simulate(replace(experiment, workload=workload)).finished
+    replicas = simulate_replicas(replace(experiment, workload=workload))
+    finished = list(chain.from_iterable(timeline.finished for timeline in replicas))
     queued = Spread.of(latency.queue_s for latency in map(RequestLatency.of, finished) if latency.queue_s is not None)
     return Capacity(rate, latency_spreads(finished)["itl_s"].p99, queued.p50)

@@ -1,9 +1,10 @@
-"""One simulated run from a profile, a workload and a policy to the timeline that every report reads."""
+"""One simulated run from a profile, a workload and a policy to the timelines that every report reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut
@@ -11,14 +12,16 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.shares import most_held
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
+from sarathi_pp.sim.replicas import run_replicas
 from sarathi_pp.sim.simulation import Record, Simulation
 from sarathi_pp.sim.workload import Workload
-from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.events import Event, TraceEnd, TraceStart
-from sarathi_pp.trace.summary import Report, summarise_timeline
+from sarathi_pp.trace.replicas import Replica, summarise_replicas
+from sarathi_pp.trace.summary import Report
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 
@@ -28,7 +31,7 @@ class Experiment:
 
     max_model_len: None for the longest request of the workload. inflight: most microbatches at once, None for what the
     policy takes. slow: stages, by index, that take this many times what the profile says; policies are not told. seed:
-    of the noise.
+    of the noise. replicas: pipelines of these stages that share the requests; max_num_seqs is of each.
     """
 
     profile: Profile
@@ -36,6 +39,7 @@ class Experiment:
     policy: str
     chunk_size: int
     stages: int | None = None
+    replicas: int = 1
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     inflight: int | None = None
@@ -74,56 +78,83 @@ class Experiment:
 
 def report_of(experiment: Experiment) -> Report:
     """Run it, for the report that a real run of it would have, without causes."""
-    timeline = simulate(experiment)
-    return summarise_timeline(timeline, measure_bubbles(timeline))
+    return summarise_replicas([Replica.fold(timeline) for timeline in simulate_replicas(experiment)])
 
 
 def simulate(experiment: Experiment) -> Timeline:
-    """Run it. Times are exact and the same on every machine; the timeline holds every microbatch of the run."""
-    timeline = Timeline()
-    timeline.stages = [StageTimeline(start) for start in trace_starts(experiment)]
-
-    def record(stage: int, event: Event) -> None:
-        timeline.add(timeline.stages[stage], event)
-
-    run(experiment, record)
-    for stage in timeline.stages:
-        stage.end = TraceEnd(at_s=stage.ends[-1] if stage.ends else 0.0)
-        stage.align()
+    """Run it, as one pipeline. Times are exact and the same on every machine; the timeline holds every microbatch."""
+    (timeline,) = simulate_replicas(experiment)
     return timeline
 
 
-def run(experiment: Experiment, record: Record) -> None:
-    """The same, telling each event as it happens and keeping none."""
+def simulate_replicas(experiment: Experiment) -> list[Timeline]:
+    """The same of each replica."""
+    timelines = [_begun(experiment, replica) for replica in range(experiment.replicas)]
+    run(experiment, *map(_adding, timelines))
+    for stage in chain.from_iterable(timeline.stages for timeline in timelines):
+        stage.end = TraceEnd(at_s=stage.ends[-1] if stage.ends else 0.0)
+        stage.align()
+    return timelines
+
+
+def run(experiment: Experiment, *records: Record) -> None:
+    """The same, telling each event as it happens and keeping none. records: of each replica."""
+    limits, requests = experiment.limits(), experiment.workload.requests(token_ids=False)
+    if len(records) == 1:
+        _simulation(experiment, limits, 0, records[0]).run(requests)
+        return
+
+    def make(replica: int, record: Record) -> Simulation:
+        return _simulation(experiment, limits, replica, record)
+
+    run_replicas(make, records, most_held(limits.max_num_seqs), requests)
+
+
+def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Record) -> Simulation:
     cost = experiment.cost()
     true_stages = [stage.scaled(experiment.slow.get(index, 1.0)) for index, stage in enumerate(cost.stages)]
     pipeline = VirtualPipeline(
         CostModel(cost.tile, tuple(true_stages)),
         links_of(experiment.profile, len(true_stages)),
-        _noise(experiment, len(true_stages)),
+        _noise(experiment, len(true_stages), replica),
     )
-    policy = make_policy(experiment.policy)
     known = cost if wants_cost(experiment.policy) else None
-    simulation = Simulation(experiment.limits(), policy, pipeline, record, known)
-    simulation.run(experiment.workload.requests(token_ids=False))
+    return Simulation(limits, make_policy(experiment.policy), pipeline, record, known)
 
 
-def _noise(experiment: Experiment, num_stages: int) -> Noise:
+def _begun(experiment: Experiment, replica: int) -> Timeline:
+    timeline = Timeline()
+    timeline.stages = [StageTimeline(start) for start in trace_starts(experiment, replica)]
+    return timeline
+
+
+def _adding(timeline: Timeline) -> Record:
+    def record(stage: int, event: Event) -> None:
+        timeline.add(timeline.stages[stage], event)
+
+    return record
+
+
+# Between the seeds of replicas, whose noise is not the same.
+_SEEDS_APART = 1 << 32
+
+
+def _noise(experiment: Experiment, num_stages: int, replica: int) -> Noise:
     """The profile's, or jitter alone where that is given."""
-    profile = experiment.profile
+    profile, seed = experiment.profile, experiment.seed + replica * _SEEDS_APART
     if experiment.jitter_cv is not None:
-        return Noise(num_stages, experiment.jitter_cv, seed=experiment.seed)
-    return Noise(num_stages, profile.jitter_cv, profile.drift, experiment.seed)
+        return Noise(num_stages, experiment.jitter_cv, seed=seed)
+    return Noise(num_stages, profile.jitter_cv, profile.drift, seed)
 
 
-def trace_starts(experiment: Experiment) -> list[TraceStart]:
+def trace_starts(experiment: Experiment, replica: int = 0) -> list[TraceStart]:
     """The first event of each stage's trace."""
     limits, stages = experiment.limits(), experiment.cost().stages
     return [
         TraceStart(
             at_s=0.0,
             unix_s=0.0,
-            rank=index,
+            rank=replica * len(stages) + index,
             stage=index,
             num_stages=len(stages),
             layers=stage.layers,
@@ -135,6 +166,7 @@ def trace_starts(experiment: Experiment) -> list[TraceStart]:
             inflight=limits.inflight,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
+            replica=replica,
         )
         for index, stage in enumerate(stages)
     ]

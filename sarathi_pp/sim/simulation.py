@@ -3,18 +3,22 @@
 Does what the engine does, in the same order: rank 0 takes in arrivals and results whenever its own stage is
 free, issues a microbatch, and runs it through that stage before it looks again. What happened is told as the
 events of a real run, so every report works on it.
+
+It goes from look to look, so that several can share a clock: see sim/replicas.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from math import inf
 
 from sarathi_pp.core.coordinator import Coordinator, IdleReason
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.sim.arrivals import Arrivals, InOrder
 from sarathi_pp.sim.pipeline import VirtualPipeline
 from sarathi_pp.trace.events import Compute, Event, Issued, RequestArrived, Returned, Starved
 from sarathi_pp.trace.request import TokenTimes
@@ -42,35 +46,38 @@ class Simulation:
         self._results: deque[tuple[float, StepResult]] = deque()
         self._starved: IdleReason | None = None
         self._token_s = 0.0
+        self._runs = True  # the first stage computes, or nobody has looked yet
 
     def run(self, requests: Iterable[Request]) -> None:
         """Answer all requests, which come in order of arrival."""
-        arrivals = _Arrivals(iter(requests))
-        while True:
-            self._admit(arrivals)
-            self._collect()
-            if self._issue():
-                self._now_s = max(self._now_s, self._pipeline.entry_free_s)
-            elif self._results:
-                self._wait(arrivals)
-            elif arrivals.next_s is None:
-                assert not self._coordinator.unfinished, f"stuck: {self._coordinator.idle_reason}"
-                return
-            else:
-                assert not self._coordinator.unfinished, f"stuck: {self._coordinator.idle_reason}"
-                self._now_s = max(self._now_s, arrivals.next_s)
+        arrivals = InOrder(iter(requests))
+        while (at_s := self.due_s(arrivals)) < inf:
+            self.step(at_s, arrivals)
 
-    def _wait(self, arrivals: _Arrivals) -> None:
-        """Until the next result, or the next arrival where one could be issued."""
-        until_s = self._results[0][0]
-        if self._coordinator.idle_reason != "full" and arrivals.next_s is not None and self._room() > 0:
-            until_s = min(until_s, arrivals.next_s)
-        self._now_s = max(self._now_s, until_s)
+    def due_s(self, arrivals: Arrivals) -> float:
+        """When it looks next: the first stage is free, a result is there, or an arrival where one could be issued;
+        infinite where all that has arrived is answered and nothing more comes.
+        """
+        if self._runs:
+            until_s = self._pipeline.entry_free_s
+        else:
+            assert self._results or not self._coordinator.unfinished, f"stuck: {self._coordinator.idle_reason}"
+            until_s = self._results[0][0] if self._results else inf
+            if self._coordinator.idle_reason != "full" and self._room() > 0:
+                until_s = min(until_s, arrivals.next_s)
+        return max(self._now_s, until_s)
+
+    def step(self, at_s: float, arrivals: Arrivals) -> None:
+        """One look, when it is due."""
+        self._now_s = at_s
+        self._admit(arrivals)
+        self._collect()
+        self._runs = self._issue()
 
     def _room(self) -> int:
         return self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
 
-    def _admit(self, arrivals: _Arrivals) -> None:
+    def _admit(self, arrivals: Arrivals) -> None:
         while self._room() > 0 and (request := arrivals.take(self._now_s)) is not None:
             self._record(0, RequestArrived(request.index, request.arrival_s, len(request.prompt_token_ids)))
             self._live[request.index] = TokenTimes()
@@ -121,24 +128,3 @@ class Simulation:
 def _draw(chunks: tuple[Chunk, ...]) -> tuple[SampledToken, ...]:
     """Tokens of no meaning: nothing reads them, and no output ends before its length."""
     return tuple(SampledToken(chunk.sequence, chunk.epoch, 0) for chunk in chunks if chunk.sampling is not None)
-
-
-class _Arrivals:
-    """Requests one ahead, so that the next arrival is known."""
-
-    def __init__(self, requests: Iterator[Request]) -> None:
-        self._requests = requests
-        self._next = next(requests, None)
-
-    @property
-    def next_s(self) -> float | None:
-        return None if self._next is None else self._next.arrival_s
-
-    def take(self, now_s: float) -> Request | None:
-        """The next request, if it has arrived."""
-        request = self._next
-        if request is None or request.arrival_s > now_s:
-            return None
-        self._next = next(self._requests, None)
-        assert self._next is None or self._next.arrival_s >= request.arrival_s, "requests come in order of arrival"
-        return request

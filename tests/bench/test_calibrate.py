@@ -144,6 +144,30 @@ def test_where_cores_are_shared_the_threads_own_time_counts(usual: float) -> Non
     assert found.fit.error < 1e-3
 
 
+def test_what_sums_over_a_stage_s_ranks_take_is_part_of_what_it_takes() -> None:
+    """A quarter of each span is waited for in sums, in which the thread needs no core: it is not shared for that."""
+    (traces, warm_up), plain = traces_of(), measured()
+
+    def summed(event: Event, lasts: float = 1.0) -> Event:
+        if not isinstance(event, Compute):
+            return event
+        length_s = event.end_s - event.start_s
+        own_s, sum_s = 0.75 * length_s, 0.25 * length_s
+        return replace(event, end_s=event.start_s + lasts * own_s + sum_s, cpu_s=own_s, collective_s=sum_s)
+
+    quiet = measure([[summed(event) for event in trace] for trace in traces], warm_up, LINK.token_bytes)
+    assert quiet.disturbed == 0
+    assert quiet.fit.model.stages[0].a0 == pytest.approx(plain.fit.model.stages[0].a0)
+    shared = [
+        [summed(event, 3.0 if isinstance(event, Compute) and event.microbatch % 7 == 0 else 1.0) for event in trace]
+        for trace in traces
+    ]
+    busy = measure(shared, warm_up, LINK.token_bytes)
+    assert busy.disturbed == pytest.approx(1 / 7, abs=0.02)
+    assert busy.fit.model.stages[0].a0 == pytest.approx(plain.fit.model.stages[0].a0, rel=0.01)
+    assert busy.fit.model.stages[0].a1 == pytest.approx(plain.fit.model.stages[0].a1, rel=0.01)
+
+
 @pytest.mark.parametrize("bytes_per_s", [1e9, 8e6], ids=["fast", "slower than the stages"])
 def test_each_edge_is_measured_by_itself(bytes_per_s: float) -> None:
     """At 8 MB/s a microbatch takes up the link for longer than any stage, so most messages wait for others."""

@@ -33,6 +33,7 @@ DIFFERENT = {
     "512 tokens, whatever the work",
     "decodes shared by count",
 }
+LINE = {"fixed_ms": 1.0, "a_rank_ms": 0.1, "residual": 0.0}
 Load = Callable[[str], ModuleType]
 
 
@@ -77,6 +78,19 @@ def result(policy: str, size: int, seed: int, tokens_per_s: float, steady: float
 def row_of(table: list[dict[str, Any]], policy: str, kind: str) -> dict[str, Any]:
     [row] = [row for row in table if (row["policy"], row["kind"]) == (policy, kind)]
     return row
+
+
+def test_the_coordinator_is_timed_over_every_number_of_ranks(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = load("measure_ranks")
+    monkeypatch.setattr(ranks, "SEATS_A_STAGE", 4)
+    rows = ranks.time_coordinator("balanced", (2, 5), turns=2, steps=3)
+    assert [*rows] == [2, 5]
+    for row in rows.values():
+        assert row["both_ms"] > 0 and row["share_of_a_core"] == pytest.approx(row["both_ms"] / row["stage_ms"])
+        assert 1 <= row["decodes_a_microbatch"] <= 20
+    line = ranks.fit_line({8: 1.8, 16: 2.6, 32: 4.2})
+    assert line == {name: pytest.approx(value, abs=1e-9) for name, value in LINE.items()}
+    assert ranks.fit_line({8: 1.0, 16: 3.0, 32: 2.0})["residual"] > 0.1
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,31 @@ def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
     ]
 
 
+def test_of_a_stage_that_two_ranks_hold_memory_is_one_rank_s(tmp_path: Path) -> None:
+    """Half of each layer's products and of the KV heads; embedding, norms and head are whole."""
+    split = {"layer_split": (3, 2), "kv_cache_memory_bytes": 400 * PAGE_BYTES}
+    whole, half = plan(tmp_path, None, **split), plan(tmp_path, None, **split, tensor_parallel_size=2)
+    assert (whole["tensor_parallel_size"], half["tensor_parallel_size"]) == (1, 2)
+    for one, other in zip(whole["per_stage"], half["per_stage"], strict=True):
+        layers = one["layers"][1] - one["layers"][0]
+        products = 4 * layers * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 192)
+        assert one["weights_bytes"] - other["weights_bytes"] == products // 2
+        assert other["pages"] in (2 * one["pages"], 2 * one["pages"] + 1)
+    assert half["pages"] > whole["pages"] and half["per_stage"][0]["kv_bytes"] <= 400 * PAGE_BYTES
+    # The model is small and gloo slow: sums take more than they save.
+    assert half["total_tokens_per_s"] < whole["total_tokens_per_s"]
+
+
+def test_a_profile_of_other_shards_is_noted_and_one_of_the_same_is_not(tmp_path: Path) -> None:
+    (note,) = plan(tmp_path, tensor_parallel_size=2)["notes"]
+    assert note.endswith("was measured with --tensor-parallel-size 1, and this run has 2")
+    found = plan(tmp_path, replace(PROFILE, tensor_parallel_size=2), tensor_parallel_size=2)
+    assert found["notes"] == []
+    file = StringIO()
+    Console(file=file, width=80).print(render_plan(found))
+    assert "2 ranks hold each stage together; weights and KV are of one of them" in file.getvalue()
+
+
 def test_a_jittery_machine_gets_one_microbatch_more(tmp_path: Path) -> None:
     jittery = replace(PROFILE, jitter_cv=0.1)
     assert plan(tmp_path, policy="sarathi", stages=3)["inflight"] == 3
@@ -185,6 +210,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
         plan(tmp_path, workload="fixed:n=4,prompt=1500,output=100")
     with pytest.raises(ConfigError, match="measured on other, of 5 layers and hidden size 32; this model has 5 and 64"):
         plan(tmp_path, replace(PROFILE, model="other", hidden_size=32))
+    with pytest.raises(ConfigError, match="tensor-parallel-size is 3; the model has 2 KV heads"):
+        plan(tmp_path, tensor_parallel_size=3)
     with pytest.raises(CapacityError, match="for one KV page"):
         plan(tmp_path, kv_cache_memory_bytes=100)
     with pytest.raises(MissingError, match="cannot read the profile"):

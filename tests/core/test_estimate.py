@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sarathi_pp.core.cost import Load
-from sarathi_pp.core.estimate import DEVICE_SPEEDS, estimate_cost
+from sarathi_pp.core.cut import recut
+from sarathi_pp.core.estimate import DEVICE_SPEEDS, SumSpeed, estimate_cost
 
 # The model of examples/measure/measure_300m.py.
 SHAPE: dict[str, Any] = {
@@ -68,3 +70,57 @@ def test_stages_add_up_whatever_the_cut() -> None:
         for model in (estimate_cost(cut, **SHAPE) for cut in ([(0, 16)], HALVES, [(0, 1), (1, 9), (9, 16)]))
     ]
     assert totals == pytest.approx([totals[0]] * 3)
+
+
+@pytest.mark.parametrize("device", sorted(DEVICE_SPEEDS))
+def test_shards_have_their_part_of_the_layers_and_two_sums_a_layer(device: str) -> None:
+    speed = DEVICE_SPEEDS[device]
+    assert speed.sums is not None
+    cut: list[tuple[int, int]] = [(0, 3), (3, 4)]
+    (whole, whole_last), (first, last) = (
+        estimate_cost(cut, **SHAPE | {"speed": speed}, shards=shards).stages for shards in (1, 4)
+    )
+    weights = 1024 * 64 * (16 + 8 + 8 + 16) + 3 * 1024 * 3712
+    sum_s, byte_s = speed.sums.fixed_s(4), speed.sums.byte_s(4)
+    assert first.a0 == pytest.approx(3 * (2 * weights / 4 / speed.bytes_per_s + speed.layer_s + 2 * sum_s))
+    assert first.a1 == pytest.approx(3 * speed.tile * (2 * weights / 4 / speed.flops[2] + 2 * byte_s * 1024 * 2))
+    assert (first.a2, first.a3) == pytest.approx((whole.a2 / 4, whole.a3 / 4))
+    assert first.page_bytes * 4 == whole.page_bytes
+    # The head is whole on every shard.
+    assert last.head_s == whole_last.head_s
+    assert last.a0 - first.a0 / 3 == pytest.approx(whole_last.a0 - whole.a0 / 3)
+
+
+def test_a_sum_takes_its_hops_and_one_shard_makes_none() -> None:
+    ring, gather = SumSpeed(5.0, 2.0, 100.0), SumSpeed(5.0, 2.0, 100.0, gathers=True)
+    assert (ring.fixed_s(4), ring.byte_s(4)) == (5 + 6 * 2, pytest.approx(6 / 4 / 100))
+    assert (gather.fixed_s(4), gather.byte_s(4)) == (5 + 3 * 2, pytest.approx(3 / 100))
+    assert ring.byte_s(2) == gather.byte_s(2)  # either way each sends all of it once
+    assert {(one.fixed_s(1), one.byte_s(1)) for one in (ring, gather)} == {(0.0, 0.0)}
+
+
+def test_one_shard_needs_no_sums_and_two_do() -> None:
+    alone = SHAPE | {"speed": replace(DEVICE_SPEEDS["cpu"], sums=None)}
+    assert estimate_cost(HALVES, **alone) == estimate_cost(HALVES, **SHAPE)
+    with pytest.raises(AssertionError, match="what a sum takes"):
+        estimate_cost(HALVES, **alone, shards=2)
+
+
+def test_shards_are_worth_it_where_there_is_much_to_read() -> None:
+    """Half of 300M weights in twice the time that a sum over gloo takes is none; of 70B over NVLink it is."""
+    small = [estimate_cost([(0, 16)], **SHAPE, shards=shards).stages[0].a0 for shards in (1, 2)]
+    assert small[1] > 0.5 * small[0]
+    large = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64, "head_dim": 128}
+    large |= {"speed": DEVICE_SPEEDS["cuda"]}
+    whole, split = (estimate_cost([(0, 16)], **large, shards=shards).stages[0] for shards in (1, 8))
+    assert split.a0 < 0.3 * whole.a0 and split.a1 < 0.3 * whole.a1
+
+
+@pytest.mark.parametrize("cut", [[(0, 8), (8, 16)], [(0, 5), (5, 11), (11, 16)]])
+def test_another_cut_of_sharded_stages_is_what_the_estimate_makes_of_it(cut: list[tuple[int, int]]) -> None:
+    """The head is told from the layers by what a layer takes elsewhere, sums included."""
+    three = estimate_cost([(0, 6), (6, 12), (12, 16)], **SHAPE, shards=2)
+    again, direct = recut(three, cut), estimate_cost(cut, **SHAPE, shards=2)
+    for load in (Load(256, 3e4, 0, 0), Load(0, 0, 30, 20_000)):
+        for stage in range(len(cut)):
+            assert again.seconds(stage, load) == pytest.approx(direct.seconds(stage, load), rel=1e-6)

@@ -29,7 +29,7 @@ LINKS = tuple(EdgeLink(1e-4 * (edge + 1), 1e9, 2e-3 if edge == 1 else 0.0) for e
 
 
 def test_a_profile_comes_back_from_json() -> None:
-    for profile in (PROFILE, replace(PROFILE, links=LINKS)):
+    for profile in (PROFILE, replace(PROFILE, links=LINKS), replace(PROFILE, tensor_parallel_size=2)):
         assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
@@ -46,6 +46,11 @@ def test_links_of_edges_need_no_added_latency_and_are_as_many_as_stages() -> Non
     data["links"] = [dict(data["links"][0], bytes_per_s=0)] * len(LINKS)
     with pytest.raises(InputError, match="'bytes_per_s' is 0; it must be above 0"):
         Profile.from_json(data)
+
+
+def test_only_profiles_of_shards_name_them() -> None:
+    assert "tensor_parallel_size" not in PROFILE.to_json()
+    assert replace(PROFILE, tensor_parallel_size=4).to_json()["tensor_parallel_size"] == 4
 
 
 def test_a_profile_written_by_hand_needs_no_drift() -> None:
@@ -70,6 +75,7 @@ def test_a_profile_written_by_hand_needs_no_drift() -> None:
         (["link", "bytes_per_s"], 0, "'bytes_per_s' is 0; it must be above 0"),
         (["links"], {}, "'links' must be a list with one object for each edge"),
         (["pages"], 1.5, "'pages' is 1.5"),
+        (["tensor_parallel_size"], 0, "'tensor_parallel_size' is 0; it must be an integer of at least 1"),
         (["drift"], 0.1, "'drift' is 0.1; it must be an object"),
         (["drift", "seconds"], 0, "'seconds' is 0; it must be above 0"),
         (["dtype"], "int4", "'dtype' is 'int4'; it must be one of float32, bfloat16, float16"),

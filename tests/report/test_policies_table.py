@@ -52,6 +52,18 @@ def test_the_floor_of_equal_stages_is_nothing_and_of_no_compute_unknown():
     assert bubble_floor({"per_stage": [{"compute_s": 0.0}]}) is None
 
 
+def test_replicas_share_the_requests_and_their_floor_is_of_each():
+    runs = json.loads(simulated("--replicas", "2", "--stages", "4", "--json"))["runs"]
+    assert runs[0]["replicas"] == 2 and runs[0]["completed"] == 12
+    assert [(one["replica"], one["stage"]) for one in runs[0]["per_stage"]] == [
+        (r, s) for r in (0, 1) for s in range(4)
+    ]
+    assert sum(one["requests"] for one in runs[0]["per_replica"]) == 12
+    per_stage = [{"replica": r, "compute_s": s} for r, s in ((0, 2.0), (0, 2.0), (1, 1.0), (1, 1.0))]
+    assert bubble_floor({"per_stage": per_stage}) == 0
+    assert bubble_floor({"per_stage": [*per_stage[:3], {"replica": 1, "compute_s": 3.0}]}) == pytest.approx(0.2)
+
+
 def table(document):
     console = Console(width=80, record=True)
     console.print(render_policies(document))

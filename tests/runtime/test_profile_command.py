@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from sarathi_pp.core.policy.calibration import make_timetable
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.sizing import saturation
+from sarathi_pp.trace.events import Compute
+from sarathi_pp.trace.recorder import read_trace
 from tests.runtime.processes import COMMAND, ROOT, Files, console_script, environment, run, torchrun
 
 pytestmark = pytest.mark.timeout(180)
@@ -123,6 +126,28 @@ def test_torchrun_profiles_too_and_over_an_earlier_one(tmp_path: Path) -> None:
     assert not (folder / "run" / "attempt-0007").exists() and (folder / "run" / "run.json").exists()
 
 
+def test_stages_that_two_ranks_hold_together_are_measured_with_their_sums(tmp_path: Path) -> None:
+    shape = ("--model", str(ADDER), "--stages", "1", "--tensor-parallel-size", "2")
+    options = ("-o", "profile.json", "--run-dir", "run", "--json", *SMALL)
+    done = run((*COMMAND, "profile", *shape, *options), tmp_path, timeout_s=170)
+    document = json.loads(done.stdout.splitlines()[-1])
+    profile = Profile.from_json(json.loads((tmp_path / "profile.json").read_text()))
+    assert (profile.tensor_parallel_size, document["tensor_parallel_size"]) == (2, 2)
+    (stage,) = profile.cost.stages
+    assert stage.page_bytes == 5 * 4096 // 2 and profile.pages == (4 << 20) // stage.page_bytes
+    (trace,) = (tmp_path / "run").glob("attempt-0000/trace-*.jsonl")
+    spans = [event for event in read_trace(trace) if isinstance(event, Compute)]
+    sums_s = median(event.collective_s for event in spans if event.collective_s is not None)
+    # Ten sums a microbatch are most of what a token takes here, so a fit without them would be far below this.
+    assert sums_s > 0 and profile.cost.seconds(0, _chunk(1)) > 0.5 * sums_s
+    found = json.loads(run((*COMMAND, "plan", *shape, "--profile", "profile.json", "--json"), tmp_path).stdout)
+    assert found["notes"] == [] and found["tensor_parallel_size"] == 2
+    files = Files(tmp_path)
+    files.write_prompts([(5, 6, 7)], max_new_tokens=2)
+    said = run((*COMMAND, *files.options(ADDER, "--profile", "profile.json")), tmp_path).stderr
+    assert "was measured with --tensor-parallel-size 2, and this run has 1" in " ".join(said.split())
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -131,6 +156,7 @@ def test_torchrun_profiles_too_and_over_an_earlier_one(tmp_path: Path) -> None:
         (("--model", str(ADDER), "-o", "none/p.json"), 74, "no directory that can be written to"),
         (("--model", str(ADDER), "-o", "p.json", "--stages", "6"), 2, "more than the model's 5 layers"),
         (("--model", str(ADDER), "-o", "p.json", "--run-dir", "."), 2, "the run directory . exists"),
+        (("--model", str(ADDER), "-o", "p.json", "--tp-size", "3"), 2, "2 KV heads, which is no multiple of it"),
         (
             (
                 "--model",

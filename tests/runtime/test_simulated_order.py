@@ -10,7 +10,7 @@ import pytest
 
 from sarathi_pp.report.policies import bubble_floor
 from sarathi_pp.runtime.profile_file import read_profile
-from sarathi_pp.sim.experiment import Experiment, simulate
+from sarathi_pp.sim.experiment import Experiment, report_of, simulate
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.bubbles import measure_bubbles
 from tests.runtime.processes import COMMAND, Files, least_disturbed, run
@@ -52,3 +52,36 @@ def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> Non
     assert predicted.wall_s == pytest.approx(report["wall_s"], rel=0.1)
     assert predicted.bubble_ratio == pytest.approx(report["bubble_ratio"], abs=0.03)
     assert bubble_floor(report) == pytest.approx(0, abs=0.02)
+
+
+def test_replicas_of_a_gloo_run_and_of_its_simulation_agree(tmp_path: Path) -> None:
+    """16 requests, of which each replica holds 6 at first: the others are given as those end."""
+    workload = parse_workload("fixed:n=16,prompt=48,output=4")
+    path = write_profile(tmp_path / "profile.json", 2, **COSTS)
+    seats = {"chunk_size": 48, "max_num_seqs": 3}
+    experiment = Experiment(profile=read_profile(path), workload=workload, policy="sarathi", replicas=2, **seats)
+    predicted = report_of(experiment)
+
+    def measure(folder: Path) -> dict[str, Any]:
+        files = Files(folder)
+        prompts = [request.prompt_token_ids for request in workload.requests()]
+        files.write_prompts(prompts, max_new_tokens=4, ignore_eos=True)
+        where = ("--input", str(files.input), "--output", str(files.output), "--replicas", "2", "--stages", "2")
+        options = ("--policy", "sarathi", "--chunk-size", "48", "--max-num-seqs", "3", "--quiet")
+        run((*COMMAND, "generate", "--emulate", str(path), *where, *options), folder, timeout_s=120)
+        assert len(files.rows()) == 16
+        return files.report()
+
+    def off(report: dict[str, Any]) -> float:
+        return max(abs(report["bubble_ratio"] - predicted["bubble_ratio"]), abs(_longer(report, predicted)) / 5)
+
+    report = least_disturbed(measure, tmp_path, off)
+    assert {*predicted} <= {*report}
+    assert [one["requests"] for one in report["per_replica"]] == [8, 8]
+    assert [one["requests"] for one in predicted["per_replica"]] == [8, 8]
+    assert _longer(report, predicted) == pytest.approx(0, abs=0.1)
+    assert predicted["bubble_ratio"] == pytest.approx(report["bubble_ratio"], abs=0.03)
+
+
+def _longer(report: dict[str, Any], predicted: dict[str, Any]) -> float:
+    return float(predicted["wall_s"] / report["wall_s"] - 1)

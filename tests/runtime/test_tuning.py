@@ -109,6 +109,15 @@ def test_times_of_another_dtype_or_device_are_warned_of(tmp_path: Path, facts: M
     assert "was measured on cpu, and this run is on cuda" in said
 
 
+def test_times_of_other_shards_are_warned_of(tmp_path: Path, facts: ModelFacts) -> None:
+    (said,) = profile_mismatch(config(tmp_path, tensor_parallel_size=2), facts)
+    assert said.endswith("was measured with --tensor-parallel-size 1, and this run has 2")
+    sharded = replace(HEAVY, tensor_parallel_size=2)
+    (said,) = profile_mismatch(config(tmp_path, sharded), facts)
+    assert said.endswith("was measured with --tensor-parallel-size 2, and this run has 1")
+    assert list(profile_mismatch(config(tmp_path, sharded, tensor_parallel_size=2), facts)) == []
+
+
 def test_an_estimate_reads_the_models_own_sizes() -> None:
     facts = check_model(ADDER)
     model = estimated_cost(ADDER, facts, [(0, 3), (3, 5)], dtype="float32", device="cpu", page_size=16)
@@ -116,3 +125,11 @@ def test_an_estimate_reads_the_models_own_sizes() -> None:
     weights = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 192
     assert first.a1 == pytest.approx(3 * 2 * weights / 1e11)
     assert first.page_bytes == 16 * 3 * 2 * 2 * 16 * 4
+
+
+def test_an_estimate_of_shards_is_of_each() -> None:
+    facts = check_model(ADDER)
+    options = {"dtype": "float32", "device": "cpu", "page_size": 16}
+    whole, half = (estimated_cost(ADDER, facts, [(0, 5)], **options, shards=shards).stages[0] for shards in (1, 2))
+    assert (half.a3, half.page_bytes) == (whole.a3 / 2, whole.page_bytes / 2)
+    assert half.a0 > whole.a0  # sums over gloo, of a model that is read in microseconds

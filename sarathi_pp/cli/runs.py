@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sarathi_pp.bench.profile import Fit
 
 _ATTEMPT = re.compile(r"attempt-\d{4,}")
+_REPLICA = re.compile(r"replica-(\d{4,})")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # What no trace holds, from run.json.
 _NAMES = ("model", "dtype", "attention")
@@ -155,8 +156,11 @@ def _find_replica(run: Path, folder: Path, earlier: str) -> list[Path]:
 
 def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
     """Each host keeps its own stages' traces until the run ends in order, when they come to rank 0."""
-    hosts = _known(run).get("hosts") or []  # by seat: those of replica 0 come first
-    where = [f"{stage} ({hosts[stage]})" if stage < len(hosts) else str(stage) for stage in missing]
+    known, named = _known(run), _REPLICA.fullmatch(attempt.name)
+    hosts, shards = known.get("hosts") or [], known.get("tensor_parallel_size") or 1
+    first = int(named[1]) * expected if named else 0
+    at = {stage: (first + stage) * shards for stage in missing}  # by seat: a replica's stages, a stage's ranks
+    where = [f"{stage} ({hosts[at[stage]]})" if at[stage] < len(hosts) else str(stage) for stage in missing]
     return (
         f"{attempt} holds {expected - len(missing)} of {expected} traces; missing: stage {', '.join(where)}"
         f"\n  try  again once the run has ended; if it was killed, copy the missing ones here, from the run directory"

@@ -119,7 +119,9 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         note(error.exit_code)
 
     def note(code: int) -> None:
-        if mine and (code or rank.rank == 0):
+        # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
+        others = code == PeerLostError.exit_code or (code and checked.config.replicas == 1)
+        if mine and (others or rank.rank == 0):
             mine[-1].write_exit_code(code)
 
     # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.
@@ -246,4 +248,7 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
         driver = rank.driver(checked.defaults.eos_token_ids, tokenizer.stop_checker, observe, display.warn)
         asked = driver.run(source, sink, signals.asked)
         driver.close()
-    return {"resumed": resumed, "stopped_by": Signal(asked.number).name if asked is not None else None}
+    stopped_by = Signal(asked.number).name if asked is not None else None
+    # What a lost replica has answered is in no trace that is folded.
+    counts = {"completed": sink.num_finished, "failed": sink.num_failed} if run.replicas > 1 else {}
+    return {"resumed": resumed, "stopped_by": stopped_by, **counts}

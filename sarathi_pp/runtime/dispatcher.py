@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from sarathi_pp.core.request import Completion
@@ -27,21 +27,12 @@ from sarathi_pp.runtime.sink import Sink
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import Source
 from sarathi_pp.trace.clock import Clock
-from sarathi_pp.wire.post import PostReceiver, PostSender
+from sarathi_pp.wire.post import Remote
 
 # How often rank 0 looks for what nobody tells it of: rows that arrive, a signal, the end of what a stop allows.
 _LOOK_S = 0.05
 # For a replica that was told to stop to say how far it came.
 _ECHO_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """The other end of the edges between rank 0 and a leader. name: of its rank, for messages."""
-
-    name: str
-    outgoing: PostSender
-    incoming: PostReceiver
 
 
 class Dispatcher:
@@ -77,7 +68,9 @@ class Dispatcher:
         self._local: deque[Row] = deque()  # for replica 0's engine
         self._source: Source | None = None
         self._sink: Sink | None = None
+        self._runs = 0
         self._shared_out = False
+        self._writing = 0  # rows that have ended and are on their way into the sink
         self._stopped: Asked | None = None
         self._failure: BaseException | None = None
         self._lost: dict[int, SarathiError] = {}
@@ -95,8 +88,10 @@ class Dispatcher:
 
     def run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None] = lambda: None) -> Asked | None:
         """See Engine.run."""
-        self._source, self._sink, self._shared_out = source, sink, False
-        sharing = threading.Thread(target=self._share_out, name="share out", daemon=True)
+        with self._changed:
+            self._source, self._sink, self._shared_out = source, sink, False
+            self._runs += 1
+        sharing = threading.Thread(target=self._share_out, args=(self._runs,), name="share out", daemon=True)
         sharing.start()
 
         def heard() -> Asked | None:
@@ -110,7 +105,7 @@ class Dispatcher:
                 return self._watch_over(heard)
             try:
                 return self._engine.run(_LocalSource(self), _LocalSink(self), heard)
-            except (PeerLostError, MemoryLostError) as error:
+            except (PeerLostError, MemoryLostError, ProtocolError) as error:
                 if not self._lose(0, error):
                     raise
                 return self._watch_over(heard)
@@ -151,15 +146,19 @@ class Dispatcher:
             return not self._local and self._failure is None and self._is_over()
 
     def finish(self, replica: int, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        assert self._sink is not None
-        # First: whoever hears that all have ended closes it.
-        self._sink.finish(row, completion, metrics)
-        self._end(replica, row, len(completion.token_ids))
+        """Replica 0's engine answers."""
+        assert self._sink is not None and row.request is not None
+        with self._ending(replica, row.request.index, len(completion.token_ids)):
+            self._sink.finish(row, completion, metrics)
 
     def fail(self, replica: int, row: Row, error: RowError) -> None:
+        """A request of replica 0's, or a row that could not run and was never shared out."""
         assert self._sink is not None
-        self._sink.fail(row, error)
-        self._end(replica, row, 0)
+        if row.request is None:
+            self._sink.fail(row, error)
+            return
+        with self._ending(replica, row.request.index, 0):
+            self._sink.fail(row, error)
 
     def withdraw(self) -> None:
         """Replica 0's engine begins nothing more."""
@@ -168,20 +167,31 @@ class Dispatcher:
 
     # And this by any thread.
 
-    def _end(self, replica: int, row: Row, num_output_tokens: int) -> None:
-        if row.request is None:
-            return  # it was never shared out
+    @contextmanager
+    def _ending(self, replica: int, index: int, num_output_tokens: int) -> Iterator[Row | None]:
+        """While inside, its line is written; None where that replica does not hold it (any more).
+
+        From here on nobody gives it to another replica, and until the end of it nobody closes the sink.
+        """
         with self._changed:
-            self._shares.end(replica, row.request.index, num_output_tokens)
-            del self._rows[row.request.index]
-            self._changed.notify_all()
+            row = self._rows.pop(index) if self._shares.holds(replica, index) else None
+            if row is not None:
+                self._shares.end(replica, index, num_output_tokens)
+            self._writing += 1
+        try:
+            yield row
+        finally:
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
 
     def _is_over(self) -> bool:
         """Nothing more is to be answered. With the lock held."""
         told = self._stopped
         if told is not None and self._clock.now() > told.until_s + _ECHO_S:
             return True
-        return self._shared_out and not self._returned and not any(map(self._shares.num_held, self._remotes))
+        elsewhere = any(map(self._shares.num_held, self._remotes))
+        return self._shared_out and not self._returned and not elsewhere and not self._writing
 
     def _watch_over(self, heard: Callable[[], Asked | None]) -> Asked | None:
         """Without an engine of its own: until the other replicas have answered everything. Returns as Engine.run."""
@@ -210,31 +220,34 @@ class Dispatcher:
         text = encode(Stop(told.number, max(0.0, left_s) if left_s < float("inf") else None))
         for replica in self._remotes:
             if replica not in self._lost:
-                self._tell(replica, text)
+                # One that takes nothing any more must not keep this thread from finishing its own.
+                threading.Thread(target=self._tell, args=(replica, text), name="tell to stop", daemon=True).start()
 
-    def _share_out(self) -> None:
+    def _share_out(self, run: int) -> None:
+        """run: its number; what an earlier one has left behind ends."""
         try:
-            while True:
-                rows = self._next_rows()
-                if rows is None:
-                    return
-                for row in rows:
-                    self._give(row)
+            while (rows := self._next_rows(run)) is not None:
+                for number, row in enumerate(rows):
+                    if not self._give(row):
+                        with self._changed:
+                            self._returned.extendleft(reversed(rows[number:]))
+                        break
         except BaseException as error:  # raised by take, in the thread that can do something about it
             self._fail(error)
 
-    def _next_rows(self) -> list[Row] | None:
+    def _next_rows(self, run: int) -> list[Row] | None:
         """Rows for which there is room, waited for; None once there are none left and none can come back."""
         source = self._source
         assert source is not None
         while True:
             with self._changed:
-                if self._shared_out or self._failure is not None:
+                if self._shared_out or self._failure is not None or run != self._runs:
                     return None
                 room = self._shares.room
                 if room and self._returned:
                     return [self._returned.popleft() for _ in range(min(room, len(self._returned)))]
                 exhausted = source.exhausted
+                # What is not answered yet may come back.
                 if exhausted and not self._returned and not (self._rows and self._stopped is None):
                     self._shared_out = True
                     self._changed.notify_all()
@@ -246,26 +259,28 @@ class Dispatcher:
                 return rows
             source.wait(_LOOK_S)
 
-    def _give(self, row: Row) -> None:
-        """To the replica that has least to do. What cannot run is replica 0's to tell, whose trace counts it."""
+    def _give(self, row: Row) -> bool:
+        """To the replica that has least to do; False where none has room, since one was lost.
+
+        What cannot run is replica 0's to tell, whose trace counts it.
+        """
         request = row.request
         with self._changed:
             if self._stopped is not None:
-                return
-            if request is None:
-                self._local.append(row)
-                self._changed.notify_all()
-                return
-            if not self._shares.room:  # a replica was lost since
-                self._returned.appendleft(row)
-                return
-            replica = self._shares.give(request)
-            self._rows[request.index] = row
+                return True  # it waits for another run
+            replica = 0
+            if request is not None:
+                if not self._shares.room:
+                    return False
+                replica = self._shares.give(request)
+                self._rows[request.index] = row
             if replica == 0:
                 self._local.append(row)
                 self._changed.notify_all()
-                return
+                return True
+        assert request is not None
         self._tell(replica, encode(Ask(request)))
+        return True
 
     def _tell(self, replica: int, text: bytes) -> None:
         try:
@@ -296,20 +311,23 @@ class Dispatcher:
         if isinstance(errand, Watch):
             self._saw(replica, errand.snapshot)
             return
+        name = self._remotes[replica].name
         if not isinstance(errand, (Answer, Failure)):
-            raise ProtocolError(f"a {type(errand).__name__} from {self._remotes[replica].name}")
-        with self._changed:
-            row = self._rows.get(errand.index) if self._shares.holds(replica, errand.index) else None
-        if row is None:
-            raise ProtocolError(f"{self._remotes[replica].name} answers request {errand.index}, which it was not given")
-        assert row.request is not None
-        try:
-            if isinstance(errand, Answer):
-                self.finish(replica, row, errand.completion(row.request), errand.metrics)
-            else:
-                self.fail(replica, row, errand.error)
-        except SarathiError as error:  # the sink's, and no fault of the replica's
-            self._fail(error)
+            raise ProtocolError(f"a {type(errand).__name__} from {name}")
+        num_tokens = len(errand.token_ids) if isinstance(errand, Answer) else 0
+        with self._ending(replica, errand.index, num_tokens) as row:
+            if row is None:
+                if replica in self._lost:
+                    return  # somebody else has it by now
+                raise ProtocolError(f"{name} answers request {errand.index}, which it was not given")
+            assert row.request is not None and self._sink is not None
+            try:
+                if isinstance(errand, Answer):
+                    self._sink.finish(row, errand.completion(row.request), errand.metrics)
+                else:
+                    self._sink.fail(row, errand.error)
+            except SarathiError as error:  # the sink's, and no fault of the replica's
+                self._fail(error)
 
     def _lose(self, replica: int, error: SarathiError) -> bool:
         """Its requests go back to those that wait; False where no replica is left that could run them: the run ends."""
@@ -323,17 +341,16 @@ class Dispatcher:
                 kept = [row for row in self._local if row.request is None]
                 self._local.clear()
                 self._local.extend(kept)
-            if self._stopped is None:
+            goes_on = self._stopped is None
+            if goes_on:
                 self._returned.extendleft(reversed(rows))
-                self._shared_out = False
             left = bool(self._shares.present)
             if not left and self._failure is None:
                 self._failure = error
             self._changed.notify_all()
         if left:
-            self._warn(
-                f"replica {replica} was lost: {error}; its {len(rows)} unfinished requests go to the other replicas"
-            )
+            become = "go to the other replicas" if goes_on else "wait for --resume, since the run was told to stop"
+            self._warn(f"replica {replica} was lost: {error}; its {len(rows)} unfinished requests {become}")
         return left
 
     def _fail(self, error: BaseException) -> None:

@@ -291,4 +291,4 @@ def _not_finite(token: int, first_bad: int) -> str:
     text = f"token {token} had NaN or infinite logits"
     if first_bad < 0:
         return f"{text}; --debug-nan tells at which stage they begin"
-    return f"{text}; stage {first_bad} (rank {first_bad}) was the first with such values"
+    return f"{text}; stage {first_bad} was the first with such values"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sarathi_pp.errors import PeerLostError
+from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.wire.mesh import Seat
@@ -15,7 +15,7 @@ def gather(
     topology: Topology,
     run_dir: RunDirectory,
     replicas: Sequence[int],
-    give_up: Callable[[int, PeerLostError], None],
+    give_up: Callable[[int, SarathiError], None],
     *,
     sends: bool,
 ) -> list[list[Path]]:
@@ -31,7 +31,7 @@ def gather(
             try:
                 seats = [Seat(replica, stage, 0) for stage in range(topology.mesh.stages)]
                 found.append([_fetch(topology, run_dir, one) for one in seats])
-            except PeerLostError as error:
+            except (PeerLostError, ProtocolError) as error:
                 give_up(replica, error)
     elif seat.shard == 0:
         topology.send_numbers([float(sends)], 0)

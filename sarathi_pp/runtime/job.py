@@ -32,7 +32,7 @@ from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, resolve
 from sarathi_pp.runtime.cuda_timer import CudaTimer
-from sarathi_pp.runtime.dispatcher import Dispatcher, Remote
+from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.emulated import EmulatedStages, over_link
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.gather import gather
@@ -56,6 +56,7 @@ from sarathi_pp.trace.summary import Analyse
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import Receiver
+from sarathi_pp.wire.post import Remote
 from sarathi_pp.wire.torch_channel import Payloads
 
 T = TypeVar("T")
@@ -142,6 +143,7 @@ class Job:
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
         self._upstream, self._runner = self._connect()
+        self._remotes = [self._remote(rank) for rank in self._others_to_talk_to()]
         self._topology.exchange({})
 
     def driver(
@@ -156,7 +158,7 @@ class Job:
             return self._engine(eos_token_ids, stop_checkers, observe, warn)
         self._dispatcher = Dispatcher(
             lambda seen: self._engine(eos_token_ids, stop_checkers, seen, warn),
-            [self._remote(self.mesh.leader(replica)) for replica in range(1, self.mesh.replicas)],
+            self._remotes,
             most_held(self.run.max_num_seqs),
             self.mesh.stages,
             self._clock,
@@ -167,12 +169,18 @@ class Job:
 
     def lead(self, eos_token_ids: Collection[int], stop_checkers: StopCheckers) -> None:
         """Another replica's leader: answer what rank 0 asks until it says goodbye."""
-        rank0 = self._remote(0)
+        (rank0,) = self._remotes
         source, sink = RemoteSource(rank0.incoming, self._clock, self._offset.offset_s), RemoteSink(rank0.outgoing)
         engine = self._engine(eos_token_ids, stop_checkers, sink.observe)
         engine.run(source, sink, source.asked)
         engine.close()
         sink.close()
+
+    def _others_to_talk_to(self) -> list[int]:
+        """Of requests and answers: rank 0 with the other leaders, in order, and they with rank 0."""
+        if not self.seat.leads or self.mesh.replicas == 1:
+            return []
+        return [0] if self.place.rank else [self.mesh.leader(replica) for replica in range(1, self.mesh.replicas)]
 
     def _remote(self, rank: int) -> Remote:
         timeout_s = self.run.peer_timeout_s
@@ -282,10 +290,12 @@ class Job:
             raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
         report: dict[str, Any] | None = None
         for report in analyse(traces, {**self._report_facts(), **(facts or {})}):
+            # Answers are counted as they are written; those of a lost replica are requests that no trace tells of.
+            report["requests"] = max(report["requests"], report["completed"] + report["failed"])
             self._run_dir.write_report(report)
         return report
 
-    def _give_up(self, replica: int, error: PeerLostError) -> None:
+    def _give_up(self, replica: int, error: SarathiError) -> None:
         """Raises it where there is no other."""
         if self.mesh.replicas == 1:
             raise error
@@ -413,6 +423,7 @@ class Job:
             clock_offset_s=0.0 if leads else offset.offset_s,
             clock_uncertainty_s=offset.uncertainty_s,
             replica=self.seat.replica,
+            num_replicas=self.mesh.replicas,
             replica_offset_s=offset.offset_s if leads else 0.0,
         )
 
@@ -427,7 +438,6 @@ class Job:
             "max_num_seqs": self.run.max_num_seqs,
             "max_model_len": self.run.max_model_len,
             "request_rate": self.run.request_rate,
-            **({"lost_replicas": sorted(self._lost)} if self.mesh.replicas > 1 else {}),
             **({"tensor_parallel_size": self.mesh.shards} if self.mesh.shards > 1 else {}),
             **self._memory(),
         }

@@ -23,6 +23,7 @@ from sarathi_pp.runtime.place import (
     RESTART_VARIABLE,
     STORE_VARIABLE,
     Place,
+    begun_mark,
     heeded_mark,
     stopped_mark,
 )
@@ -107,7 +108,7 @@ class Workers:
     def _cause(self, codes: Mapping[int, int | None]) -> int:
         """The run's exit code, from those of its ranks."""
         first = codes[self._first_rank]
-        if self._mesh.replicas > 1 and first is not None and first >= 0 and first != PeerLostError.exit_code:
+        if self._may_lose_replicas() and first is not None and first >= 0 and first != PeerLostError.exit_code:
             return first  # it has answered for all replicas, or knows why not
         failed = [code for code in codes.values() if code]
         causes = [code for code in failed if code > 0 and code != PeerLostError.exit_code]
@@ -116,9 +117,12 @@ class Workers:
     def _is_over(self, codes: Mapping[int, int | None]) -> bool:
         if None not in codes.values():
             return True
-        if self._mesh.replicas > 1:
+        if self._may_lose_replicas():
             return codes[self._first_rank] is not None
         return any(codes.values())
+
+    def _may_lose_replicas(self) -> bool:
+        return self._mesh.replicas > 1 and begun_mark(self.store).exists()
 
     def _codes(self, say: Callable[[str], None]) -> dict[int, int | None]:
         """Exit code by rank, the negative signal of one that was killed, None of one that still runs."""

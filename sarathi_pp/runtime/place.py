@@ -154,6 +154,11 @@ def heeded_mark(store: str | Path) -> Path:
     return Path(f"{store}.heeded")
 
 
+def begun_mark(store: str | Path) -> Path:
+    """The file that is there once all ranks have been set up: from then on a replica may be lost."""
+    return Path(f"{store}.begun")
+
+
 def stopped_mark(store: str | Path) -> Path:
     """The file that is there once a signal has ended what our launcher started, and not a lost stage."""
     return Path(f"{store}.stopped")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
-from sarathi_pp.runtime.place import Place, heeded_mark, mesh_of, stopped_mark
+from sarathi_pp.runtime.place import Place, begun_mark, heeded_mark, mesh_of, stopped_mark
 from sarathi_pp.runtime.preflight import Preflight
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.signals import Signals
@@ -80,6 +80,8 @@ def _run_heeded(
             located,
             checked.profile,
         )
+    if place.store is not None and place.rank == 0:
+        begun_mark(place.store).touch()
     try:
         facts = drive(this)
         report = this.finish(analyse, facts)

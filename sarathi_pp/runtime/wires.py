@@ -9,13 +9,12 @@ from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.errors import SarathiError
-from sarathi_pp.runtime.dispatcher import Remote
 from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire import codec, post
 from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender
 from sarathi_pp.wire.order import downstream, forward_edges, upstream
-from sarathi_pp.wire.post import PostReceiver, PostSender
+from sarathi_pp.wire.post import PostReceiver, PostSender, Remote
 from sarathi_pp.wire.torch_channel import Payloads
 
 # Parcels under way between rank 0 and the leader of another replica.

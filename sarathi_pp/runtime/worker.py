@@ -95,6 +95,13 @@ class StageRunner:
     ) -> None:
         """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
         self._busy = True
+        try:
+            self._run(frame, hidden, arrived, release)
+            self._num_done += 1
+        finally:  # a rank whose stage is lost may go on with something else, and does not hang
+            self._busy = False
+
+    def _run(self, frame: MicroBatchFrame, hidden: Tensor | None, arrived: Mark, release: Callable[[], None]) -> None:
         clock, microbatch = self._clock, frame.microbatch
         for shard in self._shards:
             shard.reserve()
@@ -123,8 +130,6 @@ class StageRunner:
             self._downstream.send(ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)))
         # Sending may have waited for the device, so that it tells now, with the least room for doubt.
         self._settle()
-        self._num_done += 1
-        self._busy = False
 
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
         """The output, and whether it took a second attempt: the coordinator then asks for less at a time.

@@ -167,6 +167,7 @@ def trace_starts(experiment: Experiment, replica: int = 0) -> list[TraceStart]:
             num_pages=limits.num_pages,
             page_size=limits.page_size,
             replica=replica,
+            num_replicas=experiment.replicas,
         )
         for index, stage in enumerate(stages)
     ]

@@ -38,7 +38,8 @@ class TraceStart:
 
     at_s, unix_s: the same instant on the local monotonic clock and as unix time. layers: [first, end), global
     indices. num_pages: pages of the stage's KV shard. clock_uncertainty_s: half the best round trip by which
-    the offset was measured.
+    the offset was measured. replica: of which of num_replicas pipelines; "rank 0" above is then the rank that leads it,
+    and replica_offset_s what leads from that one's clock to the run's.
     """
 
     at_s: float
@@ -58,6 +59,7 @@ class TraceStart:
     clock_offset_s: float = 0.0
     clock_uncertainty_s: float = 0.0
     replica: int = 0
+    num_replicas: int = 1
     replica_offset_s: float = 0.0
     schema: str = SCHEMA
 

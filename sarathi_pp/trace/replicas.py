@@ -59,9 +59,14 @@ class Replica:
 
 
 def summarise_replicas(replicas: Sequence[Replica]) -> Report:
-    """One report of them all, with the keys of one pipeline's, and `replicas` and `per_replica` besides."""
-    if len(replicas) == 1:
+    """One report of them all, with the keys of one pipeline's, and `replicas` and what follows from it besides.
+
+    A replica that was lost has no part in it.
+    """
+    num_replicas = replicas[0].timeline.stages[0].start.num_replicas
+    if num_replicas == 1:
         return replicas[0].report
+    lost = sorted(set(range(num_replicas)) - {replica.index for replica in replicas})
     ran = [replica.window for replica in replicas if replica.bubbles.wall_s > 0]
     window = (min(begin for begin, _ in ran), max(end for _, end in ran)) if ran else (0.0, 0.0)
     wall_s = window[1] - window[0]
@@ -72,7 +77,8 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
     return {
         **reports[0],
         **total,
-        "replicas": len(replicas),
+        "replicas": num_replicas,
+        "lost_replicas": lost,
         "wall_s": wall_s,
         "total_tokens_per_s": _rate(total["prompt_tokens"] + total["output_tokens"], wall_s),
         "output_tokens_per_s": _rate(total["output_tokens"], wall_s),
@@ -85,7 +91,10 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
         "request_bubble_s": percentiles(chain.from_iterable(r.bubbles.request_bubble_s.values() for r in replicas)),
         **_latencies(replicas),
         "kv": _kv([report["kv"] for report in reports]),
-        "notes": [f"replica {one.index}: {note}" for one in replicas for note in one.report["notes"]],
+        "notes": [
+            *(f"replica {one.index}: {note}" for one in replicas for note in one.report["notes"]),
+            *(f"replica {one} has no part in these figures: it was lost, or its traces are elsewhere" for one in lost),
+        ],
         "per_replica": [{"replica": one.index, **{name: one.report[name] for name in _OF_EACH}} for one in replicas],
     }
 

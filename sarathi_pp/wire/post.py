@@ -8,6 +8,7 @@ An edge's buffers are as large as its largest message, and nobody knows how long
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ _PARCEL_BYTES = 64 << 10
 
 FRAME_BYTES = codec.SMALL_FRAME_BYTES
 PAYLOADS = Payloads(_PARCEL_BYTES, (), torch.uint8, torch.device("cpu"))
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Whom one can write to and hear from. name: of the rank, for messages."""
+
+    name: str
+    outgoing: PostSender
+    incoming: PostReceiver
 
 
 class PostSender:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from sarathi_pp.errors import PeerLostError
+from sarathi_pp.wire.torch_channel import peer_lost
 
 
 class ShardGroup:
@@ -34,20 +34,20 @@ class ShardGroup:
         depends on the place in the tensor.
         """
         begin_s = self._now()
+        in_order = self.size > 2 and x.device.type == "cpu"
+        parts = [torch.empty_like(x) for _ in range(self.size)] if in_order else []
         try:
-            if self.size == 2 or x.device.type != "cpu":
-                dist.all_reduce(x, group=self._group)
-            else:
-                parts = [torch.empty_like(x) for _ in range(self.size)]
+            if in_order:
                 dist.all_gather(parts, x.contiguous(), group=self._group)
-                x = parts[0]
-                for part in parts[1:]:
-                    x += part
+            else:
+                dist.all_reduce(x, group=self._group)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            silent = "timed out" in str(error).lower()
-            what = (
-                "has been silent for longer than --peer-timeout" if silent else "closed its connection: it died or left"
-            )
-            raise PeerLostError(f"{' or '.join(self._others)} {what}") from error
+            raise peer_lost(" or ".join(self._others), error) from error
+        if in_order:
+            x = parts[0]
+            for part in parts[1:]:
+                x += part
         self.spent_s += self._now() - begin_s
         return x

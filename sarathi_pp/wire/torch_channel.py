@@ -200,7 +200,7 @@ class TorchSender:
         try:
             dist.send(message, self._edge.peer, group=self._edge.group)
         except RuntimeError as error:
-            raise _peer_lost(self._edge, error) from error
+            raise peer_lost(self._edge.peer_name, error) from error
 
     def _queue_heartbeat(self) -> None:
         with self._order:
@@ -270,7 +270,7 @@ class TorchReceiver:
         try:
             work = dist.irecv(buffer, self._edge.peer, group=self._edge.group)
         except RuntimeError as error:
-            raise _peer_lost(self._edge, error) from error
+            raise peer_lost(self._edge.peer_name, error) from error
         assert work is not None, "this rank is in the edge's group"
         return work
 
@@ -278,7 +278,7 @@ class TorchReceiver:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _peer_lost(self._edge, error) from error
+            raise peer_lost(self._edge.peer_name, error) from error
 
     def _deliver(self, buffer: _Buffer) -> bool:
         """Pass one message on; True when it was the last."""
@@ -347,7 +347,8 @@ def _as_sarathi_error(error: BaseException) -> SarathiError:
     return internal
 
 
-def _peer_lost(edge: Edge, error: RuntimeError) -> PeerLostError:
+def peer_lost(name: str, error: RuntimeError) -> PeerLostError:
+    """What an error of gloo's or NCCL's says of the rank at the other end."""
     silent = "timed out" in str(error).lower()
     what = "has been silent for longer than --peer-timeout" if silent else "closed its connection: it died or left"
-    return PeerLostError(f"{edge.peer_name} {what}")
+    return PeerLostError(f"{name} {what}")

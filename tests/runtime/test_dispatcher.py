@@ -12,7 +12,7 @@ import torch
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import OutputError, PeerLostError, RowError, StoppedError
-from sarathi_pp.runtime.dispatcher import Dispatcher, Remote
+from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.signals import Asked
@@ -20,7 +20,7 @@ from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import MemorySource
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import QueueChannel
-from sarathi_pp.wire.post import PostReceiver, PostSender
+from sarathi_pp.wire.post import PostReceiver, PostSender, Remote
 
 CLOCK = SystemClock()
 pytestmark = pytest.mark.timeout(60)
@@ -318,3 +318,78 @@ def test_who_watches_sees_the_stages_of_all_replicas():
 
 def _fields(snapshot: Snapshot) -> dict[str, object]:
     return {name: getattr(snapshot, name) for name in Snapshot.__slots__}
+
+
+def test_an_answer_that_is_being_written_when_its_replica_is_lost_is_written_once():
+    """Who sends to a leader and who listens to it find out apart; between them an answer is on its way to the disk."""
+    writing, lost = threading.Event(), threading.Event()
+
+    class Slow(Sink):
+        def finish(self, row, completion, metrics):
+            if completion.token_ids == (1,) and not writing.is_set():
+                writing.set()
+                assert lost.wait(20)
+            super().finish(row, completion, metrics)
+
+    sink, first = Slow(), Engine(0, slow_s=0.002)
+    made, _ = dispatcher(first, Engine(1, slow_s=0.002))
+
+    def lose_it() -> None:
+        assert writing.wait(20)
+        made._lose(1, PeerLostError("its edge broke"))
+        lost.set()
+
+    threading.Thread(target=lose_it, daemon=True).start()
+    made.run(MemorySource(rows(60)), sink)
+    assert sink.ids() == sorted((f"id {index}" for index in range(60)), key=str)
+
+
+def test_a_replica_that_is_lost_when_all_is_answered_holds_nobody_up():
+    class Late(Engine):
+        """Loses another replica between its last answer and its look at whether there is more."""
+
+        def run(self, source, sink, asked=lambda: None):
+            class Watched:
+                @property
+                def exhausted(self):
+                    if source.exhausted:
+                        made._lose(1, PeerLostError("its leader died"))
+                    return source.exhausted
+
+                def __getattr__(self, name):
+                    return getattr(source, name)
+
+            return super().run(Watched(), sink, asked)
+
+    sink = Sink()
+    made, _ = dispatcher(Late(0, slow_s=0.001), Engine(1, slow_s=0.001))
+    made.run(MemorySource(rows(40)), sink)
+    assert len(sink.lines) == 40 and list(made.lost) == [1]
+
+
+def test_what_waits_for_room_keeps_its_order_when_a_replica_is_lost():
+    class Wide(MemorySource):
+        """Gives more than was asked for: as if a replica had been lost meanwhile."""
+
+        def take(self, limit):
+            return super().take(limit + 6)
+
+    taken = []
+
+    class Noting(Engine):
+        def run(self, source, sink, asked=lambda: None):
+            class Noted:
+                def take(self, limit):
+                    given = source.take(limit)
+                    taken.extend(row.request.index for row in given)
+                    return given
+
+                def __getattr__(self, name):
+                    return getattr(source, name)
+
+            return super().run(Noted(), sink, asked)
+
+    made, _ = dispatcher(Noting(0, a_turn=1), most=2)
+    made.run(MemorySource(rows(0)), Sink())
+    made.run(Wide(rows(30)), Sink())
+    assert taken == sorted(taken) and len(taken) == 30

@@ -8,7 +8,7 @@ import pytest
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
 from sarathi_pp.runtime.launcher import Workers, launch
-from sarathi_pp.runtime.place import heeded_mark
+from sarathi_pp.runtime.place import begun_mark, heeded_mark
 from sarathi_pp.wire.mesh import Mesh
 
 TWO = Mesh(stages=2)
@@ -87,6 +87,28 @@ def test_a_run_that_was_told_to_stop_is_not_started_again(ends):
 
     ends(told)
     assert launch(TWO, (), pytest.fail, max_restarts=2) == PeerLostError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("codes", "begun", "over", "code"),
+    [
+        ({0: None, 1: None, 2: None, 3: -9}, False, True, 75),  # not yet: who sets up waits for all
+        ({0: None, 1: None, 2: 75, 3: -9}, True, False, None),
+        ({0: 0, 1: 0, 2: 75, 3: -9}, True, True, 0),
+        ({0: 3, 1: 0, 2: None, 3: None}, True, True, 3),
+        ({0: 75, 1: 75, 2: 70, 3: 75}, True, True, 70),
+        ({0: -9, 1: 75, 2: 75, 3: 75}, True, True, 75),
+    ],
+)
+def test_once_all_are_set_up_a_replica_may_be_lost_and_rank_0_knows_how_the_run_ended(
+    codes, begun, over, code, tmp_path
+):
+    workers = Workers(tmp_path / "store", Mesh(replicas=2, stages=2))
+    if begun:
+        begun_mark(tmp_path / "store").touch()
+    assert workers._is_over(codes) == over
+    if over:
+        assert workers._cause(codes) == code
 
 
 STAND_IN = """#!{python}

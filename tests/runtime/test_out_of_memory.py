@@ -92,6 +92,18 @@ def test_there_is_no_third(failure):
     assert MemoryLostError.exit_code == 75
 
 
+def test_a_rank_that_shares_its_stage_makes_no_second_attempt_and_is_not_busy_afterwards():
+    """The others would not know of it, and wait for it in a sum. Rank 0 may go on with other replicas: it hangs not."""
+    clock = ManualClock()
+    edge: QueueChannel[Tensor] = QueueChannel(clock.now, 4)
+    stage = Starved(last=False, failures=[no_memory_on_the_host])
+    runner = StageRunner(stage, edge, NoRecorder(), clock, HostTimer(clock), index=1, collectives_s=lambda: 0.0)
+    microbatch = MicroBatch(0, (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),))
+    with pytest.raises(MemoryLostError, match=r"for a microbatch of 3 tokens: "):
+        runner.run(MicroBatchFrame(microbatch), None, Instant(0.0))
+    assert runner.progress() == (0, False)
+
+
 def test_other_errors_are_not_tried_again():
     with pytest.raises(RuntimeError, match="shapes do not match"):
         run(something_else)

@@ -14,21 +14,29 @@ from sarathi_pp.trace.timeline import Timeline
 from tests.trace.schedules import Schedule, constant
 
 
-def replica(index: int, microbatches: int, seconds: float, *, offset_s: float = 0.0) -> Replica:
+def replica(index: int, microbatches: int, seconds: float, *, offset_s: float = 0.0, cpu_share: float = 1.0) -> Replica:
     """A pipeline of two stages whose leader's clock is `offset_s` behind the run's; it begins when that shows 0."""
     traces: list[list[Event]] = []
-    for stage, events in enumerate(Schedule(microbatches, 2, constant(seconds)).events()):
+    for stage, events in enumerate(Schedule(microbatches, 2, constant(seconds), cpu_share=cpu_share).events()):
         first = events[0]
         assert isinstance(first, TraceStart)
-        traces.append([replace(first, replica=index, replica_offset_s=0.0 if stage else offset_s), *events[1:]])
+        offset_here_s = 0.0 if stage else offset_s
+        traces.append([replace(first, replica=index, num_replicas=2, replica_offset_s=offset_here_s), *events[1:]])
     timeline = Timeline.read(traces)
     timeline.check_order()
     return Replica.fold(timeline)
 
 
 def test_of_one_it_is_the_report_of_that_one():
-    alone = replica(0, 8, 1.0)
+    alone = Replica.fold(Timeline.read(Schedule(8, 2, constant(1.0)).events()))
     assert summarise_replicas([alone]) == summarise(Schedule(8, 2, constant(1.0)).events())
+
+
+def test_a_run_that_has_lost_all_but_one_says_so():
+    report = summarise_replicas([replica(1, 8, 1.0)])
+    assert (report["replicas"], report["lost_replicas"]) == (2, [0])
+    assert [one["replica"] for one in report["per_stage"]] == [1, 1] and len(report["per_replica"]) == 1
+    assert any("replica 0 has no part in these figures" in note for note in report["notes"])
 
 
 def test_the_window_is_from_the_first_issue_anywhere_to_the_last_result():
@@ -78,13 +86,10 @@ def test_a_strip_shows_when_in_the_run_a_stage_computed():
 
 
 def test_notes_say_of_which_replica_they_are():
-    shared = Schedule(8, 2, constant(1.0), cpu_share=0.5)
-    timeline = Timeline.read(shared.events())
-    report = summarise_replicas([Replica.fold(timeline), replica(1, 8, 1.0)])
+    report = summarise_replicas([replica(0, 8, 1.0, cpu_share=0.5), replica(1, 8, 1.0)])
     assert len(report["notes"]) == 1 and report["notes"][0].startswith("replica 0: cores were shared")
 
 
 def test_a_replica_that_ran_nothing_changes_no_window():
-    idle = Replica.fold(Timeline.read([events[:1] for events in Schedule(0, 2, constant(1.0)).events()]))
-    report = summarise_replicas([replica(0, 8, 1.0), replace(idle)])
+    report = summarise_replicas([replica(0, 8, 1.0), replica(1, 0, 1.0)])
     assert report["wall_s"] == pytest.approx(9.0) and report["completed"] == 8

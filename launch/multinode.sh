@@ -8,7 +8,7 @@
 #
 #   NNODES       nodes of the run: 1 by default
 #   NODE_RANK    this one's number, 0 to NNODES - 1: the static rendezvous; left out: c10d
-#   NPROC_PER_NODE  stages on this node, one a GPU: 1 by default
+#   NPROC_PER_NODE  ranks on this node, one a GPU: 1 by default
 #   MASTER_ADDR  name or address of node 0, or for c10d of the node that hosts the rendezvous
 #   MASTER_PORT  its port, 29500 by default: whoever reaches it can run code there, so close it to strangers
 #   RDZV_ID      name of the run, the same on its nodes and no other run's: for c10d only

@@ -77,7 +77,11 @@ pure() {
     local jobs=(-n auto)
     run_tests tests/core tests/trace tests/wire tests/sim
 }
-model() { run_tests tests/model tests/kernels; }
+# Arithmetic too, of one process a test: as many at a time as there are cores.
+model() {
+    local jobs=(-n auto)
+    run_tests tests/model tests/kernels
+}
 reports() {
     # The page is looked at in a browser. Only root can install one; without it those tests skip and say so.
     if ! command -v chromium >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
@@ -87,7 +91,14 @@ reports() {
     fi
     run_tests tests/report tests/bench tests/browser
 }
-runtime() { run_tests tests/runtime; }
+# Processes of their own, and bounds in seconds: one test after the other, but for what stays within its process.
+runtime() {
+    local bad=0 jobs=(-n auto)
+    run_tests tests/runtime/exact || bad=1
+    jobs=(--ignore=tests/runtime/exact)
+    run_tests tests/runtime || bad=1
+    return $bad
+}
 faults() { run_tests tests/faults; }
 launch() { run_tests tests/launch tests/packaging tests/examples; }
 

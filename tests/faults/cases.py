@@ -47,7 +47,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not", _SOAK)),
     8: ("a prompt of just that length, an output beyond it", (
         f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not",
-        "runtime/test_exactness.py::test_outputs_end_at_the_longest_legal_sequence")),
+        "runtime/exact/test_exactness.py::test_outputs_end_at_the_longest_legal_sequence")),
     9: ("a prompt above the whole KV pool", (
         f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not",)),
     10: ("sampling parameters out of range, or unknown", (
@@ -148,7 +148,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "faults/test_no_room.py::test_no_memory_in_the_middle_of_loading_is_not_taken_for_a_bad_checkpoint",
         f"{_INSIDE}no_memory_once_costs_no_answer", "runtime/test_out_of_memory.py::test_there_is_no_third")),
     41: ("a KV pool that decodes exhaust", (
-        "runtime/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),
+        "runtime/exact/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),
     42: ("pages that are lost or freed twice", (
         "core/test_pages.py::test_giving_back_twice_fails_at_once",
         "core/test_coordinator.py::test_drains_conserves_and_never_changes_an_output")),
@@ -165,7 +165,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "trace/test_summary.py::test_run_without_a_result_is_null_not_an_error",
         "trace/test_summary.py::test_one_microbatch", f"{_RESUME}what_is_done_is_not_done_again")),
     47: ("the same seed, cut and batched in other ways", (
-        "runtime/test_sampling_invariance.py::test_samples_do_not_depend_on_how_the_work_is_cut",
+        "runtime/exact/test_sampling_invariance.py::test_samples_do_not_depend_on_how_the_work_is_cut",
         "runtime/test_source.py::test_a_row_keeps_its_seed_wherever_it_stands",
         f"{_RESUME}a_job_that_is_killed_as_a_whole_goes_on")),
     48: ("prompts in logs, open ports, readable outputs", (

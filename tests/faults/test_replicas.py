@@ -65,7 +65,7 @@ def lose(run: Started, rank: int, number: signal.Signals = signal.SIGKILL) -> st
     return run.end()
 
 
-@pytest.mark.parametrize("rank", [3, 2, 1])
+@pytest.mark.parametrize("rank", [3, pytest.param(2, marks=pytest.mark.full), 1])
 def test_a_lost_replicas_requests_go_to_the_other(rank, files, tmp_path_factory):
     """3 and 2 are a later stage and the leader of replica 1; 1 is the last stage of rank 0's own."""
     with started(files, files.folder, *SHAPE) as run:
@@ -126,7 +126,9 @@ def test_a_restart_brings_lost_replicas_back(files, tmp_path_factory):
     assert files.report()["lost_replicas"] == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]
+)
 def test_told_to_stop_all_replicas_finish_what_runs_and_begin_nothing_more(number, code, files):
     with started(files, files.folder, *SHAPE) as run:
         run.wait_for_lines(ROWS // 5)

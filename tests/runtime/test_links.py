@@ -172,6 +172,7 @@ def test_three_hosts_of_one_stage_answer_as_one_process(three, expected, tmp_pat
         ]
 
 
+@pytest.mark.full
 def test_unequal_hosts_share_the_layers_by_measured_speed(two, expected, tmp_path):
     """Two processes on one host and one on the other, which takes three times as long for a layer."""
     files = files_in(tmp_path)

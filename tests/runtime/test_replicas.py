@@ -39,7 +39,9 @@ def expect(files: Files, known: Reference, replicas: int, stages: int) -> None:
     assert report["lost_replicas"] == []
 
 
-@pytest.mark.parametrize(("replicas", "stages"), [(2, 2), (3, 1), pytest.param(2, 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("replicas", "stages"), [(2, 2), *(pytest.param(*shape, marks=pytest.mark.full) for shape in ((3, 1), (2, 3)))]
+)
 def test_replicas_of_our_own_launcher(replicas, stages, reference, tmp_path):
     known, files = reference("llama"), Files(tmp_path)
     files.write_prompts(known.prompts)

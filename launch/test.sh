@@ -77,11 +77,7 @@ pure() {
     local jobs=(-n auto)
     run_tests tests/core tests/trace tests/wire tests/sim
 }
-# Arithmetic too, of one process a test: as many at a time as there are cores.
-model() {
-    local jobs=(-n auto)
-    run_tests tests/model tests/kernels
-}
+model() { run_tests tests/model tests/kernels; }
 reports() {
     # The page is looked at in a browser. Only root can install one; without it those tests skip and say so.
     if ! command -v chromium >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

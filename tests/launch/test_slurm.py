@@ -129,7 +129,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) 
 
     # The same once more, by a new job: refused, and what the run before has left there is not its code.
     slurm.turns = 0
-    with slurm.job("--model", str(ADDER)) as job:
+    with slurm.job("--model", str(ADDER), "--join-timeout", "20") as job:  # the other node waits for rank 0, which left
         code, said = job.end()
     assert code == 2, said
     assert (tmp_path / "run" / "exit_code").read_text() == "0\n"

@@ -290,8 +290,9 @@ class Job:
             raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
         report: dict[str, Any] | None = None
         for report in analyse(traces, {**self._report_facts(), **(facts or {})}):
-            # Answers are counted as they are written; those of a lost replica are requests that no trace tells of.
-            report["requests"] = max(report["requests"], report["completed"] + report["failed"])
+            if self._lost:
+                # Answers are counted as they are written; those of a lost replica are requests that no trace tells of.
+                report["requests"] = max(report["requests"], report["completed"] + report["failed"])
             self._run_dir.write_report(report)
         return report
 

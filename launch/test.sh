@@ -77,26 +77,40 @@ pure() {
     local jobs=(-n auto)
     run_tests tests/core tests/trace tests/wire tests/sim
 }
-model() { run_tests tests/model tests/kernels; }
-reports() {
-    # The page is looked at in a browser. Only root can install one; without it those tests skip and say so.
-    if ! command -v chromium >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-        echo "-- installing chromium"
-        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; } \
+model() {
+    local jobs=(-n auto)
+    run_tests tests/model tests/kernels
+}
+# has PROGRAM PACKAGE: only root can install one; without it those tests skip and say so.
+has() {
+    if ! command -v "$1" >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        echo "-- installing $2"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$2"; } \
             >"$scratch/apt.log" 2>&1 || tail -n 5 "$scratch/apt.log" >&2
     fi
+}
+# The page is looked at in a browser.
+reports() {
+    has chromium chromium
     run_tests tests/report tests/bench tests/browser
 }
 # Processes of their own, and bounds in seconds: one test after the other, but for what stays within its process.
 runtime() {
     local bad=0 jobs=(-n auto)
+    has ip iproute2  # hosts are network namespaces
     run_tests tests/runtime/exact || bad=1
     jobs=(--ignore=tests/runtime/exact)
     run_tests tests/runtime || bad=1
     return $bad
 }
-faults() { run_tests tests/faults; }
-launch() { run_tests tests/launch tests/packaging tests/examples; }
+faults() {
+    has ip iproute2
+    run_tests tests/faults
+}
+launch() {
+    has ip iproute2
+    run_tests tests/launch tests/packaging tests/examples
+}
 
 summary=()
 code=0

@@ -7,6 +7,7 @@ asserted by the sender, no polling, and a heartbeat a second so that only a real
 
 Each end runs its own thread; the compute thread only touches queues. A send buffer is held until its send is
 complete. Activations travel behind their frame, on devices through pinned host buffers; or beside it, by a lane.
+Texts are taken out of their buffers as they come: what is under way is bounded by what was asked for.
 """
 
 from __future__ import annotations
@@ -294,10 +295,13 @@ class TorchReceiver:
             return False
         self._stalled_since = None
         payload = landed = None
+        if isinstance(frame, Parcel):
+            # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
+            self._inbox.put(Message(frame, behind.clone(), self._now(), lambda: None))
+            self._free.put(buffer)
+            return False
         if isinstance(frame, MicroBatchFrame):
             payload, landed = self._payload(frame.microbatch, behind, buffer.rows)
-        elif isinstance(frame, Parcel):
-            payload = behind
         self._inbox.put(Message(frame, payload, self._now(), lambda: self._free.put(buffer), landed))
         return isinstance(frame, Goodbye)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 
@@ -84,6 +85,23 @@ def test_a_lost_replicas_requests_go_to_the_other(rank, files, tmp_path_factory)
     ]
 
 
+def test_errors_that_a_lost_replica_has_told_count_all_the_same(files):
+    """Rows that cannot run are replica 0's to tell, and its trace of them is lost with it; they are among the first."""
+    lines = files.input.read_text().splitlines()
+    wrong = '{"prompt_token_ids": [7], "max_new_tokens": -1}'
+    files.input.write_text("\n".join([wrong, *lines[:5], wrong, wrong, *lines[5:]]) + "\n")
+    with started(files, files.folder, *SHAPE) as run:
+        said = lose(run, 1)
+        assert run.process.returncode == 3, said
+    rows = files.rows()
+    assert len(rows) == ROWS + 3 and sum("error" in row for row in rows) == 3
+    report = files.report()
+    assert report["lost_replicas"] == [0]
+    assert {name: report[name] for name in ("requests", "completed", "failed")} == {
+        "requests": ROWS + 3, "completed": ROWS, "failed": 3,
+    }  # fmt: skip
+
+
 def test_a_replica_that_hangs_is_given_up_within_the_peer_timeout(files):
     with started(files, files.folder, *SHAPE) as run:
         run.wait_for_lines(ROWS // 5)
@@ -94,6 +112,24 @@ def test_a_replica_that_hangs_is_given_up_within_the_peer_timeout(files):
     assert "replica 1 was lost" in said
     assert len(answers(files)) == ROWS
     assert time.monotonic() - began_s < 3 * 10 + 60  # the timeout three times over, and all the work once more
+
+
+def test_a_reader_that_comes_late_costs_no_replica(files):
+    """Replicas say every second how far they are; rank 0 does not take that in while it waits for its reader."""
+    os.mkfifo(files.output)
+    with started(files, files.folder, "--replicas", "2", "--stages", "2", "--peer-timeout", "3") as run:
+        run.stage(3)
+        deadline_s = time.monotonic() + 60
+        while not (files.run / "attempt-0000" / "replica-0001").exists():
+            assert time.monotonic() < deadline_s, "the replicas do not begin"
+            time.sleep(0.05)
+        time.sleep(15)  # as many messages as an edge has buffers, and the timeout twice over
+        with open(files.output) as reader:
+            rows = [json.loads(line) for line in reader]
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert "was lost" not in said and len({row["id"] for row in rows}) == len(rows) == ROWS
+    assert files.report()["lost_replicas"] == []
 
 
 def test_without_rank_0_the_run_ends_and_is_gone_on_with(files, tmp_path_factory):

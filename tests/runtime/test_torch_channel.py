@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError, SarathiError
 from sarathi_pp.wire import codec, torch_channel
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame
+from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 
 BLOCKED_S = 10.0
@@ -137,6 +138,21 @@ def test_what_is_whole_comes_through(sent):
     first, last = receiver.receive(BLOCKED_S), receiver.receive(BLOCKED_S)
     assert first is not None and last is not None
     assert (first.payload.tolist(), first.arrived_s, last.frame) == ([[0.0], [1.0], [2.0]], 5.0, Goodbye())
+
+
+def test_texts_are_taken_in_though_nobody_reads_them(sent):
+    """Else a peer that says how far it is would find no receive posted, and take this end for a dead one."""
+    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None)
+    for number in range(20):
+        body = bytes([number]) * (1 + number)
+        sent.put(codec.encode(Parcel(True), number, len(body)) + body + codec.trailer(number))
+    deadline_s = time.monotonic() + BLOCKED_S
+    while not sent.empty():
+        assert time.monotonic() < deadline_s, f"{sent.qsize()} texts are not taken"
+        time.sleep(0.01)
+    for number in range(20):
+        message = receiver.receive(BLOCKED_S)
+        assert message is not None and message.payload.tolist() == [number] * (1 + number)
 
 
 def test_a_message_that_the_peer_would_not_take_is_not_sent(peer):

@@ -32,6 +32,7 @@ from sarathi_pp.runtime.preflight import (
     run_directory,
 )
 from sarathi_pp.runtime.rank import end, run_rank
+from sarathi_pp.runtime.refusal import refuse
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.signals import Signals
@@ -66,6 +67,26 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     ended = run_directory(job).read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
+    with ExitStack() as held:
+        try:
+            job, checked = _check(job, rank, display, again)
+            if rank.rank == 0:
+                claimed = RunDirectory.claim(
+                    checked.run_dir.path,
+                    overwrite=job.start == "replace",
+                    resume=job.start == "resume" or again,
+                    job=rank.job,
+                )
+                checked = replace(checked, run_dir=held.enter_context(claimed))
+        except SarathiError as error:
+            return refuse(error, rank, job.config.join_timeout_s, display.error)
+        for warning in checked.warnings:
+            display.warn(warning)
+        return _run_checked(job, checked, rank, display, analyse)
+
+
+def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[BatchJob, Preflight]:
+    """What is refused before the run directory is claimed. again: what runs is a restart of the job."""
     try:
         if rank.rank == 0:
             job = as_restarted(job, rank)  # the output is its own; other hosts may not even see it
@@ -81,18 +102,8 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
         if rank.world_size > 1:
             run_directory(job).write_refusal(error.exit_code, overwrite=job.start != "new" or again)
         raise
-    with ExitStack() as held:
-        if rank.rank == 0:
-            claimed = RunDirectory.claim(
-                checked.run_dir.path,
-                overwrite=job.start == "replace",
-                resume=job.start == "resume" or again,
-                job=rank.job,
-            )
-            checked = replace(checked, run_dir=held.enter_context(claimed))
-            for warning in filter(None, (*checked.warnings, exposed)):
-                display.warn(warning)
-        return _run_checked(job, checked, rank, display, analyse)
+    warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
+    return job, replace(checked, warnings=warnings)
 
 
 def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse) -> int:
@@ -144,7 +155,10 @@ def run_rows(
     thrown away unless the configuration names one; then `overwrite` says whether it may replace an earlier run's.
     """
     rank = place or Place()
-    config, model_dir, profile, facts = open_model(config)
+    try:
+        config, model_dir, profile, facts = open_model(config)
+    except SarathiError as error:
+        return refuse(error, rank, config.join_timeout_s, display.error)
     # Inside the launcher's own directory, which it removes, where there is one: a rank that fails does not tidy up.
     private = Path(rank.store).parent if rank.store else None
     with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:

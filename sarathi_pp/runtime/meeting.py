@@ -8,7 +8,8 @@ answers with a token of its own, and what rank 0 writes down at the end of it sh
     rank 1            N/1 = B                                             B is in it: go on below N
     rank 2            N/2 = C    (of an old N: C is not in it, so look for a new name)
 
-Answers say how many ranks each was told of, and where it talks. Where these do not fit, N/met says so to all.
+Answers say how many ranks each was told of, and where it talks. Where these do not fit, N/met says so to all. So it
+does where a rank comes only to say why it does not take part: its host cannot read the model, say.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 import sarathi_pp
-from sarathi_pp.errors import ConfigError
+from sarathi_pp.errors import ConfigError, SarathiError, error_class
 from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE
 from sarathi_pp.trace.clock import Clock
@@ -34,15 +35,40 @@ _LOOK_S = 0.02
 _HEARD_S = 2.0
 
 
-def meet(store: Store, rank: int, world_size: int, end_s: float, clock: Clock, interface: Interface) -> Store:
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """An error as it travels. agreed: who has it has said it."""
+
+    kind: str
+    message: str
+    agreed: bool = False
+
+    def error(self) -> SarathiError:
+        error = error_class(self.kind)(self.message)
+        error.agreed = self.agreed
+        return error
+
+
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    end_s: float,
+    clock: Clock,
+    interface: Interface,
+    refusal: SarathiError | None = None,
+) -> Store:
     """The part of the store that belongs to this start alone; returns when all ranks are there, until end_s.
 
-    Raises ConfigError, with the ranks that are missing, or why those that came do not fit; on every rank that rank 0
-    has heard of by then.
+    refusal: why this rank does not take part; it comes to say so. Raises ConfigError, with the ranks that are missing,
+    or why those that came do not fit, or what a rank refuses with; on every rank that rank 0 has heard of by then.
     """
     shared = PrefixStore("sarathi_pp", store)
     mine = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
-    mine["reach"] = _reach(interface)
+    mine["reach"], mine["refusal"] = _reach(interface), None
+    if refusal is not None:
+        where = f"rank {rank} on {socket.gethostname()}"
+        mine["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
     # Rank 0 knows who is missing, and tells those who still listen.
     end_s += _HEARD_S if rank else 0.0
     name = (_call if rank == 0 else _answer)(shared, mine, lambda: clock.now() < end_s, clock)
@@ -74,24 +100,27 @@ def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock
         came = {key: json.loads(answer) for key, answer in answers.items() if answer}
         refusal = next(filter(None, (_misfit(mine, other) for other in came.values())), None)
         missing = [rank for rank in ranks if rank not in came]
+        if mine["refusal"] is not None and not (missing and on_time):
+            refusal = _Refusal(**mine["refusal"])
         if refusal is None and missing and not on_time:
-            refusal = (
+            refusal = _no_fit(
                 f"{world_size - len(missing)} of {world_size} ranks have come within --join-timeout, missing: "
                 f"{', '.join(missing)}; were all started, with the same rendezvous?"
             )
         if refusal is not None:
             _tell(store, name, came, refusal)
             _wait_until_heard(store, name, came, clock)
-            raise ConfigError(refusal)
+            raise replace(refusal, agreed=False).error()
         if missing:
             clock.sleep(_LOOK_S)
     _tell(store, name, came, None)
     return name
 
 
-def _tell(store: Store, name: str, came: dict[str, dict[str, Any]], refusal: str | None) -> None:
+def _tell(store: Store, name: str, came: dict[str, dict[str, Any]], refusal: _Refusal | None) -> None:
     tokens = [one["token"] for one in came.values()]
-    store.set(f"{name}/met", json.dumps({"tokens": tokens, "refusal": refusal}))
+    said = None if refusal is None else asdict(refusal)
+    store.set(f"{name}/met", json.dumps({"tokens": tokens, "refusal": said}))
 
 
 def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], clock: Clock) -> None:
@@ -101,21 +130,27 @@ def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], 
         clock.sleep(_LOOK_S)
 
 
-def _misfit(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+def _no_fit(message: str) -> _Refusal:
+    return _Refusal(ConfigError.__name__, message)
+
+
+def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
     """Why these cannot be two ranks of one run."""
     rank = other["rank"]
     if other.get("version") != first["version"]:
-        return (
+        return _no_fit(
             f"rank {rank} has sarathi_pp {other.get('version')}, rank 0 {first['version']}: install one version on all"
         )
     if other["world_size"] != first["world_size"]:
-        return (
+        return _no_fit(
             f"rank {rank} was started as one of {other['world_size']} ranks, rank 0 as one of {first['world_size']}; "
             f"start all with the same number"
         )
+    if other["refusal"] is not None:
+        return _Refusal(**other["refusal"])
     if other["reach"] != first["reach"]:
         here, there = (f"{one['name']} ({one['address']})" for one in (first, other))
-        return (
+        return _no_fit(
             f"rank 0 talks on {here}, rank {rank} on {there}, and they do not reach each other; give an address of "
             f"rank 0's host that is no loopback address (torchrun: --master-addr, --local-addr), or name interfaces in "
             f"{INTERFACE_VARIABLE}"
@@ -141,7 +176,7 @@ def _answer(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clo
                 return str(call["name"])
             if token in met["tokens"]:
                 store.set(f"{call['name']}/heard/{token}", "")
-                raise ConfigError(met["refusal"])
+                raise _Refusal(**met["refusal"]).error()
         clock.sleep(_LOOK_S)
     for key in answered.values():
         store.set(key, "")

@@ -234,6 +234,23 @@ def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, model):
         assert files.exit_code() == 2
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, hosts, files, model):
+    there, nowhere = ({host: hosts.on(host)} for host in (1 - without, without))
+    with started(files, model, there, **MEET) as one:
+        with started(files, files.folder / "nosuch", nowhere, **MEET) as other:
+            said = [*one.end(), *other.end()]
+            assert [*one.codes, *other.codes] == [66, 66], said
+        assert time.monotonic() - one.began_s < JOIN_END_S
+    errors = [[line for line in text.splitlines() if line.startswith("MissingError")] for text in said]
+    # Rank 0 says whose it is; another rank leaves that to it.
+    where = ["MissingError: rank 1 on host1: "] if without else []
+    assert [error[: len(begin)] for error, begin in zip(errors[0], where, strict=True)] == where, said
+    assert len(errors[1]) == 1 and "nosuch" in errors[1][0] and "rank" not in errors[1][0]
+    assert files.exit_code() == 66
+    assert not files.output.exists()
+
+
 def test_loopback_leads_to_no_other_host(hosts, files, model):
     place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
     with started(files, model, {0: hosts.on(0)}, **place) as first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 import sarathi_pp
-from sarathi_pp.errors import ConfigError
+from sarathi_pp.errors import ConfigError, MissingError
 from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.trace.clock import SystemClock
@@ -18,9 +19,9 @@ LOOPBACK, NETWORK = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1")
 SOON_S, LATER_S = 1.0, 20.0
 
 
-def meeting(pool, store, rank, world_size, timeout_s=LATER_S, interface=LOOPBACK):
+def meeting(pool, store, rank, world_size, timeout_s=LATER_S, interface=LOOPBACK, refusal=None):
     clock = SystemClock()
-    return pool.submit(meet, store, rank, world_size, clock.now() + timeout_s, clock, interface)
+    return pool.submit(meet, store, rank, world_size, clock.now() + timeout_s, clock, interface, refusal)
 
 
 def start(store, world_size, ranks=None, timeout_s=LATER_S):
@@ -106,3 +107,33 @@ def test_who_has_given_up_is_missed():
         first = meeting(pool, store, 0, 3, SOON_S + 4)
     assert isinstance(gone.exception(), ConfigError)
     assert "1 of 3 ranks have come within --join-timeout, missing: 1, 2;" in str(first.exception())
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+def test_why_one_does_not_take_part_is_told_to_all(refusing):
+    """Once: who refuses has said it on its own host, and rank 0 says it where the user looks."""
+    store = HashStore()
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        # Whoever refuses comes last, so that all others wait by then.
+        order = [rank for rank in (1, 2, 0) if rank != refusing]
+        ranks = {rank: meeting(pool, store, rank, 3) for rank in order}
+        time.sleep(0.2)
+        ranks[refusing] = meeting(pool, store, refusing, 3, refusal=MissingError("no such model: /models/x"))
+    errors = {rank: met.exception() for rank, met in ranks.items()}
+    assert {type(error) for error in errors.values()} == {MissingError}
+    assert {str(error) for error in errors.values()} == {
+        f"rank {refusing} on {socket.gethostname()}: no such model: /models/x"
+    }
+    assert [errors[rank].agreed for rank in range(3)] == [False, True, True]
+    assert time.monotonic() - began_s < LATER_S
+
+
+def test_rank_0_waits_for_those_that_have_not_come_to_hear_why_it_refuses():
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first = meeting(pool, store, 0, 2, refusal=MissingError("no such file"))
+        time.sleep(0.5)
+        assert not first.done()
+        late = meeting(pool, store, 1, 2)
+    assert isinstance(first.exception(), MissingError) and isinstance(late.exception(), MissingError)

@@ -1,0 +1,40 @@
+"""A rank that will not take part says so to the others, which else wait for it until --join-timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+from sarathi_pp.errors import SarathiError
+from sarathi_pp.runtime.interface import choose_interface
+from sarathi_pp.runtime.place import Place
+from sarathi_pp.trace.clock import SystemClock
+
+# Ranks of one job begin within seconds of each other.
+_PATIENCE_S = 30.0
+
+
+def refuse(error: SarathiError, place: Place, join_timeout_s: float, say: Callable[[str], None]) -> int:
+    """Say why this rank does not join: here, and to all ranks, of which rank 0 raises it with this host's name.
+
+    Returns the exit code. Raises the error where all ranks are on this host: their launcher or agent ends them.
+    """
+    if place.local_world_size == place.world_size:
+        raise error
+    say(f"{type(error).__name__}: {error}")
+    # Whatever keeps the others from hearing it, the cause is said.
+    with suppress(SarathiError, RuntimeError):
+        _tell(error, place, min(join_timeout_s, _PATIENCE_S))
+    return error.exit_code
+
+
+def _tell(error: SarathiError, place: Place, timeout_s: float) -> None:
+    # Imports torch, seconds after which the error would be said.
+    from sarathi_pp.runtime.meeting import meet
+    from sarathi_pp.runtime.store import open_store
+
+    clock = SystemClock()
+    end_s = clock.now() + timeout_s
+    store = open_store(place, timedelta(seconds=timeout_s))
+    meet(store, place.rank, place.world_size, end_s, clock, choose_interface(place), error)

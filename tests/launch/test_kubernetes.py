@@ -90,6 +90,13 @@ def test_a_lost_stage_is_tried_again_and_nothing_else_is() -> None:
     assert action_on(job, 137, {"DisruptionTarget": "True"}) == "Ignore"
 
 
+def test_pods_that_wait_for_their_place_fail_no_job() -> None:
+    """Agents that do not meet end with 2, which is not tried again; nodes are not given out at once."""
+    given = {one["name"]: one["value"] for one in documents()["TrainJob"]["spec"]["trainer"]["env"]}
+    name, _, seconds = given["PET_RDZV_CONF"].partition("=")
+    assert name == "timeout" and int(seconds) >= 3600
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_every_variable_is_explained_in_the_line_before_it(file: Path) -> None:
     lines = [line.strip() for line in file.read_text().splitlines()]

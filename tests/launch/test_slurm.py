@@ -42,7 +42,7 @@ exit "$worst"
 SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
     "show hostnames") [ "$3" = "two-nodes" ] && printf '127.0.0.1\\n127.0.0.1\\n' ;;
-    "requeue "*) echo "$2" >>"$REQUEUED" ;;
+    "requeue "*) [ -e "$(dirname "$REQUEUED")/queue" ] && echo "$2" >>"$REQUEUED" ;;
     *) exit 1 ;;
 esac
 """
@@ -58,6 +58,7 @@ class Slurm:
     def __post_init__(self) -> None:
         tools = self.folder / "slurm"
         tools.mkdir()
+        (self.folder / "queue").touch()
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
@@ -129,11 +130,26 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) 
 
     # The same once more, by a new job: refused, and what the run before has left there is not its code.
     slurm.turns = 0
-    with slurm.job("--model", str(ADDER), "--join-timeout", "20") as job:  # the other node waits for rank 0, which left
+    with slurm.job("--model", str(ADDER)) as job:
         code, said = job.end()
     assert code == 2, said
     assert (tmp_path / "run" / "exit_code").read_text() == "0\n"
     assert slurm.requeued() == ["4711"]
+
+
+def test_a_job_that_may_not_be_queued_again_says_so_and_keeps_its_code(tmp_path: Path) -> None:
+    slurm = Slurm(tmp_path)
+    (tmp_path / "queue").unlink()
+    with slurm.job("--model", str(ADDER), "--request-rate", "2") as job:
+        deadline_s = time.monotonic() + 120
+        while not slurm.num_answers():
+            assert job.process.poll() is None, job.end()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        tell_step(job, signal.SIGUSR1)
+        code, said = job.end()
+    assert (code, slurm.requeued()) == (75, []), said
+    assert "not queued again; --resume goes on with it" in said
 
 
 def test_a_job_that_would_end_the_same_way_again_is_not_queued_again(tmp_path: Path) -> None:
@@ -152,3 +168,5 @@ def test_the_directives_are_sbatchs_own() -> None:
     assert all("#SBATCH" not in line for line in lines[first:])
     assert found["signal"] == "USR1@60" and found["open-mode"] == "append" and "requeue" in found
     assert found["ntasks-per-node"] == "1"
+    # Ranks share what their node's one task may use, which without these two is a single core.
+    assert "exclusive" in found and any(line.startswith("srun ") and "--cpu-bind=none" in line for line in lines)

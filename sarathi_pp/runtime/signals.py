@@ -12,12 +12,14 @@ with it.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Literal
 
 from sarathi_pp.errors import SarathiError, StoppedError
@@ -54,8 +56,9 @@ def stoppable(what: str) -> Iterator[None]:
         yield
         return
 
-    def stop(number: int, frame: object) -> None:
-        raise StoppedError.by(number, what)
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not _put_off(number, frame):
+            raise StoppedError.by(number, what)
 
     taken = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
@@ -124,9 +127,9 @@ class Signals:
                 wake.shutdown(socket.SHUT_RDWR)
                 thread.join()
 
-    def _interrupt(self, number: int, frame: object) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, once it is back from wherever it is."""
-        if self._launched or self._phase == "running":
+        if self._launched or self._phase == "running" or _put_off(number, frame):
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -166,3 +169,18 @@ class Signals:
             self._end_within(_GRACE_S if patient else _AT_MOST_S, error)
         else:
             self._end_within(_GRACE_S if first else 0.0, error)
+
+
+def _put_off(number: int, frame: FrameType | None) -> bool:
+    """Whether what is raised now would be lost, since an object is being finalised; the signal then comes once more.
+
+    Python shows and forgets whatever a finaliser raises, and libraries have many while they are imported.
+    """
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    if frame is None:
+        return False
+    again = threading.Timer(_ECHO_S / 3, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
+    return True

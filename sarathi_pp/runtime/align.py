@@ -41,9 +41,10 @@ def align(
     if not seat.leads:
         return _follow(topology, now, mesh.leader(seat.replica))
     offset = Offset() if rank == 0 else _follow(topology, now, 0)
+    # Its own members first: they wait no longer than this rank does for a leader that does not answer.
     others = {replica: [mesh.leader(replica)] for replica in replicas if rank == 0 and replica != 0}
     mine = {seat.replica: mesh.members(seat.replica)[1:]} if seat.replica in replicas else {}
-    for replica, ranks in (*others.items(), *mine.items()):
+    for replica, ranks in (*mine.items(), *others.items()):
         try:
             for one in ranks:
                 _lead(topology, now, one)

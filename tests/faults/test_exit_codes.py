@@ -139,7 +139,7 @@ def test_an_output_inside_of_the_run_directory_is_refused(tmp_path):
     assert not (tmp_path / "run" / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("how", ["--overwrite", "--resume"])
+@pytest.mark.parametrize("how", ["--overwrite", pytest.param("--resume", marks=pytest.mark.full)])
 def test_a_start_that_is_refused_late_takes_nothing_away(how, tmp_path):
     output, run_dir = tmp_path / "out.jsonl", tmp_path / "run"
 

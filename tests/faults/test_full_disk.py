@@ -41,8 +41,15 @@ def prompts(files: Files) -> Files:
 
 # With the traces elsewhere it is the answers that find no room, else whichever comes first: a trace's last part may be
 # written behind the last answer.
-@pytest.mark.parametrize("traces", ["elsewhere", "there"])
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize(
+    ("stages", "traces"),
+    [
+        ("2", "elsewhere"),
+        ("1", "there"),
+        pytest.param("1", "elsewhere", marks=pytest.mark.full),
+        pytest.param("2", "there", marks=pytest.mark.full),
+    ],
+)
 def test_a_full_disk_loses_nothing(traces, stages, disk, model, tmp_path):
     whole = prompts(Files(tmp_path))
     with started(whole, model, *OPTIONS) as run:

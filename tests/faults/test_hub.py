@@ -105,7 +105,7 @@ def from_hub(
         return run.process.returncode, said
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_model_is_fetched_once_and_then_needs_no_hub(stages, files, model):
     with started(files, model, *OPTIONS) as run:
         assert run.end() == "" and run.process.returncode == 0

@@ -82,7 +82,7 @@ def test_a_stage_that_hangs_is_named_and_shows_its_stacks(stage, files, model):
     assert "most recent call first" in said and "sitecustomize.py" in said
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_stage_that_never_ends_loading_is_named(stage, files, model):
     options = (*OPTIONS, "--stages", str(STAGES), "--join-timeout", "12", "--peer-timeout", "12")
     with started(files, model, *options, **fault(stage, "stall")) as run:

@@ -103,7 +103,7 @@ def undisturbed(hosts, model, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("unplugged", [0, 1])
+@pytest.mark.parametrize("unplugged", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_with(
     unplugged, hosts, files, model, undisturbed
 ):

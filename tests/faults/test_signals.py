@@ -70,7 +70,7 @@ def test_what_runs_is_finished(number, code, stages, files, model):
     expect_drained(run, number, code)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGUSR1])
 def test_under_torchrun_too(number, files, model, tmp_path):
     """By itself it heeds no SIGUSR1, and ends by it at once."""
     agent = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--signals-to-handle", "SIGTERM,SIGUSR1")
@@ -83,7 +83,7 @@ def test_under_torchrun_too(number, files, model, tmp_path):
     expect_drained(run, number, 75)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_signal_to_every_process_is_one_signal(first, number, files, model):
     """As a batch system sends it to all processes of a job; first: with the launcher among them, or only the stages."""
@@ -162,7 +162,7 @@ def test_a_run_that_waits_for_its_input_ends_too(model, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_while_the_input_is_looked_through_there_is_nothing_to_finish(number, stages, model, tmp_path):
     """For minutes, where it is large: no stage is there yet."""
     files = Files(tmp_path)

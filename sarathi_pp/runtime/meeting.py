@@ -146,7 +146,7 @@ def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
             f"rank {rank} was started as one of {other['world_size']} ranks, rank 0 as one of {first['world_size']}; "
             f"start all with the same number"
         )
-    if other["refusal"] is not None:
+    if other.get("refusal") is not None:
         return _Refusal(**other["refusal"])
     if other["reach"] != first["reach"]:
         here, there = (f"{one['name']} ({one['address']})" for one in (first, other))

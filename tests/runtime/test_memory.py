@@ -51,7 +51,7 @@ def run_stages(folder: Path, model: Path, lengths: list[int], *options: str) -> 
     return stages
 
 
-@pytest.mark.parametrize(("dtype", "layers"), [("float32", 2), ("bfloat16", 4)])
+@pytest.mark.parametrize(("dtype", "layers"), [pytest.param("float32", 2, marks=pytest.mark.full), ("bfloat16", 4)])
 def test_a_long_prompt_costs_its_pages_and_no_activations(dtype, layers, tmp_path):
     """32k tokens over 1k. A chunk's scores over all keys at once, the usual mistake, would be 64 MiB."""
     model = tmp_path / "model"
@@ -91,7 +91,7 @@ def slice_bytes(stored: Mapping[str, int], first: int, end: int, num_layers: int
     return own
 
 
-@pytest.mark.parametrize(("dtype", "layers", "split"), [("float32", 6, "4,2"), ("bfloat16", 12, "8,4")])
+@pytest.mark.parametrize(("dtype", "layers", "split"), [pytest.param("float32", 6, "4,2", marks=pytest.mark.full), ("bfloat16", 12, "8,4")])
 def test_a_stage_reads_and_holds_its_own_slice_only(dtype, layers, split, tmp_path):
     """About 230 MiB in six or twelve layers on two uneven stages, over the same run with next to no weights.
 

@@ -156,7 +156,12 @@ def test_two_hosts_of_two_stages_answer_as_one_process(link, elastic, two, expec
     assert len(files.traces()) == 4 and not list(agents.run_of(1).glob("attempt-*/trace-00000-*"))
     report = files.report()
     assert 0 < report["clock_uncertainty_s"] < 0.1
-    assert [stage["stage"] for stage in report["per_stage"]] == [0, 1, 2, 3]
+    assert [(stage["stage"], stage["host"]) for stage in report["per_stage"]] == list(enumerate(known["hosts"]))
+    assert [link["hosts"] for link in report["links"] if link["between_hosts"]] == [
+        ["host0", "host1"],
+        ["host1", "host0"],
+    ]
+    assert all(link["transfer_s"]["p50"] > -report["clock_uncertainty_s"] for link in report["links"])
 
 
 def test_three_hosts_of_one_stage_answer_as_one_process(three, expected, tmp_path):

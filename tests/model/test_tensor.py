@@ -348,6 +348,16 @@ def test_a_plan_that_is_not_known_is_refused(plan: dict[str, str] | None) -> Non
         Split(plan, SUPPORTED["LlamaForCausalLM"], (0, 1), TensorShard(0, 2, lambda x: x))
 
 
+def test_an_embedding_that_the_plan_splits_is_whole_all_the_same(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases of transformers before 5.21 add it to the plan of a model whose head is its embedding."""
+    directory, reference = saved("llama")
+    assert reference.config.tie_word_embeddings
+    plan = {**type(reference.config).base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    monkeypatch.setattr(type(reference.config), "base_model_tp_plan", plan)
+    prompt = next(iter(prompts().values()))[:23].tolist()
+    assert greedy(gangs(directory, TWO_STAGES, 2), prompt, 8) == expected_greedy(reference, prompt, 8)
+
+
 def test_facts_of_a_shard(saved: Saved) -> None:
     facts = check_model(saved("qwen3")[0])
     half = facts.sharded(2)

@@ -77,7 +77,26 @@ pure() {
     local jobs=(-n auto)
     run_tests tests/core tests/trace tests/wire tests/sim
 }
-model() { run_tests tests/model tests/kernels; }
+model() {
+    local bad=0
+    run_tests tests/model tests/kernels || bad=1
+    oldest || bad=1
+    return $bad
+}
+# The cases marked `oldest` once more, with the oldest transformers in front of .venv's. Kept like .venv.
+oldest() {
+    local jobs=(-m oldest) folder=$root/.oldest
+    echo "-- $(grep ^transformers launch/oldest.txt)"
+    if ! cmp -s launch/oldest.txt "$folder/oldest.txt"; then
+        rm -rf "$folder"
+        if ! .venv/bin/python -m pip install -q --no-deps --target "$folder" -r launch/oldest.txt; then
+            failed=$((failed + 1))
+            return 1
+        fi
+        cp launch/oldest.txt "$folder"
+    fi
+    PYTHONPATH=$folder run_tests tests/model tests/runtime
+}
 reports() {
     # The page is looked at in a browser. Only root can install one; without it those tests skip and say so.
     if ! command -v chromium >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

@@ -4,7 +4,7 @@
     host 1  wire1 --- port1 -- switch
     host 2  wire2 --- port2 /
 
-Each wire can be given a rate, by a token bucket on what the host sends, and where the kernel can, a delay. It needs the
+Each wire can be given a rate, by a token bucket on what the host sends, or where the kernel can, a delay. It needs the
 right to make namespaces, and Debian's iproute2. All hosts see the same files.
 """
 
@@ -73,7 +73,12 @@ class Hosts:
         _ip("-n", self.switch, "link", "set", f"port{host}", "master", "switch")
 
     def shape(self, *, bits_per_s: float | None = None, delay_s: float = 0.0) -> None:
-        """All wires, both ways, from here on; as they were made without either. Raises NoHostsError."""
+        """All wires, both ways, from here on; as they were made without either. Raises NoHostsError.
+
+        Not both at once, which is a ValueError: no kernel here has netem, so nobody has seen what they do together.
+        """
+        if bits_per_s is not None and delay_s:
+            raise ValueError(f"a wire has a rate or a delay; asked for {bits_per_s:g} bits/s and {delay_s:g} s")
         for host, name in enumerate(self.names):
             wire = ("dev", self.interface(host), "root")
             _tc("-n", name, "qdisc", "del", *wire, check=False)

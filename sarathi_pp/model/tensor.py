@@ -26,6 +26,7 @@ from sarathi_pp.model.weights import Cut, StoredTensor
 
 # The last is for training: these are whole on every shard, and computed alike.
 _STYLES = ("colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce")
+_OF_EMBEDDING = "embedding_rowwise"
 
 # Mixtral's checkpoints and others' call the parts of an expert so; transformers puts them into one tensor.
 _OF_ONE_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)$")
@@ -79,14 +80,16 @@ class Split:
         self, plan: Mapping[str, str] | None, family: Family, layers: tuple[int, int], shard: TensorShard
     ) -> None:
         prefix = f"{family.layers}.*."
-        unknown = {name: style for name, style in (plan or {}).items() if style not in _STYLES}
-        unknown |= {name: style for name, style in (plan or {}).items() if not name.startswith(prefix)}
-        if unknown or not plan:
+        # Of a model whose head is its embedding, releases of transformers before 5.21 split it: here it stays whole.
+        splits = {name: style for name, style in (plan or {}).items() if (name, style) != (family.embed, _OF_EMBEDDING)}
+        unknown = {name: style for name, style in splits.items() if style not in _STYLES}
+        unknown |= {name: style for name, style in splits.items() if not name.startswith(prefix)}
+        if unknown or not splits:
             raise UnsupportedModelError(
                 f"{family.architecture}: this release of transformers splits {unknown or 'nothing'}; only "
                 f"{', '.join(_STYLES)} of layers are known\n  try  without --tensor-parallel-size"
             )
-        self._styles = {name.removeprefix(prefix): style for name, style in plan.items()}
+        self._styles = {name.removeprefix(prefix): style for name, style in splits.items()}
         self._in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.\d+\.(.+)$")
         self._layers = layers
         self._shard = shard

@@ -207,12 +207,14 @@ than a pixel, its colour is their mix and fades towards idle by the idle share.<
 
 
 def _stage_table(report: Mapping[str, Any]) -> str:
+    several = len({stage["host"] for stage in report["per_stage"]}) > 1
     rows = []
     for stage in report["per_stage"]:
         first, end = stage["layers"]
         rows.append(
             (
                 str(stage["stage"]),
+                *([escape(stage["host"])] if several else ()),
                 f"{first}-{end - 1}" if end > first else "none",
                 formats.share(stage["bubble_ratio"]),
                 formats.share(stage["bubble_ratio_steady"]),
@@ -220,7 +222,21 @@ def _stage_table(report: Mapping[str, Any]) -> str:
                 formats.gib(stage.get("peak_rss_bytes")),
             )
         )
-    return _table(("stage", "layers", "bubble", "steady", *_STATES.values(), "peak GiB"), rows)
+    heads = ("stage", *(["host"] if several else ()), "layers", "bubble", "steady", *_STATES.values(), "peak GiB")
+    return _table(heads, rows) + _links(report)
+
+
+def _links(report: Mapping[str, Any]) -> str:
+    links = [link for link in report["links"] if link["between_hosts"]]
+    if not links:
+        return ""
+    transfers = ", ".join(map(_transfer, links))
+    return f'\n<p class="hint">Median transfer between hosts: {transfers}.</p>'
+
+
+def _transfer(link: Mapping[str, Any]) -> str:
+    here, there = link["stages"]
+    return f"{formats.microseconds(link['transfer_s']['p50'])} \N{MICRO SIGN}s from {here} to {there}"
 
 
 def _causes(runs: Sequence[PageRun]) -> str:

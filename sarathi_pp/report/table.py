@@ -5,7 +5,9 @@ It formats report.json and computes nothing, so that what people read is what pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich import box
@@ -23,7 +25,16 @@ _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 def render(report: Mapping[str, Any]) -> RenderableType:
     """A report as summary.summarise makes it. Figures that do not exist are shown as a dash."""
-    parts: list[RenderableType] = [_headline(report), "", _stages(report), "", *_strips(report), _latencies(report), ""]
+    parts: list[RenderableType] = [
+        _headline(report),
+        "",
+        _stages(report),
+        *_hosts(report),
+        "",
+        *_strips(report),
+        _latencies(report),
+        "",
+    ]
     parts.append(_work(report))
     if report["causes"] is not None:
         parts += ["", _causes(report["causes"])]
@@ -104,6 +115,28 @@ def _stages(report: Mapping[str, Any]) -> Table:
             formats.gib(stage["peak_rss_bytes"]),
         )
     return table
+
+
+def _hosts(report: Mapping[str, Any]) -> list[Text]:
+    """Who has which stages, and what travelling between them took; nothing where all are on one host."""
+    found = [(host, list(map(_name, of_one))) for host, of_one in groupby(report["per_stage"], itemgetter("host"))]
+    if len({host for host, _ in found}) == 1:
+        return []
+    hosts = (f"{host} {_stage_range(names)}" for host, names in found)
+    lines = [Text(f"hosts: {', '.join(hosts)}", style="dim")]
+    links = [link for link in report["links"] if link["between_hosts"]]
+    if links:  # else each of several replicas is on a host of its own
+        lines.append(Text(f"median transfer between hosts: {', '.join(map(_transfer, links))}", style="dim"))
+    return lines
+
+
+def _stage_range(names: Sequence[str]) -> str:
+    return f"stages {names[0]}-{names[-1]}" if len(names) > 1 else f"stage {names[0]}"
+
+
+def _transfer(link: Mapping[str, Any]) -> str:
+    here, there = (_name({**link, "stage": stage}) for stage in link["stages"])
+    return f"{formats.microseconds(link['transfer_s']['p50'])} us from {here} to {there}"
 
 
 def _strips(report: Mapping[str, Any]) -> list[RenderableType]:

@@ -87,6 +87,7 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
         **{name: _mean(report[name] for report in reports) for name in _MEANS},
         **{name: max(report[name] for report in reports) for name in _LARGEST},
         "per_stage": stages,
+        "links": [link | {"replica": replica.index} for replica in replicas for link in replica.report["links"]],
         "causes": _causes(reports, wall_s),
         "request_bubble_s": percentiles(chain.from_iterable(r.bubbles.request_bubble_s.values() for r in replicas)),
         **_latencies(replicas),

@@ -18,6 +18,7 @@ from sarathi_pp.trace.bubbles import Bubbles, StageBubbles, busy_strip, measure_
 from sarathi_pp.trace.causes import explain
 from sarathi_pp.trace.events import Event
 from sarathi_pp.trace.latency import Spread, latency_spreads
+from sarathi_pp.trace.links import links_of
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
@@ -92,6 +93,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
             _stage_report(stage, measured) | {"busy_strip": busy_strip(stage, timeline.window, STRIP_CELLS)}
             for stage, measured in zip(timeline.stages, bubbles.stages, strict=True)
         ],
+        "links": links_of(timeline),
         "causes": asdict(explain(timeline, fitted.model)) if fitted is not None else None,
         "cost_error": fitted.error if fitted is not None else None,
         "request_bubble_s": percentiles(bubbles.request_bubble_s.values()),
@@ -135,6 +137,7 @@ def percentiles(values: Iterable[float]) -> Report:
 def _stage_report(stage: StageTimeline, measured: StageBubbles) -> Report:
     return {
         "stage": stage.start.stage,
+        "host": stage.start.host,
         "layers": list(stage.start.layers),
         **asdict(measured),
         "cores_shared": measured.cores_shared,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import sarathi_pp
 
@@ -48,6 +49,18 @@ def test_every_requirement_is_pinned_to_a_version_that_it_allows() -> None:
         name = canonicalize_name(requirement.name)
         assert name in pinned, f"{requirement} has no line in constraints.txt"
         assert requirement.specifier.contains(pinned[name]), f"{requirement} does not allow {name}=={pinned[name]}"
+
+
+def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+    lines = (ROOT / "launch" / "oldest.txt").read_text().splitlines()
+    oldest = {line.name: line.specifier for line in map(Requirement, (line for line in lines if line[0] != "#"))}
+    (allowed,) = (one.specifier for one in wanted() if one.name == "transformers")
+    (least,) = (Version(one.version) for one in allowed if one.operator == ">=")
+    assert least in oldest["transformers"]
+    for requirement in wanted():
+        if requirement.name in oldest:
+            (pin,) = oldest[requirement.name]
+            assert pin.operator == "==" and requirement.specifier.contains(pin.version)
 
 
 def test_what_those_require_in_turn_is_pinned_too() -> None:

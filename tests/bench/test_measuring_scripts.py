@@ -49,6 +49,12 @@ def test_each_finds_what_it_takes_from_the_others(load: Load, script: str) -> No
     load(script)
 
 
+def test_a_wire_is_not_given_a_rate_and_a_delay_of_which_one_would_be_left_out(load: Load) -> None:
+    hosts = load("hosts").Hosts((), "switch", SCRIPTS)
+    with pytest.raises(ValueError, match=r"a rate or a delay; asked for 1e\+09 bits/s and 0.002 s"):
+        hosts.shape(bits_per_s=1e9, delay_s=2e-3)
+
+
 def test_every_variant_of_balanced_runs_and_differs_where_it_must(load: Load) -> None:
     ablation = load("ablate_balanced")
     found = {variant: ablation.measure(variant, "P:D 40", 10) for variant in ablation.VARIANTS}

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.faults.jobs import Started, answers, num_lines, started
-from tests.runtime.processes import Files
+from tests.runtime.processes import Files, console_script, free_port, torchrun
 
 ROWS = 120
 NEW_TOKENS = 12
@@ -100,6 +100,29 @@ def test_errors_that_a_lost_replica_has_told_count_all_the_same(files):
     assert {name: report[name] for name in ("requests", "completed", "failed")} == {
         "requests": ROWS + 3, "completed": ROWS, "failed": 3,
     }  # fmt: skip
+
+
+def test_under_torchrun_a_lost_hosts_replica_leaves_its_requests_to_the_others(files, tmp_path, tmp_path_factory):
+    """An agent and its two ranks on either host. The one that is left waits for the other at torchrun's exit barrier,
+    five minutes and longer than a test can, so what the run ended with is read where it is written.
+    """
+    meet = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    first, second = (torchrun(2, console_script(tmp_path), *meet, "--node-rank", str(node)) for node in range(2))
+    options = ("--replicas", "2", "--peer-timeout", "10")
+    elsewhere = ("--run-dir", str(tmp_path / "elsewhere"))
+    with (
+        started(files, files.folder, *options, front=first) as left,
+        started(files, files.folder, *options, *elsewhere, front=second) as lost,
+    ):
+        left.wait_for_lines(ROWS // 5)
+        lost.kill_all()
+        deadline_s = time.monotonic() + 60
+        while not (files.run / "exit_code").exists():
+            assert left.process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.02)
+    assert files.exit_code() == 0
+    assert answers(files) == expected(tmp_path_factory, files)
+    assert files.report()["lost_replicas"] == [1]
 
 
 def test_a_replica_that_hangs_is_given_up_within_the_peer_timeout(files):

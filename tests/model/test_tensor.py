@@ -102,7 +102,7 @@ def expected_greedy(reference: Any, prompt: list[int], num_tokens: int) -> list[
     return tokens
 
 
-@pytest.mark.parametrize("layers", [ONE_STAGE, TWO_STAGES], ids=["one", "two"])
+@pytest.mark.parametrize("layers", [ONE_STAGE, pytest.param(TWO_STAGES, marks=pytest.mark.oldest)], ids=["one", "two"])
 @pytest.mark.parametrize("family", PROVEN)
 def test_shards_together_give_the_whole_models_logits(
     family: str, layers: tuple[tuple[int, int], ...], saved: Saved, record_property: Any
@@ -346,6 +346,16 @@ def test_a_width_that_config_json_does_not_name_is_refused_when_it_is_split(save
 def test_a_plan_that_is_not_known_is_refused(plan: dict[str, str] | None) -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         Split(plan, SUPPORTED["LlamaForCausalLM"], (0, 1), TensorShard(0, 2, lambda x: x))
+
+
+def test_an_embedding_that_the_plan_splits_is_whole_all_the_same(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases of transformers before 5.21 add it to the plan of a model whose head is its embedding."""
+    directory, reference = saved("llama")
+    assert reference.config.tie_word_embeddings
+    plan = {**type(reference.config).base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    monkeypatch.setattr(type(reference.config), "base_model_tp_plan", plan)
+    prompt = next(iter(prompts().values()))[:23].tolist()
+    assert greedy(gangs(directory, TWO_STAGES, 2), prompt, 8) == expected_greedy(reference, prompt, 8)
 
 
 def test_facts_of_a_shard(saved: Saved) -> None:

@@ -11,6 +11,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,11 @@ pytestmark = pytest.mark.timeout(280)
 BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
 
 
-def run(*command: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path, timeout_s: float = 200, **more: str) -> subprocess.CompletedProcess[str]:
     """Without what would lead to this checkout: only what is installed can be imported."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     environment = {**kept, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **more}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -70,39 +71,65 @@ def test_both_hold_every_module_and_what_lies_beside_them(sdist: Path, wheel: Pa
     assert beside | {"README.md", "LICENSE", "pyproject.toml"} <= names
 
 
-def test_the_wheel_runs_the_main_job_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    """In an environment of its own, to which the dependencies alone are lent."""
-    home = tmp_path / "home"
-    venv.create(home, with_pip=False)
-    (library,) = home.glob("lib/python*/site-packages")
-    python, here = home / "bin" / "python", sysconfig.get_paths()["purelib"]
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "-q",
-        "--no-index",
-        "--no-deps",
-        wheel,
-        cwd=home,
-    )
-    (library / "dependencies.pth").write_text(here + "\n")
-    where = "import sarathi_pp, sarathi_pp_kernels; print(sarathi_pp.__file__); print(sarathi_pp_kernels.__file__)"
-    found = run(python, "-c", where, cwd=home).stdout.split()
-    assert [Path(path).parent for path in found] == [library / "sarathi_pp", library / "sarathi_pp_kernels"]
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """An environment of its own. python: its interpreter."""
 
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(ROOT / "examples" / "tiny-adder", elsewhere / "model")
-    shutil.copy(ROOT / "examples" / "prompts.jsonl", elsewhere)
-    options = ("--stages", "2", "--device", "cpu", "--kv-cache-memory", "16MiB", "--json", "--quiet")
-    files = ("--model", "model", "--input", "prompts.jsonl", "--output", "answers.jsonl")
-    done = run(home / "bin" / "sarathi-pp", "generate", *files, *options, cwd=elsewhere)
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert (report["stages"], report["requests"], report["failed"]) == (2, 24, 0)
-    assert len((elsewhere / "answers.jsonl").read_text().splitlines()) == 24
-    page = elsewhere / "page.html"
-    run(home / "bin" / "sarathi-pp", "report", "answers.jsonl.run", "--html", str(page), cwd=elsewhere)
-    assert (ROOT / "sarathi_pp" / "report" / "page.js").read_text().strip()[:40] in page.read_text()
+    home: Path
+
+    @classmethod
+    def make(cls, home: Path) -> Installed:
+        venv.create(home, with_pip=False)
+        return cls(home)
+
+    @property
+    def python(self) -> Path:
+        return self.home / "bin" / "python"
+
+    @property
+    def library(self) -> Path:
+        (found,) = self.home.glob("lib/python*/site-packages")
+        return found
+
+    def install(self, *options: str | Path, **more: str) -> None:
+        """more: additions to the environment. An index may be slow."""
+        pip = (sys.executable, "-m", "pip", "--python", self.python, "install", "-q")
+        run(*pip, *options, cwd=self.home, timeout_s=700, **more)
+
+    def run_the_main_job(self, elsewhere: Path) -> None:
+        """In a folder of its own."""
+        where = "import sarathi_pp, sarathi_pp_kernels; print(sarathi_pp.__file__); print(sarathi_pp_kernels.__file__)"
+        found = run(self.python, "-c", where, cwd=self.home).stdout.split()
+        packages = [self.library / "sarathi_pp", self.library / "sarathi_pp_kernels"]
+        assert [Path(path).parent for path in found] == packages
+
+        shutil.copytree(ROOT / "examples" / "tiny-adder", elsewhere / "model")
+        shutil.copy(ROOT / "examples" / "prompts.jsonl", elsewhere)
+        command = self.home / "bin" / "sarathi-pp"
+        options = ("--stages", "2", "--device", "cpu", "--kv-cache-memory", "16MiB", "--json", "--quiet")
+        files = ("--model", "model", "--input", "prompts.jsonl", "--output", "answers.jsonl")
+        done = run(command, "generate", *files, *options, cwd=elsewhere)
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert (report["stages"], report["requests"], report["failed"]) == (2, 24, 0)
+        assert len((elsewhere / "answers.jsonl").read_text().splitlines()) == 24
+        page = elsewhere / "page.html"
+        run(command, "report", "answers.jsonl.run", "--html", str(page), cwd=elsewhere)
+        assert (ROOT / "sarathi_pp" / "report" / "page.js").read_text().strip()[:40] in page.read_text()
+
+
+def test_the_wheel_runs_the_main_job_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """The dependencies are lent."""
+    installed = Installed.make(tmp_path / "home")
+    installed.install("--no-index", "--no-deps", wheel)
+    (installed.library / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    installed.run_the_main_job(tmp_path / "elsewhere")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_wheel_brings_all_that_the_main_job_takes(wheel: Path, tmp_path: Path) -> None:
+    """From the package index, and from where the variables of pip lead: no extra, and nothing is lent."""
+    installed = Installed.make(tmp_path / "home")
+    from_outside = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    installed.install("-c", ROOT / "constraints.txt", wheel, **from_outside)
+    installed.run_the_main_job(tmp_path / "elsewhere")

@@ -23,7 +23,7 @@ from sarathi_pp.trace.events import Event, Issued
 from sarathi_pp.trace.log import Log
 from sarathi_pp.trace.summary import Report, summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
-from tests.trace.schedules import Schedule, constant, start, table
+from tests.trace.schedules import Schedule, constant, on_hosts, start, table
 
 CAUSES = {
     "ramp_s": 0.125,
@@ -126,6 +126,18 @@ def test_headline_and_stage_figures() -> None:
     states = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
     row = ["1", "4-7", f"{stage['bubble_ratio']:.1%}", f"{stage['bubble_ratio_steady']:.1%}"]
     assert " ".join([*row, *(f"{stage[name]:.2f}" for name in states), "1.00"]) in text
+
+
+def test_hosts_are_a_column_where_there_are_several_and_links_between_them_a_line() -> None:
+    schedule = Schedule(8, 3, constant(1.0), transfer=constant(0.00231))
+    page = render_page([run_of(on_hosts(schedule.events(), "host0", "host<0>", "host<0>"))])
+    text = " ".join(text_of(page).split())
+    assert "stage host layers bubble" in text and "1 host<0> 4-7" in text
+    us = "\N{MICRO SIGN}s"
+    assert f"Median transfer between hosts: 2,310 {us} from 0 to 1, 0 {us} from 2 to 0." in text
+    assert "host<0>" not in page
+    alone = text_of(render_page([run_of(on_hosts(schedule.events(), "host0", "host0", "host0"))]))
+    assert "host0" not in alone and "between hosts" not in alone
 
 
 def test_nothing_on_the_page_is_fetched_from_elsewhere() -> None:

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from sarathi_pp.report.table import render
 from sarathi_pp.trace.summary import Report, summarise
-from tests.trace.schedules import Schedule, constant, start
+from tests.trace.schedules import Schedule, constant, on_hosts, start
 
 
 def printed(report: Report, *, width: int = 80, color: bool = False) -> str:
@@ -103,3 +103,26 @@ def test_causes_come_with_the_largest_first() -> None:
         ["ramp", "1.00", "20%"],
         ["unexplained", "0.00", "0%"],
     ]
+
+
+def over_two_hosts() -> Report:
+    traces = Schedule(8, 3, constant(1.0), transfer=constant(0.00231)).events()
+    return summarise(on_hosts(traces, "host0", "host0", "host1"))
+
+
+def test_hosts_and_the_links_between_them_have_a_line_each() -> None:
+    report = over_two_hosts()
+    lines = printed(report).splitlines()
+    assert "hosts: host0 stages 0-1, host1 stage 2" in lines
+    assert "median transfer between hosts: 2,310 us from 1 to 2, 0 us from 2 to 0" in lines
+    report["links"][1]["transfer_s"]["p50"] = None
+    assert "median transfer between hosts: - us from 1 to 2, 0 us from 2 to 0" in printed(report)
+    replicas = [{**stage, "replica": stage["stage"] // 2} for stage in report["per_stage"]]
+    report |= {"per_stage": replicas, "links": [{**report["links"][1], "replica": 7}]}
+    lines = printed(report).splitlines()
+    assert "hosts: host0 stages 0.0-0.1, host1 stage 1.2" in lines
+    assert "median transfer between hosts: - us from 7.1 to 7.2" in lines
+
+
+def test_of_a_single_host_nothing_is_said() -> None:
+    assert "host0" not in printed(summarise(on_hosts(Schedule(8, 2, constant(1.0)).events(), "host0", "host0")))

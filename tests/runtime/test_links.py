@@ -14,7 +14,7 @@ import pytest
 
 from examples.measure.hosts import Hosts
 from sarathi_pp.core.cost import CostModel, StageCost
-from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.profile import EdgeLink, Profile
 from tests.hosts import hosts_of
 from tests.runtime.processes import COMMAND, ROOT, Files, console_script, environment, run
 
@@ -28,6 +28,9 @@ RATES = {"unshaped": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 PEER_TIMEOUT_S = 4.0
 # What is promised, three times over: a timeout, what ranks take to end, and what torchrun gives them.
 LOST_END_S = 3 * (PEER_TIMEOUT_S + 5.0 + 5.0)
+
+# Of a message from one host to the other.
+DELAY_S = 2e-3
 
 Answers = dict[str, list[int]]
 
@@ -51,6 +54,33 @@ def files_in(folder: Path) -> Files:
     ]
     files.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return files
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedFiles(Files):
+    """Of two stages that sleep. added_s: to the way of a message from either to the other."""
+
+    added_s: float = 0.0
+
+    def options(self, model: Path, *more: str) -> tuple[str, ...]:
+        stages = tuple(StageCost((stage, stage + 1), 1e-3, 0.0, 0.0, 0.0, 0.0) for stage in range(2))
+        profile = Profile(
+            model="made-up",
+            device="cpu",
+            dtype="float32",
+            hidden_size=64,
+            num_layers=2,
+            cost=CostModel(1, stages),
+            link_latency_s=0.0,
+            link_bytes_per_s=1e9,
+            jitter_cv=0.0,
+            pages=1000,
+            max_num_seqs=16,
+            links=(EdgeLink(0.0, 1e9, self.added_s),) * 2 if self.added_s else (),
+        )
+        path = self.folder / "profile.json"
+        path.write_text(json.dumps(profile.to_json()))
+        return ("generate", "--emulate", str(path), "--input", str(self.input), "--output", str(self.output), *more)
 
 
 def answers(files: Files) -> Answers:
@@ -156,7 +186,12 @@ def test_two_hosts_of_two_stages_answer_as_one_process(link, elastic, two, expec
     assert len(files.traces()) == 4 and not list(agents.run_of(1).glob("attempt-*/trace-00000-*"))
     report = files.report()
     assert 0 < report["clock_uncertainty_s"] < 0.1
-    assert [stage["stage"] for stage in report["per_stage"]] == [0, 1, 2, 3]
+    assert [(stage["stage"], stage["host"]) for stage in report["per_stage"]] == list(enumerate(known["hosts"]))
+    assert [link["hosts"] for link in report["links"] if link["between_hosts"]] == [
+        ["host0", "host1"],
+        ["host1", "host0"],
+    ]
+    assert all(link["transfer_s"]["p50"] > -report["clock_uncertainty_s"] for link in report["links"])
 
 
 def test_three_hosts_of_one_stage_answer_as_one_process(three, expected, tmp_path):
@@ -170,6 +205,31 @@ def test_three_hosts_of_one_stage_answer_as_one_process(three, expected, tmp_pat
         assert [path.name for path in agents.run_of(host).glob("attempt-*/trace-*")] == [
             f"trace-0000{host}-of-00003.jsonl"
         ]
+
+
+def test_a_delay_between_hosts_changes_no_answer_and_is_communication(two, tmp_path):
+    """One request at a time: every token goes to the other host and back. Where the kernel delays nothing, the channel
+    does, and the rest is the same."""
+    by_kernel = two.can_delay()
+    files, alone = EmulatedFiles(tmp_path / "two", 0.0 if by_kernel else DELAY_S), EmulatedFiles(tmp_path / "one")
+    for each in (files, alone):
+        each.folder.mkdir()
+        each.write_prompts([(7,) * (8 + row) for row in range(8)])
+    run((*COMMAND, *alone.options(MODEL, *OPTIONS, "--stages", "1", "--quiet")), alone.folder)
+    two.shape(delay_s=DELAY_S if by_kernel else 0.0)
+    try:
+        with Started(two, files, (1, 1), "--max-num-seqs", "1") as agents:
+            finished(agents)
+    finally:
+        two.shape()
+    assert answers(files) == answers(alone)
+    report = files.report()
+    there, back = report["links"]
+    assert there["between_hosts"] and back["between_hosts"]
+    # Both ways together, since what the clocks are off is too much on the one and missing on the other.
+    assert there["transfer_s"]["p50"] + back["transfer_s"]["p50"] >= 2 * DELAY_S
+    # Once around for each token, and two stages wait meanwhile: as much as one of them does is there on any machine.
+    assert report["causes"]["communication_s"] >= 2 * DELAY_S * report["microbatches"]
 
 
 @pytest.mark.full

@@ -91,7 +91,9 @@ def slice_bytes(stored: Mapping[str, int], first: int, end: int, num_layers: int
     return own
 
 
-@pytest.mark.parametrize(("dtype", "layers", "split"), [pytest.param("float32", 6, "4,2", marks=pytest.mark.full), ("bfloat16", 12, "8,4")])
+@pytest.mark.parametrize(
+    ("dtype", "layers", "split"), [pytest.param("float32", 6, "4,2", marks=pytest.mark.full), ("bfloat16", 12, "8,4")]
+)
 def test_a_stage_reads_and_holds_its_own_slice_only(dtype, layers, split, tmp_path):
     """About 230 MiB in six or twelve layers on two uneven stages, over the same run with next to no weights.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.trace.events import (
@@ -95,6 +95,14 @@ def start(stage: int, num_stages: int, *, offset_s: float = 0.0, uncertainty_s: 
         clock_offset_s=offset_s,
         clock_uncertainty_s=uncertainty_s,
     )
+
+
+def on_hosts(traces: Sequence[Sequence[Event]], *hosts: str) -> list[list[Event]]:
+    """The same traces, written by stages on these hosts."""
+    return [
+        [replace(event, host=host) if isinstance(event, TraceStart) else event for event in trace]
+        for trace, host in zip(traces, hosts, strict=True)
+    ]
 
 
 def constant(seconds: float) -> Delay:

@@ -58,6 +58,12 @@ def test_states_of_every_stage_fill_the_window():
     assert [(stage["replica"], stage["stage"]) for stage in report["per_stage"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_links_are_those_of_each_replica():
+    report = summarise_replicas([replica(0, 8, 1.0), replica(1, 4, 0.5)])
+    found = [(link["replica"], link["stages"]) for link in report["links"]]
+    assert found == [(0, [0, 1]), (0, [1, 0]), (1, [0, 1]), (1, [1, 0])]
+
+
 def test_what_a_replica_has_less_to_do_is_ramp_and_the_causes_still_add_up():
     whole = Causes(1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0, 0.25)  # two stages of 9 s that compute for 8 each
     first, second = replica(0, 8, 1.0), replica(1, 8, 1.0, offset_s=5.0)

@@ -39,6 +39,7 @@ def golden_stage(stage: int, **seconds: float) -> Report:
     states = dict.fromkeys(("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s"), 0.0)
     return {
         "stage": stage,
+        "host": "here",
         "layers": [4 * stage, 4 * stage + 4],
         **states,
         **seconds,
@@ -59,6 +60,7 @@ def golden_stage(stage: int, **seconds: float) -> Report:
 
 # Eight microbatches of one second on two stages, each the prompt of a request with one output token; all
 # arrived at 0, request m is done at m + 2. Each issue sees 2 pages of 16 hold 24 tokens.
+AT_ONCE = {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
 GOLDEN = {
     "schema": "sarathi-pp/report/1",
     "policy": "sarathi",
@@ -83,6 +85,10 @@ GOLDEN = {
     "per_stage": [
         golden_stage(0, compute_s=8.0, no_work_s=1.0),
         golden_stage(1, compute_s=8.0, recv_wait_s=1.0),
+    ],
+    "links": [
+        {"stages": [0, 1], "hosts": ["here", "here"], "between_hosts": False, "transfer_s": AT_ONCE},
+        {"stages": [1, 0], "hosts": ["here", "here"], "between_hosts": False, "transfer_s": AT_ONCE},
     ],
     "causes": None,
     "cost_error": None,

@@ -26,6 +26,7 @@ from sarathi_pp.runtime.preflight import (
     check_lines,
     check_weights,
     follow,
+    is_continuation,
     is_restart,
     open_model,
     preflight,
@@ -63,12 +64,13 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     """
     rank = place or Place()
     again = is_restart(job, rank)
+    continued = is_continuation(job, rank)
     ended = run_directory(job).read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
     try:
         if rank.rank == 0:
-            job = as_restarted(job, rank)  # the output is its own; other hosts may not even see it
+            job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
         checked = preflight(job) if rank.rank == 0 else follow(job)
         exposed = exposure(rank) if rank.rank == 0 else None
         if rank.store is None and not again:  # else our launcher, or the first start, has done it
@@ -77,8 +79,9 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
             if rank.local_rank == 0:
                 check_weights(job)
     except SarathiError as error:
-        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
-        if rank.world_size > 1:
+        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended. How the lost
+        # start ended stays: by it the next one knows that there is something to go on with.
+        if rank.world_size > 1 and not continued:
             run_directory(job).write_refusal(error.exit_code, overwrite=job.start != "new" or again)
         raise
     with ExitStack() as held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -39,6 +40,26 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
         said = run.end()
         assert time.monotonic() - began_s < 3 * 3.0, said
         assert run.process.returncode == 75 and "was stopped by SIGTERM" in said and "File " not in said, said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages, number, code, model, tmp_path):
+    files = Files(tmp_path)
+    os.mkfifo(files.input)
+    with started(files, model, "--stages", stages) as run:
+        deadline_s = time.monotonic() + 60
+        while not files.output.exists():
+            assert time.monotonic() < deadline_s and run.process.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)
+        began_s = time.monotonic()
+        run.process.send_signal(number)
+        said = run.end(timeout_s=60)
+        assert time.monotonic() - began_s < 3 * 3.0, said
+        assert run.process.returncode == code, said
+        assert f"stopped by {signal.Signals(number).name}" in said and "File " not in said, said
+    assert files.report()["requests"] == 0
 
 
 @pytest.mark.parametrize("stages", ["1", "2"])

@@ -118,8 +118,8 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         return EXIT_ROWS_FAILED if report["failed"] or report["resumed"]["failed"] else EXIT_OK
 
     def leave(error: SarathiError) -> None:
-        display.error(f"{type(error).__name__}: {error}")
         note(error.exit_code)
+        display.error(f"{type(error).__name__}: {error}")
 
     def note(code: int) -> None:
         # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
@@ -171,8 +171,8 @@ def run_rows(
             return {}
 
         def leave(error: SarathiError) -> None:
-            display.error(f"{type(error).__name__}: {error}")
             run_dir.write_exit_code(error.exit_code)
+            display.error(f"{type(error).__name__}: {error}")
 
         def work() -> int:
             report = run_rank(checked, rank, leave, drive, analyse=analyse)

@@ -66,6 +66,11 @@ def preflight(job: BatchJob) -> Preflight:
     config = job.config
     make_policy(config.policy)
     check_input(job.input_path)
+    if job.strict and not is_regular(job.input_path):
+        raise ConfigError(
+            f"--strict: --input {job.input_path} is a stream, whose lines are not there to be looked at before they "
+            f"run; give a regular file, or leave --strict out"
+        )
     check_output(job.output_path, job.input_path, job.start)
     if job.metrics_port is not None:
         from sarathi_pp.runtime.metrics import check_port

@@ -99,3 +99,17 @@ def test_what_cannot_be_gone_on_with_is_not_restarted(name, model, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "a stream cannot be gone on with" in done.stderr, done.stderr
     assert not files.run.exists()
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("name", ["-", "in.jsonl"])
+def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, model, tmp_path):
+    files = Files(tmp_path)
+    os.mkfifo(files.input)
+    command = (*COMMAND, *files.options(model, "--quiet", "--strict", "--stages", stages, "--input", name))
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), input="{}\n", capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"--strict: --input {name} is a stream" in done.stderr and "give a regular file" in done.stderr
+    assert not files.run.exists() and not files.output.exists()

@@ -11,7 +11,8 @@
 #   NPROC_PER_NODE  ranks on this node, one a GPU: 1 by default
 #   MASTER_ADDR  name or address of node 0, or for c10d of the node that hosts the rendezvous
 #   MASTER_PORT  its port, 29500 by default: whoever reaches it can run code there, so close it to strangers
-#   RDZV_ID      name of the run, the same on its nodes and no other run's: for c10d only
+#   RDZV_ID      name of the run, the same on its nodes and no other run's: for c10d only. Starts of one name go on
+#                with what an earlier one has answered before it was lost
 #   LOCAL_ADDR   name or address at which other nodes reach this one, where its own name does not lead to it;
 #                Slurm's SLURMD_NODENAME by default
 #   INTERFACE    the network interface on which ranks talk: the one that leads to MASTER_ADDR by default

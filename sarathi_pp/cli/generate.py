@@ -44,7 +44,11 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
 @click.option("--resume", is_flag=True, help="Go on with an existing output: rows that have a line are skipped.")
 @click.option("--retry-errors", is_flag=True, help="With --resume: run rows again that ended with an error.")
 @click.option("--force", is_flag=True, help="With --resume: go on though model, parameters or input have changed.")
-@click.option("--strict", is_flag=True, help="Refuse an input file of which a line cannot run, before the model loads.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Refuse an input file of which a line cannot run, before the model loads; and any input that is no file.",
+)
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),

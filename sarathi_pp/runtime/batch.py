@@ -26,6 +26,7 @@ from sarathi_pp.runtime.preflight import (
     check_lines,
     check_weights,
     follow,
+    is_continuation,
     is_restart,
     open_model,
     preflight,
@@ -64,6 +65,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     """
     rank = place or Place()
     again = is_restart(job, rank)
+    continued = is_continuation(job, rank)
     ended = run_directory(job).read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
@@ -89,7 +91,7 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
     """What is refused before the run directory is claimed. again: what runs is a restart of the job."""
     try:
         if rank.rank == 0:
-            job = as_restarted(job, rank)  # the output is its own; other hosts may not even see it
+            job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
         checked = preflight(job) if rank.rank == 0 else follow(job)
         exposed = exposure(rank) if rank.rank == 0 else None
         if rank.store is None and not again:  # else our launcher, or the first start, has done it
@@ -98,8 +100,9 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
             if rank.local_rank == 0:
                 check_weights(job)
     except SarathiError as error:
-        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
-        if rank.world_size > 1:
+        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended. How the lost
+        # start ended stays: by it the next one knows that there is something to go on with.
+        if rank.world_size > 1 and not continued:
             run_directory(job).write_refusal(error.exit_code, overwrite=job.start != "new" or again)
         raise
     warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
@@ -126,8 +129,8 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         return EXIT_ROWS_FAILED if report["failed"] or report["resumed"]["failed"] else EXIT_OK
 
     def leave(error: SarathiError) -> None:
-        display.error(f"{type(error).__name__}: {error}")
         note(error.exit_code)
+        display.error(f"{type(error).__name__}: {error}")
 
     def note(code: int) -> None:
         # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
@@ -182,8 +185,8 @@ def run_rows(
             return {}
 
         def leave(error: SarathiError) -> None:
-            display.error(f"{type(error).__name__}: {error}")
             run_dir.write_exit_code(error.exit_code)
+            display.error(f"{type(error).__name__}: {error}")
 
         def work() -> int:
             report = run_rank(checked, rank, leave, drive, analyse=analyse)

@@ -26,6 +26,7 @@ from typing import BinaryIO, Literal
 
 from sarathi_pp.errors import ConfigError, InputError, OutputError
 from sarathi_pp.runtime.rows import DUPLICATE_ID, id_key
+from sarathi_pp.runtime.whole_file import sync
 from sarathi_pp.trace.clock import SystemClock
 
 # "new" refuses a file that is there, "replace" empties it, "resume" goes on behind its last whole line.
@@ -312,11 +313,7 @@ def _lock(fd: int, path: str) -> None:
 
 def _sync_folder(path: str) -> None:
     """Makes the file's name survive a crash, as fsync makes its contents."""
-    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        sync(os.path.dirname(os.path.abspath(path)))
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise OutputError(f"--output {path} cannot be synced: {error}") from error
-    finally:
-        os.close(folder)
+        raise OutputError(f"--output {path} cannot be synced: {error}") from error

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sarathi_pp.errors import PeerLostError, StoppedError
+from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, StoppedError
 from sarathi_pp.runtime.place import (
     LAUNCHER_VARIABLE,
     RESTART_VARIABLE,
@@ -33,6 +33,8 @@ from sarathi_pp.wire.mesh import Mesh
 
 _POLL_S = 0.1
 _ECHO_S = 3.0
+# For the other ranks once rank 0 has finished, with their traces in its hands: to leave a GPU, say.
+_LEAVE_S = 30.0
 _STOP_S = 2.0
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # For what runs to be finished once a signal has come, and to be written down.
@@ -81,7 +83,8 @@ class Workers:
 
         After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
         peer (75) is an echo, any other code is the cause. Of several replicas some may be lost: then the run lasts as
-        long as rank 0. `say` is told of a worker that was killed, since it could not speak for itself.
+        long as rank 0. Where that has finished, the others have longer, and no say in how the run ended if they stay.
+        `say` is told of a worker that was killed, since it could not speak for itself.
         """
         clock = SystemClock()
         told_s: float | None = None
@@ -95,12 +98,17 @@ class Workers:
             if len(noted) > 1 or late:
                 return None
             clock.sleep(_POLL_S)
-        deadline_s = clock.now() + _ECHO_S
+        finished = self._has_finished(self._codes(say))
+        left_s = _LEAVE_S if finished else _ECHO_S
+        deadline_s = clock.now() + left_s
         while None in self._codes(say).values() and clock.now() < deadline_s:
             if len(noted) > 1:
                 return None
             clock.sleep(_POLL_S)
         codes = self._codes(say)
+        if finished:
+            for rank in (rank for rank, code in codes.items() if code is None):
+                say(f"{self._mesh.title(rank)} had not ended {left_s:g} s after rank 0, and was killed")
         self.told_to_stop = stopped_mark(self.store).exists()  # by others: what follows is a signal of ours
         self.stop()
         return self._cause(codes)
@@ -119,7 +127,11 @@ class Workers:
             return True
         if self._may_lose_replicas():
             return codes[self._first_rank] is not None
-        return any(codes.values())
+        return any(codes.values()) or self._has_finished(codes)
+
+    def _has_finished(self, codes: Mapping[int, int | None]) -> bool:
+        """Whether all that is left to do is to leave; of several replicas a lost one may never do so."""
+        return codes[self._first_rank] in (EXIT_OK, EXIT_ROWS_FAILED) and not self._may_lose_replicas()
 
     def _may_lose_replicas(self) -> bool:
         return self._mesh.replicas > 1 and begun_mark(self.store).exists()

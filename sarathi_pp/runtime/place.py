@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import ConfigError
@@ -141,7 +142,17 @@ def _job(environment: Mapping[str, str]) -> str:
         started = ""
     # Of one agent run's processes, below the attempt and the rank: a program may run several, one after the other.
     folder = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent
-    return f"{environment['TORCHELASTIC_RUN_ID']} {os.uname().nodename} {parent.name} {started} {folder}"
+    name = quote(environment["TORCHELASTIC_RUN_ID"], safe="")
+    return f"{name} {os.uname().nodename} {parent.name} {started} {folder}"
+
+
+def rendezvous_of(job: str) -> str:
+    """torchrun's name of what all its agents run together, from one agent's job; empty where nobody has named it.
+
+    Without a name it is "none" for any number of jobs. Our own launcher's job is a path.
+    """
+    name = job.partition(" ")[0]
+    return "" if name == "none" or name.startswith("/") else name
 
 
 def mesh_of(config: RunConfig) -> Mesh:

@@ -10,14 +10,14 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, uses_chunk_size
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.errors import ConfigError, InputError
+from sarathi_pp.errors import ConfigError, InputError, PeerLostError
 from sarathi_pp.model.support import ModelFacts, check_model, check_shards
 from sarathi_pp.model.verify import verify_weights
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.identity import differences, identity_of, output_name
 from sarathi_pp.runtime.journal import Start, holds_anything
-from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.place import Place, rendezvous_of
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import check_output
 from sarathi_pp.runtime.source import check_input, is_regular, scan_input
@@ -66,6 +66,11 @@ def preflight(job: BatchJob) -> Preflight:
     config = job.config
     make_policy(config.policy)
     check_input(job.input_path)
+    if job.strict and not is_regular(job.input_path):
+        raise ConfigError(
+            f"--strict: --input {job.input_path} is a stream, whose lines are not there to be looked at before they "
+            f"run; give a regular file, or leave --strict out"
+        )
     check_output(job.output_path, job.input_path, job.start)
     if job.metrics_port is not None:
         from sarathi_pp.runtime.metrics import check_port
@@ -145,25 +150,44 @@ def is_restart(job: BatchJob, place: Place) -> bool:
 
     torchrun's own count does not tell: a restart because hosts came or went is none to it.
     """
-    return run_directory(job).is_of(place.job)
+    return place.job in run_directory(job).jobs()
 
 
-def as_restarted(job: BatchJob, place: Place) -> BatchJob:
+def is_continuation(job: BatchJob, place: Place) -> bool:
+    """Whether another agent of the same rendezvous had the run directory last, and was lost.
+
+    torchrun numbers ranks anew when hosts come and go: rank 0 may be on one that was not there before. A name that is
+    used again, for a run after one that has ended, is no continuation.
+    """
+    run_dir, rendezvous = run_directory(job), rendezvous_of(place.job)
+    jobs = run_dir.jobs()
+    if not rendezvous or not jobs or place.job in jobs:
+        return False
+    return rendezvous_of(jobs[-1]) == rendezvous and run_dir.read_exit_code() in (None, PeerLostError.exit_code)
+
+
+def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> BatchJob:
     """A run that is started again goes on with what it has answered, however it was started at first.
 
     Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
     """
     if job.start == "resume":
         return job
-    if not is_restart(job, place):
+    run_dir, continued = run_directory(job), is_continuation(job, place)
+    if not is_restart(job, place) and not continued:
         if place.restart > 0 and job.start == "replace" and holds_anything(job.output_path):
             raise ConfigError(
                 f"a restart does not replace {job.output_path}: it may be what this job has answered before it was "
                 f"lost; start it again with --resume or with --overwrite"
             )
         return job
-    begun = run_directory(job).read_run() or {}
-    if begun.get("identity") is not None and begun.get("job") == place.job:
+    begun = run_dir.read_run() or {}
+    if begun.get("identity") is not None and begun.get("job") in run_dir.jobs():
+        if continued:
+            warn(
+                f"{job.output_path} is gone on with: an earlier start of the rendezvous {rendezvous_of(place.job)} was "
+                f"lost; a run of its own needs another --rdzv-id"
+            )
         return replace(job, start="resume")
     # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
     # line.

@@ -134,9 +134,9 @@ def end(
         code = SarathiError.exit_code
         message = (f"{where} failed:\n" if place.world_size > 1 else "") + traceback.format_exc()
     try:
+        note(code)  # first: a message may have to wait for whoever reads it
         if message:
             say(message)
-        note(code)
     finally:
         if place.world_size > 1:
             _leave(code)

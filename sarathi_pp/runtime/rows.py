@@ -15,9 +15,11 @@ value that means "off" (`"n": 1`); with any other value it is `unsupported_param
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import BinaryIO, Literal, NoReturn
 
 from sarathi_pp.core.request import Request
@@ -31,6 +33,11 @@ DUPLICATE_ID = "duplicate_id"
 _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 64 * 2**10
 _DEEPEST_ID = 32
+# Read, a string, list or object takes 100 bytes and more, and written as little as one.
+_MOST_PARTS = 2**18
+_FEW_PARTS_BYTES = 2**20
+# Possessive, and without an end if need be: one pass, whatever the line is.
+_PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 
 _URL_FORMS: dict[str, Form] = {
     "/v1/chat/completions": "openai-chat",
@@ -222,6 +229,9 @@ def parse_line(raw: RawLine, *, plain_text: bool, max_line_bytes: int = MAX_LINE
     reader = _LineReader(raw.number, nameless=not plain_text)
     if raw.cut:
         reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
+    if not plain_text and _has_too_many_parts(raw.data):
+        what = f"more than {_MOST_PARTS} strings, lists and objects"
+        reader.fail("line_too_long", f"the line holds {what}; split the request")
     try:
         text = raw.data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -383,6 +393,11 @@ class _LineReader:
                 self.fail("invalid_parameter", f"{where}.content has a text part without text")
             texts.append(part["text"])
         return {**message, "content": "\n".join(texts)}
+
+
+def _has_too_many_parts(data: bytes) -> bool:
+    """Before it is read as JSON, which may take 27 times its bytes; numbers, as token ids are, take far less."""
+    return len(data) > _FEW_PARTS_BYTES and any(True for _ in islice(_PART.finditer(data), _MOST_PARTS, None))
 
 
 def _name(record: Mapping[str, object]) -> tuple[object, Form]:

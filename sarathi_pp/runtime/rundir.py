@@ -5,7 +5,7 @@ RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace a stage, one directo
                                                   has a directory replica-0000 in it
 RUN/report.json                                   the figures of the last attempt
 RUN/exit_code                                     how it ended: torchrun itself returns 1 for any failure
-RUN/job                                           who started it, so that a restart knows its own
+RUN/job                                           who started it and went on with it, so that a restart knows its own
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RunDirectory:
 
         overwrite, resume: it may be an earlier run's, to whose attempts this start adds its own; how that one ended is
         removed, and nothing else before `begin`: a start that is refused until then has taken nothing away.
-        job: who starts it; empty where nobody would start it again.
+        job: who starts it; empty where nobody would start it again. With `resume` it joins those who did before it.
         Raises ConfigError, also where another run has it, or OutputError.
         """
         cls.check(path, overwrite=overwrite, resume=resume)
@@ -90,13 +90,14 @@ class RunDirectory:
                 kept = overwrite or resume
                 attempts = [int(entry.name[8:]) for entry in path.glob("attempt-*")] if kept else []
                 names = ("run.json", "report.json", *map(_attempt_name, attempts)) if kept else ()
+                before = [one for one in cls(path).jobs() if one != job] if resume else []
                 _remove(entry for entry in path.iterdir() if entry.name not in names)
                 path.chmod(0o700)
             except OSError as error:
                 raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
             claimed = cls(path, max(attempts, default=-1) + 1, replaces=bool(attempts) and not resume)
             if job:
-                claimed._write("job", job + "\n")
+                claimed._write("job", "".join(f"{one}\n" for one in (*before, job)))
             yield claimed
 
     def begin(self, facts: dict[str, Any]) -> None:
@@ -150,12 +151,12 @@ class RunDirectory:
         status = self.attempt_path.stat()
         return f"{os.uname().nodename}:{status.st_dev}:{status.st_ino}"
 
-    def is_of(self, job: str) -> bool:
-        """Whether an earlier start of that job has claimed it."""
+    def jobs(self) -> list[str]:
+        """Who has claimed it: the last one, behind those whose run it goes on with."""
         try:
-            return bool(job) and (self.path / "job").read_text() == job + "\n"
+            return (self.path / "job").read_text().splitlines()
         except (OSError, UnicodeDecodeError):
-            return False
+            return []
 
     def read_exit_code(self) -> int | None:
         """None where none is there."""

@@ -234,7 +234,7 @@ class FileSource:
 
     capacity: most rows read ahead. request_rate: rows a second, arriving as a Poisson process drawn from the
     run's seed; infinite: a row arrives when its line is read. done: rows that an earlier start has answered, which are
-    left out. Raises what `check_input` raises.
+    left out. Raises what `check_input` raises; what cannot be opened all the same, `take` does.
     """
 
     def __init__(
@@ -259,8 +259,8 @@ class FileSource:
         self._failure: BaseException | None = None
         self._ended = False
         self._closed = False
-        self._stream = _open(path)
-        # A daemon: a read of standard input that nobody will ever answer must not keep the process alive.
+        # A daemon: a read of standard input that nobody will ever answer must not keep the process alive. It opens the
+        # path too, since that waits for whoever writes a named pipe, and would keep the main thread from any signal.
         self._thread = threading.Thread(target=self._read, name="input", daemon=True)
         self._thread.start()
 
@@ -303,8 +303,8 @@ class FileSource:
 
     def _read(self) -> None:
         try:
-            with self._stream:
-                for row in self._file_rows():
+            with _open(self._path) as stream:
+                for row in self._file_rows(stream):
                     if not self._put(row):
                         return
         except OSError as error:
@@ -324,8 +324,8 @@ class FileSource:
                 self._changed.notify_all()
             return not self._closed
 
-    def _file_rows(self) -> Iterator[Row]:
-        for raw, parsed, first_line in _parsed_lines(self._path, self._stream):
+    def _file_rows(self, stream: BinaryIO) -> Iterator[Row]:
+        for raw, parsed, first_line in _parsed_lines(self._path, stream):
             if _is_nameless(parsed):
                 if self._done.take_nameless(raw.number):
                     continue

@@ -9,6 +9,7 @@ process can be given bounds, and ended. Started with the first conversation, and
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -16,7 +17,8 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -27,6 +29,10 @@ MAX_RENDER_S = 10.0
 # Above what the child has when it is ready. A conversation of 16 MiB is there several times over.
 MAX_RENDER_MEMORY_BYTES = 512 * 2**20
 
+# Of what a template says of its failure, which it may make as long as it likes.
+_MOST_REASON = 1000
+
+_PR_SET_PDEATHSIG = 1
 # The run's own affair: whoever tells every process of a job to stop must not make errors of rows that are prepared.
 _NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
@@ -38,6 +44,8 @@ class Renderer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        # The process ends with the thread that has started it, which had better be no caller's.
+        self._starter = ThreadPoolExecutor(1, "template")
         self._end: Callable[[], object] = lambda: None
 
     def render(self, template: str, messages: Sequence[Message], special_tokens: Mapping[str, object]) -> str:
@@ -83,14 +91,18 @@ class Renderer:
             self._end()
             # Its own session: the terminal's Ctrl-C is for the run.
             limits = map(str, (MAX_RENDER_S, MAX_RENDER_MEMORY_BYTES, MAX_RENDERED_BYTES))
-            self._process = subprocess.Popen(
-                (sys.executable, "-P", "-m", __name__, *limits),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
+            self._process = self._starter.submit(_started, limits).result()
             self._end = weakref.finalize(self, _end, self._process)
         return self._process
+
+
+def _started(limits: Iterable[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        (sys.executable, "-P", "-m", __name__, *limits),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def _failed(reason: str) -> RowError:
@@ -113,7 +125,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_bytes: int, limit_bytes: int) -> None:
-    """The child: an answer a request, until there are no more."""
+    """The child: an answer a request, until there are no more or nobody is left to ask, however that came."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in _NOT_OURS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -141,7 +154,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_b
         except MemoryError:
             found = {"error": f"it took more than {limit_memory_bytes >> 20} MiB of memory", "spent": "memory"}
         except Exception as error:  # the template is a program: anything can come out of it
-            found = {"error": str(error) or type(error).__name__}
+            found = {"error": str(error)[:_MOST_REASON] or type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(found).encode() + b"\n")
         answers.flush()

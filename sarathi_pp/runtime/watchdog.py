@@ -2,7 +2,8 @@
 
 The thread that notices reports here. The main thread usually meets the same error at its next receive and
 ends in order; if it does not within the grace (a long computation, a send that nobody takes), the watchdog
-leaves the exit code, the message and the stacks of all threads behind and ends the process itself.
+leaves the exit code, the message and the stacks of all threads behind, as far as somebody takes them, and ends the
+process itself.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import faulthandler
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from sarathi_pp.errors import PeerLostError, SarathiError
 
 GRACE_S = 2.0
+_TELL_S = 2.0
 _PARENT_CHECK_S = 1.0
 _STDERR = 2
 
 
 class Watchdog:
-    """leave: writes what must be left behind (message, exit_code file) and must not block.
+    """leave: writes what must be left behind: the exit_code file, and then the message, which may block.
 
     None: the process is not ours to end (a Python program that uses us); the main thread's next receive or
     send raises the error, and that is all.
@@ -82,10 +85,26 @@ class Watchdog:
                 self._signal.cancel()
 
     def _end(self, error: SarathiError, stuck: bool = False) -> None:
-        try:
+        def tell() -> None:
             if self._leave is not None:
                 self._leave(error)
             if stuck:
-                faulthandler.dump_traceback(_STDERR, all_threads=True)
+                _show_stacks()
+
+        try:
+            # A thread of its own: standard error may be a pipe that nobody reads, or a terminal that is stopped.
+            telling = threading.Thread(target=tell, name="tell", daemon=True)
+            telling.start()
+            telling.join(_TELL_S)
         finally:
             os._exit(error.exit_code)
+
+
+def _show_stacks() -> None:
+    """Through memory: while it writes, faulthandler holds the interpreter's lock, and with it every other thread."""
+    with open(os.memfd_create("stacks"), "w+b") as stacks, suppress(OSError):
+        faulthandler.dump_traceback(stacks, all_threads=True)
+        stacks.seek(0)
+        left = memoryview(stacks.read())
+        while left:
+            left = left[os.write(_STDERR, left) :]

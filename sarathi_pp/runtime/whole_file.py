@@ -1,7 +1,8 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, also after a loss of power."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from contextlib import suppress
@@ -19,13 +20,27 @@ def write_whole(path: Path, text: str, *, replace: bool = True) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         partial.write_text(text)
+        sync(partial)
         if replace or not _linked(partial, path):
             partial.replace(path)
+        sync(path.parent)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+def sync(path: str | Path) -> None:
+    """Puts a file's contents, or the names in a folder, on disk, where the file system can. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _linked(partial: Path, path: Path) -> bool:

@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -93,8 +94,10 @@ FRAMES = (
     codec.MicroBatchFrame(MicroBatch(0, (), (2,), 0.0)),
     codec.ResultFrame(StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, True, 1)), (StageTime(6, 0.5),))),
     codec.Heartbeat(12, True),
+    codec.Parcel(True),
     codec.Goodbye(),
 )
+PAYLOAD = bytes(range(48))
 
 
 def signed(message: bytes) -> bytes:
@@ -112,7 +115,10 @@ def signed(message: bytes) -> bytes:
 def test_the_frame_decoder_survives_any_bytes() -> None:
     rng = random.Random("frames")
     seeds = [codec.encode(frame, number) for number, frame in enumerate(FRAMES)]
-    read = 0
+    carriers = [frame for frame in FRAMES if isinstance(frame, codec.MicroBatchFrame | codec.Parcel)]
+    for number, frame in enumerate(carriers, 2**40):
+        seeds.append(codec.encode(frame, number, len(PAYLOAD)) + PAYLOAD + codec.trailer(number))
+    read, kinds = 0, set[tuple[type, bool]]()
     for case in range(CASES):
         message = mutated(rng, seeds)
         try:
@@ -120,11 +126,16 @@ def test_the_frame_decoder_survives_any_bytes() -> None:
         except ProtocolError:
             continue
         read += 1
+        kinds.add((type(envelope.frame), envelope.payload_bytes > 0))
+        # The whole payload is there.
+        end = envelope.payload_start + envelope.payload_bytes
+        assert not envelope.payload_bytes or message[end:].startswith(codec.trailer(envelope.number))
         # What was read is what would be written: no second meaning of the same bytes.
         again = codec.decode(codec.encode(envelope.frame, envelope.number))
         assert repr(again.frame) == repr(envelope.frame)
     # The fuzzer gets behind the checksum, and not only there.
     assert CASES // 1000 < read < CASES
+    assert kinds >= {*((kind, False) for kind in get_args(codec.Frame)), *((type(frame), True) for frame in carriers)}
 
 
 LINES = (

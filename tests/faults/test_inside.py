@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.jobs import answers, started
 from tests.model.families import write_checkpoint
-from tests.runtime.processes import COMMAND, Files, environment, free_port
+from tests.runtime.processes import COMMAND, Files, environment, free_port, full_pipe
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -80,6 +80,33 @@ def test_a_stage_that_hangs_is_named_and_shows_its_stacks(stage, files, model):
     assert f"stage {stage} (rank {stage}" in said and "it hangs, or --peer-timeout is too short" in said
     # Its own threads, down to the line that does not return.
     assert "most recent call first" in said and "sitecustomize.py" in said
+
+
+def test_a_stage_that_hangs_ends_though_nobody_reads_what_it_says(files, model):
+    """Neither the message nor the stacks have anywhere to go; the code has."""
+    reader, writer = full_pipe()
+    process = subprocess.Popen(
+        (*COMMAND, *files.options(model, "--quiet", *OPTIONS)),
+        cwd=files.folder,
+        env={**environment(), **fault(0, "hang")},
+        stderr=writer,
+    )
+    os.close(writer)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not list(files.run.glob("attempt-0000/trace-*")):
+            assert time.monotonic() < deadline_s and process.poll() is None
+            time.sleep(0.05)
+        time.sleep(2)
+        process.terminate()
+        time.sleep(0.5)
+        process.terminate()
+        assert process.wait(3 * 5.0) == 75
+        assert files.exit_code() == 75
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])

@@ -57,6 +57,31 @@ def test_a_long_prompt_takes_no_more_than_its_line(tmp_path):
     assert max(peaks) - peaks[0] < 8 * sizes[-1], peaks
 
 
+RENDERS = """
+import os, threading, time
+from sarathi_pp.runtime.template import Renderer
+
+renderer = Renderer()
+render = lambda template: renderer.render(template, [{"role": "user", "content": "x"}], {})
+render("x")
+print(renderer._process.pid, flush=True)
+threading.Thread(target=render, args=("{{ 7 ** 500000000 }}",), daemon=True).start()
+time.sleep(1)
+os._exit(75)
+"""
+
+
+def test_a_template_that_computes_ends_with_the_process_that_asked():
+    """However that ends: nobody could tell the one that renders, which looks at nothing meanwhile."""
+    command = (sys.executable, "-c", RENDERS)
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 75
+    deadline_s = time.monotonic() + 3 * 1.0
+    while psutil.pid_exists(renders := int(done.stdout)) and psutil.Process(renders).status() != "zombie":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("expression", ["(messages|length + 6) ** 500000000", "'x' * 10 ** 11"])
 def test_a_template_that_takes_all_there_is_costs_its_row_alone(expression, tmp_path):
     """Not of constants alone, which are computed as soon as the template is read."""

@@ -1,4 +1,4 @@
-"""torchrun's elastic rendezvous over a store that outlives the jobs that meet in it."""
+"""torchrun's elastic rendezvous: a store that outlives the jobs that meet in it, and agents that come and go."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.runtime.processes import Files, console_script, environment, torchrun
+from tests.faults.jobs import started
+from tests.runtime.processes import Files, console_script, environment, free_port, torchrun
 
 pytestmark = pytest.mark.timeout(200)
 
 
-def generate(files: Files, model: Path, port: int, job: str, *options: str) -> tuple[int, str]:
+def agent(files: Files, port: int, job: str) -> tuple[str, ...]:
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job)
-    front = torchrun(2, console_script(files.folder), "--nnodes", "1", "--local-addr", "127.0.0.1", *rendezvous)
+    return torchrun(2, console_script(files.folder), "--nnodes", "1", "--local-addr", "127.0.0.1", *rendezvous)
+
+
+def generate(files: Files, model: Path, port: int, job: str, *options: str) -> tuple[int, str]:
     done = subprocess.run(
-        (*front, *files.options(model, "--quiet", "--max-new-tokens", "4", *options)),
+        (*agent(files, port, job), *files.options(model, "--quiet", "--max-new-tokens", "4", *options)),
         cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done.returncode, done.stderr
@@ -37,3 +41,28 @@ def test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs(mode
     code, said = generate(files, model, store.port, "second", "--overwrite")
     assert code == 0, said
     assert (files.exit_code(), len(files.output.read_text().splitlines())) == (0, 3)
+
+
+def test_a_new_agent_goes_on_with_what_a_lost_one_has_answered(model, tmp_path):
+    """It has restarted nothing, and is told to replace what is there; once the run has ended it does."""
+    files = Files(tmp_path)
+    files.write_prompts([tuple(range(3, 4 + row % 40)) for row in range(400)])
+    options = ("--max-new-tokens", "24", "--ignore-eos", "--overwrite")
+    with started(files, model, *options, front=agent(files, free_port(), "named")) as run:
+        run.wait_for_lines(20)
+        run.kill_all()
+    written = files.output.read_bytes()
+    whole = written[: written.rindex(b"\n") + 1]
+    with started(files, model, *options, "--seed", "1", front=agent(files, free_port(), "named")) as run:
+        assert "seed was 0 and is 1" in run.end() and run.process.returncode == 1
+    assert files.output.read_bytes() == written
+    with started(files, model, *options, front=agent(files, free_port(), "named")) as run:
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert "an earlier start of the rendezvous named was lost" in said
+    assert files.output.read_bytes().startswith(whole) and len(files.rows()) == 400
+    assert (files.exit_code(), files.report()["resumed"]["rows"]) == (0, whole.count(b"\n"))
+    with started(files, model, *options, "--seed", "1", front=agent(files, free_port(), "named")) as run:
+        said = run.end()
+        assert run.process.returncode == 0, said
+    assert (files.report()["resumed"]["rows"], len(files.rows())) == (0, 400)

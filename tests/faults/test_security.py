@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import stat
 import subprocess
@@ -12,13 +14,14 @@ import psutil
 import pytest
 
 from tests.faults.jobs import Started, started
-from tests.runtime.processes import Files
+from tests.runtime.processes import ROOT, Files
 
 pytestmark = pytest.mark.timeout(120)
 
 PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(6000)]
 OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--max-num-seqs", "16")
 LISTENING = "0A"
+ADDER = ROOT / "examples" / "tiny-adder"
 
 
 def listeners(run: Started) -> list[str]:
@@ -99,22 +102,39 @@ def test_nothing_is_left_outside_the_run_directory(model, tmp_path):
     assert not list(scratch.iterdir())
 
 
-def test_prompts_are_in_no_log(model, tmp_path):
-    """Neither what is said nor what is traced holds a prompt's text or ids."""
-    files = Files(tmp_path)
-    secret = "61, 62, 63, 61, 60, 59"
-    rows = (
-        f'{{"prompt_token_ids": [{secret}]}}',
-        f'{{"prompt_token_ids": [{secret}, 99999999]}}',
-        f'{{"prompt_token_ids": [5], "suffix": "{secret}"}}',
-        f'{{"prompt_token_ids": [5], "{secret}": 1}}',
-        f'{{"prompt_token_ids": "{secret}"}}',
+def test_prompts_are_in_no_log(tmp_path):
+    """Neither what is said nor what is traced holds a prompt's text or ids, or an answer's; nor where a row fails."""
+    files, model = Files(tmp_path), tmp_path / "model"
+    shutil.copytree(ADDER, model)
+    refused = "{% if 'bad' in messages[0].content %}{{ raise_exception('no ' + messages[0].content) }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refused + "{{ messages[0].content }}")
+    ids, text = [13, 14, 13, 12, 11, 10], "271828+314159="
+    rows: tuple[dict[str, object], ...] = (
+        {"prompt_token_ids": ids},
+        {"prompt_token_ids": [*ids, 99999999]},
+        {"prompt_token_ids": [5], "suffix": f"{ids}"},
+        {"prompt_token_ids": [5], f"{ids}": 1},
+        {"prompt_token_ids": f"{ids}"},
+        {"prompt": text},
+        {"prompt": text, "stop": text},
+        {"prompt": text, "stop": ["", text]},
+        {"prompt": [text, text]},
+        {"prompt": text * 1000},
+        {"messages": [{"role": "user", "content": text}]},
+        {"messages": [{"role": "user", "content": f"bad {text}"}]},
+        {"messages": [{"role": "user", "content": [{"type": text}]}]},
     )
-    files.input.write_text("\n".join(rows))
+    files.input.write_text("\n".join(map(json.dumps, rows)))
     with started(files, model, *OPTIONS, "--stages", "2") as run:
         said = run.end()
         assert run.process.returncode == 3
+    found = {row["id"]: row for row in map(json.loads, files.output.read_text().splitlines())}
+    assert f"no bad {text}" in found["12"]["error"]["message"]
+    assert {id for id, row in found.items() if "text" in row} == {"1", "6", "7", "11"}
+    answer = found["6"]["text"]
+    assert len(answer) > 12  # nothing that a time might be
+    secrets = ("13, 14, 13", "13,14,13", text.removesuffix("="), answer)
     texts = [said, *(path.read_text() for path in files.run.rglob("*") if path.is_file())]
     assert len(texts) > 4
-    for text in texts:
-        assert "61, 62" not in text and "61,62" not in text
+    for one in texts:
+        assert not [secret for secret in secrets if secret in one]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -39,6 +40,26 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
         said = run.end()
         assert time.monotonic() - began_s < 3 * 3.0, said
         assert run.process.returncode == 75 and "was stopped by SIGTERM" in said and "File " not in said, said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages, number, code, model, tmp_path):
+    files = Files(tmp_path)
+    os.mkfifo(files.input)
+    with started(files, model, "--stages", stages) as run:
+        deadline_s = time.monotonic() + 60
+        while not files.output.exists():
+            assert time.monotonic() < deadline_s and run.process.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)
+        began_s = time.monotonic()
+        run.process.send_signal(number)
+        said = run.end(timeout_s=60)
+        assert time.monotonic() - began_s < 3 * 3.0, said
+        assert run.process.returncode == code, said
+        assert f"stopped by {signal.Signals(number).name}" in said and "File " not in said, said
+    assert files.report()["requests"] == 0
 
 
 @pytest.mark.parametrize("stages", ["1", "2"])
@@ -78,3 +99,17 @@ def test_what_cannot_be_gone_on_with_is_not_restarted(name, model, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "a stream cannot be gone on with" in done.stderr, done.stderr
     assert not files.run.exists()
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("name", ["-", "in.jsonl"])
+def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, model, tmp_path):
+    files = Files(tmp_path)
+    os.mkfifo(files.input)
+    command = (*COMMAND, *files.options(model, "--quiet", "--strict", "--stages", stages, "--input", name))
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), input="{}\n", capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"--strict: --input {name} is a stream" in done.stderr and "give a regular file" in done.stderr
+    assert not files.run.exists() and not files.output.exists()

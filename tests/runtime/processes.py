@@ -54,6 +54,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def full_pipe() -> tuple[int, int]:
+    """Reader and writer of a pipe in which there is no room: whoever writes to it waits."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+    return reader, writer
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """Where one `generate` reads and writes."""

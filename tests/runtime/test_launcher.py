@@ -3,10 +3,12 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, PeerLostError
+from sarathi_pp.runtime import launcher
 from sarathi_pp.runtime.launcher import Workers, launch
 from sarathi_pp.runtime.place import begun_mark, heeded_mark
 from sarathi_pp.wire.mesh import Mesh
@@ -152,5 +154,39 @@ def test_the_first_signal_is_the_first_ranks_and_the_second_is_everybodys(stays,
     try:
         assert workers.wait(print, Noted()) == (None if stays else PeerLostError.exit_code)
         assert not (tmp_path / "told-1").exists()
+    finally:
+        workers.stop()
+
+
+FINISHED = """#!{python}
+import os, pathlib, sys, time
+first = os.environ["RANK"] == "0"
+time.sleep(0 if first else {longer_s})
+pathlib.Path(os.environ["SARATHI_PP_STORE"] + ".ended-" + os.environ["RANK"]).touch()
+sys.exit({code} if first else 0)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("longer_s", [4.0, 1000.0])
+def test_a_rank_that_stays_when_the_first_has_finished_is_waited_for_and_not_for_ever(
+    longer_s, code, tmp_path, monkeypatch
+):
+    """4 s: more than a rank gets after a failure. It may have a GPU to leave."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(FINISHED.format(python=sys.executable, longer_s=longer_s, code=code))
+    stand_in.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    monkeypatch.setattr(launcher, "_LEAVE_S", 8.0)
+    workers, said = Workers(tmp_path / "store", TWO), []
+    workers.start(())
+    began_s = time.monotonic()
+    try:
+        assert workers.wait(said.append, []) == code
+        assert time.monotonic() - began_s < 8.0 + 3 * 3.0
+        stays = longer_s > 8.0
+        assert (tmp_path / "store.ended-1").exists() == (not stays)
+        assert said == (["stage 1 (rank 1) had not ended 8 s after rank 0, and was killed"] if stays else [])
     finally:
         workers.stop()

@@ -6,8 +6,9 @@ import pytest
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.runtime.place import Place, find_place
-from sarathi_pp.runtime.preflight import BatchJob, as_restarted, is_restart
+from sarathi_pp.runtime import preflight
+from sarathi_pp.runtime.place import Place, find_place, rendezvous_of
+from sarathi_pp.runtime.preflight import BatchJob, is_restart
 from sarathi_pp.runtime.rundir import RunDirectory
 
 AGAIN = Place(world_size=2, restart=1, job="this one")
@@ -22,11 +23,17 @@ def job(output, start="new"):
     return BatchJob(RunConfig(model="m"), "in.jsonl", str(output), start=start)
 
 
-def leave(output, *, by, identity=True, lines="line\n", begun_by=None):
+def as_restarted(job, place, warn=lambda text: None):
+    return preflight.as_restarted(job, place, warn)
+
+
+def leave(output, *, by, identity=True, lines="line\n", begun_by=None, ended=None):
     """What a start of that job has left. begun_by: whose run.json is there, where it had not got to its own."""
     with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=True, job=by) as run_dir:
         if identity:
             run_dir.write_run({"identity": {"model": "m"}, "job": by if begun_by is None else begun_by})
+        if ended is not None:
+            run_dir.write_exit_code(ended)
     if lines is not None:
         output.write_text(lines)
 
@@ -69,11 +76,47 @@ def test_a_restart_that_torchrun_does_not_count_is_one_all_the_same(output):
     assert as_restarted(job(output, "replace"), replace(AGAIN, restart=0)).start == "resume"
 
 
-@pytest.mark.parametrize("own", ["this one", ""])
-def test_a_first_start_does_what_it_was_told(own, output):
-    leave(output, by="another one" if own else "")
+@pytest.mark.parametrize(
+    ("own", "earlier", "ended"),
+    [
+        ("this one", "another one", None),
+        ("", "", None),
+        ("named here 2", "named here 1", 0),
+        ("named here 2", "named here 1", 2),
+        ("named here 2", "nam ed here 1", None),
+        ("none here 2", "none here 1", None),
+        ("/tmp/a b/here", "/tmp/a b/there", 75),
+    ],
+)
+def test_a_first_start_does_what_it_was_told(own, earlier, ended, output):
+    """Also one of the rendezvous of an earlier run that has ended, or that nobody has given a name."""
+    leave(output, by=earlier, ended=ended)
     first = Place(world_size=2, restart=0, job=own)
     assert [as_restarted(job(output, start), first).start for start in ("new", "replace")] == ["new", "replace"]
+
+
+@pytest.mark.parametrize("start", ["new", "replace"])
+@pytest.mark.parametrize("ended", [None, 75])
+@pytest.mark.parametrize("restart", [0, 1])
+def test_a_start_on_another_agent_of_the_rendezvous_goes_on_with_a_lost_one(restart, ended, start, output):
+    """And so does the next one, on whichever agent, where this one was lost before it had begun."""
+    path = RunDirectory.default_path(str(output))
+    leave(output, by="named here 1", ended=ended)
+    second, third = (Place(world_size=2, restart=restart, job=f"named there {number}") for number in (2, 3))
+    said = []
+    assert as_restarted(job(output, start), second, said.append).start == "resume"
+    assert "of the rendezvous named was lost" in "".join(said)
+    with RunDirectory.claim(path, overwrite=False, resume=True, job=second.job):
+        pass
+    assert [as_restarted(job(output, start), place).start for place in (second, third)] == ["resume"] * 2
+
+
+def test_what_was_there_before_a_lost_start_is_not_gone_on_with_on_another_agent(output):
+    """A run of the same name had ended; the one that was to replace it was lost before it had begun."""
+    leave(output, by="named here 1", ended=0)
+    leave(output, by="named here 2", identity=False)
+    for own in ("named here 2", "named there 3"):
+        assert as_restarted(job(output, "replace"), Place(world_size=2, job=own)).start == "replace"
 
 
 def test_starts_of_one_agent_are_one_job():
@@ -81,5 +124,9 @@ def test_starts_of_one_agent_are_one_job():
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     first, second = find_place(ranks), find_place({**ranks, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert first.job == second.job != find_place({**ranks, "TORCHELASTIC_RUN_ID": "y"}).job
+    names = {
+        name: rendezvous_of(find_place({**ranks, "TORCHELASTIC_RUN_ID": name}).job) for name in ("x", "a b", "none")
+    }
+    assert names == {"x": "x", "a b": "a%20b", "none": ""}
     stores = [find_place({**ranks, "SARATHI_PP_STORE": f"/tmp/{name}"}).job for name in ("a/s-0", "a/s-1", "b/s-0")]
     assert stores[0] == stores[1] != stores[2]

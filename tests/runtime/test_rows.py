@@ -1,5 +1,8 @@
 import io
 import json
+import time
+import tracemalloc
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -201,3 +204,49 @@ def test_ids_compare_by_type_and_value():
     assert [seen.first_line(name, line) for line, name in enumerate(names)] == [None] * 6
     assert seen.first_line("1", 9) == 1
     assert seen.first_line({"b": 2, "a": 1}, 10) == 4
+
+
+def peak_bytes(data: bytes) -> int:
+    tracemalloc.start()
+    try:
+        with suppress(LineError):
+            parse_line(RawLine(1, data), plain_text=False)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def filled(size: int, unit: str, begin: str = '{"prompt_token_ids": [', end: str = "0]}") -> bytes:
+    return (begin + unit * (size // len(unit)) + end).encode()
+
+
+@pytest.mark.parametrize("unit", ["{},", "[],", '"",', '"\u00e9\u00e8",', "[[[]]],", '{"a":1},', '"\\\\",'])
+def test_what_a_line_takes_is_bounded_by_its_bytes(unit):
+    """Empty objects would take 27 times as much as they are long."""
+    size = 4 * 2**20
+    assert peak_bytes(filled(size, unit)) < 8 * size
+    assert refused(filled(size, unit)).code == "line_too_long"
+
+
+def test_names_are_bounded_too():
+    pairs = "".join(f'"{number:x}":1,' for number in range(400_000))
+    line = f'{{"id": {{{pairs}"last":1}}, "prompt": ""}}'.encode()
+    assert peak_bytes(line) < 8 * len(line)
+
+
+def test_a_long_line_of_ordinary_parts_is_none_of_that():
+    """Token ids; a text of braces and quotes; a conversation."""
+    million = parse_line(RawLine(1, filled(7_000_000, "123456,")), plain_text=False)
+    assert len(million.prompt_token_ids) == 1_000_001
+    text = '{["\\' * 500_000
+    assert parse({"prompt": text}).prompt == text
+    messages = [{"role": "user", "content": "word " * 20}] * 20_000
+    assert len(parse({"messages": messages}).messages) == 20_000
+
+
+def test_a_long_line_without_an_end_is_read_once():
+    """However often something in it may be the beginning of a string."""
+    for tail in ('\\"' * 4_000_000, '"' + "\\" * 4_000_001, "\\" * 4_000_001):
+        began_s = time.monotonic()
+        assert refused(('{"prompt": "' + tail).encode()).code == "invalid_json"
+        assert time.monotonic() - began_s < 3 * 3.0

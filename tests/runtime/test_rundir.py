@@ -134,6 +134,49 @@ def test_a_code_that_another_thread_writes_meanwhile_is_whole(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("links", [True, False])
+def test_a_loss_of_power_leaves_no_empty_file(links, tmp_path, monkeypatch):
+    """The file is on disk before it has its name, and then the name is."""
+    run, done, fsync = RunDirectory(tmp_path), [], os.fsync
+
+    def synced(descriptor):
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        done.append("folder" if name == tmp_path.name else "file" if name.endswith(".part") else name)
+        fsync(descriptor)
+
+    def named(how, source, target):
+        done.append("name")
+        if how is link and not links:
+            raise OSError(errno.EPERM, "Operation not permitted")
+        return how(source, target)
+
+    link, replace = os.link, Path.replace
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", lambda source, target: named(link, source, target))
+    monkeypatch.setattr(Path, "replace", lambda source, target: named(replace, source, target))
+    run.write_run({"some": "facts"})
+    assert done == ["file", "name", "folder"]
+    done.clear()
+    run.write_exit_code(75)
+    assert done == ["file", "name", *([] if links else ["name"]), "folder"]
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_syncs_nothing_is_taken_as_it_is(error, tmp_path, monkeypatch):
+    """And one that fails at it is not."""
+
+    def fails(descriptor):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    if error == errno.EIO:
+        with pytest.raises(OutputError, match=r"run\.json: Input/output error"):
+            RunDirectory(tmp_path).write_run({})
+    else:
+        RunDirectory(tmp_path).write_run({"some": "facts"})
+        assert RunDirectory(tmp_path).read_run() == {"some": "facts"}
+
+
+@pytest.mark.parametrize("links", [True, False])
 def test_a_lost_peer_is_an_echo_of_any_code_that_is_there(links, tmp_path, monkeypatch):
     if not links:
 

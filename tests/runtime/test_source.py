@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -271,6 +272,20 @@ def test_a_read_that_fails_is_an_input_error():
     source = opened("/proc/self/mem")
     source.wait(None)
     with pytest.raises(InputError, match="/proc/self/mem"):
+        source.take(1)
+
+
+def test_a_path_that_does_not_open_is_an_input_error(tmp_path, monkeypatch):
+    """Whatever it is that looking at it did not show."""
+    path = write(tmp_path, {"prompt": "x"})
+
+    def refused(self, mode):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    source = opened(path)
+    source.wait(None)
+    with pytest.raises(InputError, match=r"--input .*/in\.jsonl cannot be read: .*Permission denied"):
         source.take(1)
 
 

@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -175,6 +176,22 @@ def test_what_one_expression_of_a_template_takes_is_bounded(monkeypatch):
         assert refused.value.code == "chat_template_error"
     backend.chat_template = TEMPLATE
     assert text.encode_chat([{"role": "user", "content": "hello"}]).token_ids
+
+
+def test_what_a_template_says_of_its_failure_is_cut():
+    with pytest.raises(RowError, match="the chat template failed: xxx") as refused:
+        Renderer().render("{{ raise_exception('x' * 10 ** 8) }}", [], {})
+    assert 1000 < len(refused.value.message) < 1100
+
+
+def test_the_process_that_renders_outlives_the_thread_that_first_asked():
+    renderer, found = Renderer(), []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append((renderer.render("x", [], {}), renderer._process.pid)))
+        thread.start()
+        thread.join()
+        time.sleep(0.2)
+    assert found[0] == found[1] == ("x", renderer._process.pid)
 
 
 @pytest.mark.parametrize(

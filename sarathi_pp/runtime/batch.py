@@ -65,7 +65,6 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     """
     rank = place or Place()
     again = is_restart(job, rank)
-    continued = is_continuation(job, rank)
     ended = run_directory(job).read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
@@ -89,6 +88,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
 
 def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[BatchJob, Preflight]:
     """What is refused before the run directory is claimed. again: what runs is a restart of the job."""
+    continued = is_continuation(job, rank)
     try:
         if rank.rank == 0:
             job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it

@@ -88,7 +88,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     22: ("SIGTERM and SIGUSR1, also while nothing comes back", (
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}a_stage_that_is_silent_is_not_waited_for",
         f"{_SIGNALS}while_the_input_is_looked_through_there_is_nothing_to_finish",
-        f"{_SIGNALS}under_torchrun_too", f"{_SIGNALS}a_signal_to_every_process_is_one_signal")),
+        f"{_SIGNALS}under_torchrun_too", f"{_SIGNALS}a_signal_to_every_process_is_one_signal",
+        "runtime/test_signals.py::test_one_that_comes_while_an_object_is_finalised_is_raised_after_it")),
     23: ("SIGKILL of a stage, each of them", (
         f"{_KILL}a_killed_stage_ends_the_run_with_75", f"{_RESUME}a_stage_that_is_killed_is_started_again",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again",
@@ -96,6 +97,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     24: ("a stage that is stopped or hangs", (
         f"{_CODES}a_stopped_stage_is_named_when_the_timeout_is_over",
         f"{_INSIDE}a_stage_that_hangs_is_named_and_shows_its_stacks",
+        f"{_INSIDE}a_stage_that_hangs_ends_though_nobody_reads_what_it_says",
         f"{_INSIDE}a_stage_that_never_ends_loading_is_named",
         f"{_INSIDE}a_rank_0_that_is_stopped_in_set_up_holds_nobody",
         "runtime/test_topology.py::test_a_store_whose_holder_is_stopped_is_not_waited_for")),
@@ -106,11 +108,13 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     27: ("a rank that never comes, another number of ranks, more stages than layers", (
         f"{_NETWORK}a_rank_that_never_comes_is_missed_in_time",
         f"{_NETWORK}ranks_that_were_told_of_other_numbers_are_refused",
+        f"{_NETWORK}a_host_without_the_model_is_named_on_all_and_holds_nobody",
         "runtime/test_meeting.py::test_who_is_missing_is_named_to_all_that_came",
         "core/test_partition.py::test_errors_name_the_numbers")),
     28: ("a port that is taken, a store that is stale", (
         f"{_NETWORK}an_address_where_rank_0_cannot_be_met_is_refused",
         "faults/test_rendezvous.py::test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs",
+        "faults/test_rendezvous.py::test_a_new_agent_goes_on_with_what_a_lost_one_has_answered",
         "runtime/test_meeting.py::test_all_have_one_part_and_no_start_has_anothers",
         "runtime/test_metrics.py::test_a_taken_port_is_refused_with_its_number_and_a_way_out",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again")),

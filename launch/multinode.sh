@@ -39,7 +39,7 @@ if [ -n "${NODE_RANK:-}" ]; then
 elif [ -n "${MASTER_ADDR:-}" ]; then
     give RDZV_BACKEND c10d
     give RDZV_ENDPOINT "$MASTER_ADDR:${MASTER_PORT:-29500}"
-    give RDZV_ID "${RDZV_ID:-sarathi-pp}"
+    give RDZV_ID "${RDZV_ID:-}"
 fi
 if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE

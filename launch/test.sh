@@ -95,6 +95,12 @@ oldest() {
         fi
         cp launch/oldest.txt "$folder"
     fi
+    if [ "transformers==$(PYTHONPATH=$folder .venv/bin/python -c 'import transformers as t; print(t.__version__)')" != \
+        "$(grep ^transformers launch/oldest.txt)" ]; then
+        echo "test: another transformers is in front of it" >&2
+        failed=$((failed + 1))
+        return 1
+    fi
     PYTHONPATH=$folder run_tests tests/model tests/runtime
 }
 # has PROGRAM PACKAGE: only root can install one; without it those tests skip and say so.

@@ -33,6 +33,8 @@ from sarathi_pp.trace.clock import Clock
 
 _LOOK_S = 0.02
 _HEARD_S = 2.0
+# For ranks that are not there yet when one does not take part: a job's ranks begin within seconds of each other.
+_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock
     store.set("name", json.dumps({"name": name, "world_size": world_size}))
     ranks = [str(rank) for rank in range(1, world_size)]
     came: dict[str, dict[str, Any]] = {}
+    told_s: float | None = None
     while not came.keys() >= set(ranks):
         on_time = in_time()
         # All of them again: one that has given up takes its answer back.
@@ -100,8 +103,14 @@ def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock
         came = {key: json.loads(answer) for key, answer in answers.items() if answer}
         refusal = next(filter(None, (_misfit(mine, other) for other in came.values())), None)
         missing = [rank for rank in ranks if rank not in came]
-        if mine["refusal"] is not None and not (missing and on_time):
+        if mine["refusal"] is not None:
             refusal = _Refusal(**mine["refusal"])
+        if refusal is not None and refusal.agreed and missing and on_time:
+            # Those that have not come yet are to hear it too.
+            told_s = told_s or clock.now() + _PATIENCE_S
+            if clock.now() < told_s:
+                clock.sleep(_LOOK_S)
+                continue
         if refusal is None and missing and not on_time:
             refusal = _no_fit(
                 f"{world_size - len(missing)} of {world_size} ranks have come within --join-timeout, missing: "

@@ -186,7 +186,7 @@ def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> Ba
         if continued:
             warn(
                 f"{job.output_path} is gone on with: an earlier start of the rendezvous {rendezvous_of(place.job)} was "
-                f"lost; a run of its own needs another --rdzv-id"
+                f"lost; a run of its own needs another --rdzv-id (RDZV_ID)"
             )
         return replace(job, start="resume")
     # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a

@@ -11,9 +11,6 @@ from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.trace.clock import SystemClock
 
-# Ranks of one job begin within seconds of each other.
-_PATIENCE_S = 30.0
-
 
 def refuse(error: SarathiError, place: Place, join_timeout_s: float, say: Callable[[str], None]) -> int:
     """Say why this rank does not join: here, and to all ranks, of which rank 0 raises it with this host's name.
@@ -25,7 +22,7 @@ def refuse(error: SarathiError, place: Place, join_timeout_s: float, say: Callab
     say(f"{type(error).__name__}: {error}")
     # Whatever keeps the others from hearing it, the cause is said.
     with suppress(SarathiError, RuntimeError):
-        _tell(error, place, min(join_timeout_s, _PATIENCE_S))
+        _tell(error, place, join_timeout_s)
     return error.exit_code
 
 

@@ -190,10 +190,10 @@ class RunDirectory:
     def write_exit_code(self, code: int) -> None:
         """The cause wins over its echo: a lost peer's 75 never replaces a code that is there.
 
-        Where it cannot be written, on a full disk say, the process still ends with it.
+        Where it cannot be written, on a full disk say, the process still ends with it; it waits for no disk.
         """
         with suppress(OutputError):
-            self._write("exit_code", f"{code}\n", replace=code != PeerLostError.exit_code)
+            self._write("exit_code", f"{code}\n", replace=code != PeerLostError.exit_code, synced=False)
 
     def write_end(self, code: int) -> None:
         """The code of a run whose processes have all ended, unless another run has this directory by now."""
@@ -217,13 +217,13 @@ class RunDirectory:
                 return
             self._write("exit_code", f"{code}\n")
 
-    def _write(self, name: str, text: str, *, replace: bool = True) -> None:
+    def _write(self, name: str, text: str, *, replace: bool = True, synced: bool = True) -> None:
         """Whole or not at all. Raises OutputError."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
-        write_whole(self.path / name, text, replace=replace)
+        write_whole(self.path / name, text, replace=replace, synced=synced)
 
 
 def replica_name(replica: int) -> str:

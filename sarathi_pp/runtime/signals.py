@@ -129,12 +129,11 @@ class Signals:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, once it is back from wherever it is."""
-        if self._launched or self._phase == "running" or _put_off(number, frame):
+        if self._launched or self._phase == "running" or (self._phase == "ending" and number != signal.SIGINT):
             return
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self._phase == "starting":
-            raise StoppedError.by(number, self._where)
+        if _put_off(number, frame):
+            return
+        raise KeyboardInterrupt if number == signal.SIGINT else StoppedError.by(number, self._where)
 
     @contextmanager
     def draining(self) -> Iterator[None]:

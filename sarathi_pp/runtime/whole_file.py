@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a loss of power."""
+"""Files that are there whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from pathlib import Path
 from sarathi_pp.errors import OutputError
 
 
-def write_whole(path: Path, text: str, *, replace: bool = True) -> None:
+def write_whole(path: Path, text: str, *, replace: bool = True, synced: bool = True) -> None:
     """Others may be writing it at the same moment, threads and hosts: the last one stays, without `replace` the first.
 
-    Raises OutputError. Where file systems have no hard links, two that write without `replace` may both believe to be
-    the first.
+    synced: it survives a loss of power, for which a busy disk may take seconds. Raises OutputError. Where file systems
+    have no hard links, two that write without `replace` may both believe to be the first.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         partial.write_text(text)
-        sync(partial)
+        if synced:
+            sync(partial)
         if replace or not _linked(partial, path):
             partial.replace(path)
-        sync(path.parent)
+        if synced:
+            sync(path.parent)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     finally:

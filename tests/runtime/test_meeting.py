@@ -109,17 +109,18 @@ def test_who_has_given_up_is_missed():
     assert "1 of 3 ranks have come within --join-timeout, missing: 1, 2;" in str(first.exception())
 
 
+@pytest.mark.parametrize("order", [(1, 2, 0), (2, 0, 1), (0, 1, 2), (1, 0, 2)])
 @pytest.mark.parametrize("refusing", [0, 1, 2])
-def test_why_one_does_not_take_part_is_told_to_all(refusing):
-    """Once: who refuses has said it on its own host, and rank 0 says it where the user looks."""
+def test_why_one_does_not_take_part_is_told_to_all(refusing, order):
+    """Once: who refuses has said it on its own host, and rank 0 says it where the user looks. In whatever order."""
     store = HashStore()
     began_s = time.monotonic()
+    ranks = {}
     with ThreadPoolExecutor(3) as pool:
-        # Whoever refuses comes last, so that all others wait by then.
-        order = [rank for rank in (1, 2, 0) if rank != refusing]
-        ranks = {rank: meeting(pool, store, rank, 3) for rank in order}
-        time.sleep(0.2)
-        ranks[refusing] = meeting(pool, store, refusing, 3, refusal=MissingError("no such model: /models/x"))
+        for rank in order:
+            refusal = MissingError("no such model: /models/x") if rank == refusing else None
+            ranks[rank] = meeting(pool, store, rank, 3, refusal=refusal)
+            time.sleep(0.3)
     errors = {rank: met.exception() for rank, met in ranks.items()}
     assert {type(error) for error in errors.values()} == {MissingError}
     assert {str(error) for error in errors.values()} == {

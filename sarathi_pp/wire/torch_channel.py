@@ -127,7 +127,7 @@ class TorchSender:
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
         # A message and the buffer to which it belongs; a heartbeat has none.
-        self._outbox: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None] | None] = queue.SimpleQueue()
+        self._outbox: queue.Queue[tuple[torch.Tensor, torch.Tensor | None] | None] = queue.Queue()
         self._failure: SarathiError | None = None
         self._number = 0
         # Numbers leave in the order in which they were drawn. Never held through a transfer, which a peer that is
@@ -228,7 +228,8 @@ class TorchReceiver:
         self._now = now
         self._peer_timeout_s = peer_timeout_s
         self._on_failure = on_failure
-        self._inbox: queue.SimpleQueue[Message[torch.Tensor] | SarathiError] = queue.SimpleQueue()
+        # No SimpleQueue: where a signal's handler runs beyond its timeout, that one waits for ever (CPython 3.11).
+        self._inbox: queue.Queue[Message[torch.Tensor] | SarathiError] = queue.Queue()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for _ in range(num_buffers):
             self._free.put(_Buffer(edge.buffer(), edge.rows()))

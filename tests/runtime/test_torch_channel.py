@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -138,6 +140,19 @@ def test_what_is_whole_comes_through(sent):
     first, last = receiver.receive(BLOCKED_S), receiver.receive(BLOCKED_S)
     assert first is not None and last is not None
     assert (first.payload.tolist(), first.arrived_s, last.frame) == ([[0.0], [1.0], [2.0]], 5.0, Goodbye())
+
+
+def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
+    """Also where the handler takes longer than what was left of it."""
+    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None)
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: time.sleep(0.2))
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        began_s = time.monotonic()
+        assert receiver.receive(0.2) is None
+        assert time.monotonic() - began_s < BLOCKED_S / 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_texts_are_taken_in_though_nobody_reads_them(sent):

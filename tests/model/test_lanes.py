@@ -86,11 +86,11 @@ def test_rotated_lines_are_rounded_as_torchs(channels: int) -> None:
 
 @needs_lanes
 @pytest.mark.parametrize(("rows", "panels"), [(1, 1), (6, 4), (12, 2), (28, 1)])
-@pytest.mark.parametrize("rounded", [0, 1])
-def test_a_tile_is_a_product(rows: int, panels: int, rounded: int) -> None:
+@pytest.mark.parametrize(("rounded", "asks"), [(0, 0), (1, 1), (1, 2)])
+def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) -> None:
     @compiled()
     def product(weight, words, x, pairs, begin, out, width):  # type: ignore[no-untyped-def]
-        dot_tile(rows, panels, 1, rounded, weight, words, x, pairs, 1, pairs, begin, out, width, weight, 64)
+        dot_tile(rows, panels, asks, rounded, weight, words, x, pairs, 1, pairs, begin, out, width, weight, 64)
 
     torch.manual_seed(rows)
     inputs, width = 10, 16 * panels

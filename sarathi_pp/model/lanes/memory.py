@@ -75,10 +75,10 @@ store_fp16 = _storer(ir.HalfType(), types.float32, lambda b, value: b.fptrunc(va
 
 @intrinsic
 def prefetch(typing, address):  # type: ignore[no-untyped-def]
-    """Ask for the cache line at an address, to be read soon."""
+    """Ask for the cache line at an address, to be read soon, from the second-level cache."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        prefetch_at(builder, element_at(builder, arguments[0], I8, index(0)))
+        prefetch_at(builder, element_at(builder, arguments[0], I8, index(0)), cache=2)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

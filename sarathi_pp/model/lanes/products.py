@@ -37,13 +37,13 @@ def dot_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """out[r][lane of panel p] = begin[lane of p] + sum over k of x[r][k] . panel p[k][lane]
 
-    rows, panels: of the tile, literals; rows * panels + panels registers are used, of 32. asks: a literal, 1 to ask for
-    the cache line ahead_step * k bytes behind `ahead`, and p panels, with pair k. bf16: a literal, 1 for bfloat16
-    outputs, 0 for float32.
+    rows, panels: of the tile, literals; rows * panels + panels registers are used, of 32. asks: a literal, the cache
+    (1, 2) to which the line ahead_step * k bytes behind `ahead`, and p panels, is to come with pair k, or 0. bf16: a
+    literal, 1 for bfloat16 outputs, 0 for float32.
     weight: panel p lies p * panel_words behind it. x: pair k of row r lies r * row_words + k * pair_words behind it.
     begin: float32, one for each output. out: row r lies r * out_row outputs behind it. num_pairs: at least 1.
     """
-    num_rows, num_panels, prefetches, rounded = (one.literal_value for one in (rows, panels, asks, bf16))
+    num_rows, num_panels, cache, rounded = (one.literal_value for one in (rows, panels, asks, bf16))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weight_, panel_words_, x_, row_words_, pair_words_, num_pairs_, begin_, out_, out_row_ = arguments[4:13]
@@ -65,10 +65,10 @@ def dot_tile(  # type: ignore[no-untyped-def]
         for panel in range(num_panels):
             word = builder.add(builder.mul(pair, index(LANES)), builder.mul(panel_words_, index(panel)))
             pointer = element_at(builder, weight_, I32, word)
-            if prefetches:
+            if cache:
                 behind = builder.mul(panel_words_, index(4 * panel))
                 asked = builder.add(behind, builder.mul(pair, ahead_step_))
-                prefetch_at(builder, element_at(builder, ahead_, I8, asked))
+                prefetch_at(builder, element_at(builder, ahead_, I8, asked), cache)
             line = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=4)
             lines.append(builder.bitcast(line, PAIRS))
         totals: list[list[Any]] = []

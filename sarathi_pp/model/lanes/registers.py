@@ -59,8 +59,9 @@ def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def prefetch_at(builder: Any, pointer: Any) -> None:
-    read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+def prefetch_at(builder: Any, pointer: Any, cache: int) -> None:
+    """Ask for a line to be brought to the first-level cache, or the second: that one can be asked for more at once."""
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 4 - cache, 1))
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.bitcast(pointer, I8.as_pointer()), read, keep, data])
 
 

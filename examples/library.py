@@ -21,9 +21,9 @@ def main() -> None:
     # `stages=2` starts one worker process; this process is the first stage. Leaving the block ends them.
     with LLM(str(MODEL), stages=2, kv_cache_memory_bytes=16 << 20) as llm:
         # Greedy, as the model's generation_config.json does not ask for sampling.
-        for output in llm.generate(prompts, SamplingParams(max_new_tokens=8)):
+        for prompt, output in zip(prompts, llm.generate(prompts, SamplingParams(max_new_tokens=8)), strict=True):
             [answer] = output.outputs
-            print(f"{output.prompt.splitlines()[-1]}{answer.text}  ({answer.finish_reason})")
+            print(f"{prompt.splitlines()[-1]}{answer.text}  ({answer.finish_reason})")
 
         # A draw depends on the seed, the prompt's place in the list and the position: run it twice, get it twice.
         sampled = SamplingParams(max_new_tokens=8, temperature=1.5, top_k=5, seed=1)
@@ -31,7 +31,9 @@ def main() -> None:
         print("sampled:", *(output.outputs[0].text for output in outputs[1:]))
 
         # The model has no token 100000.
-        [refused, fine] = llm.generate([[100_000], prompts[0]], SamplingParams(max_new_tokens=8))
+        mixed: list[str | list[int]] = [[100_000], prompts[0]]
+        [refused, fine] = llm.generate(mixed, SamplingParams(max_new_tokens=8))
+        assert refused.error is not None
         print("refused:", refused.error.code, "- and beside it:", fine.outputs[0].text)
 
 

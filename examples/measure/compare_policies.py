@@ -217,8 +217,11 @@ def markdown(table: list[dict[str, Any]]) -> str:
         "whole bubble",
         "floor",
         "request bubble p50 s",
+        "TTFT p50 s",
+        "TTFT p99 s",
+        "TBT p50 s",
+        "TBT p99 s",
     )
-    heads += ("TTFT p50 s", "TTFT p99 s", "TBT p50 s", "TBT p99 s")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in table:
         sizes = "/".join(map(str, row["chunk_sizes"]))

@@ -57,6 +57,7 @@ class Hosts:
     def torchrun(self, host: int, processes: int, *, elastic: bool = False) -> tuple[str, ...]:
         """torchrun's part of the command line there; rank 0 is on host 0. elastic: they meet by c10d."""
         meet = f"{self.address(0)}:{_PORT}"
+        place: tuple[str, ...]
         if elastic:
             place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", meet, "--rdzv-id", "hosts")
             place += ("--local-addr", self.address(host))

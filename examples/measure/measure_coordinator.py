@@ -57,7 +57,9 @@ def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
     cost = preset("gpt3-a100-tp8pp8").cost if wants_cost(policy) else None
     coordinator = Coordinator(limits, make_policy(policy), cost=cost)
     arriving, inflight = requests(), deque[MicroBatch]()
-    step_ms, result_ms, decodes = [], [], []
+    step_ms: list[float] = []
+    result_ms: list[float] = []
+    decodes: list[int] = []
     while len(step_ms) < steps:
         while coordinator.num_waiting < running:
             coordinator.submit(next(arriving))

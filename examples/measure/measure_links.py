@@ -136,7 +136,8 @@ def with_measured_links(hosts: Hosts, work_dir: Path, profile: Profile) -> Profi
     """What each edge takes by itself over bare wires."""
     spec, policy = CALIBRATION
     emulate(hosts, work_dir, profile, policy, spec)
-    timeline = Timeline.read(map(read_trace, find_traces(work_dir / "run-of-host0", None)))
+    (traces,) = find_traces(work_dir / "run-of-host0", None)
+    timeline = Timeline.read(map(read_trace, traces))
     counted = np.arange(timeline.num_returned) >= WARM_UP
     return replace(profile, links=tuple(measure_links(timeline, counted, row_bytes=4 * profile.hidden_size)))
 

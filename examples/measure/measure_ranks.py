@@ -107,7 +107,9 @@ class Ring:
         for edge in self._edges[:-1]:
             frame = self._over(edge, replace(frame, stage_times=(*frame.stage_times, *times_of(microbatch, 1))))
         times = (*frame.stage_times, *times_of(microbatch, 1))
-        return self._over(self._edges[-1], ResultFrame(StepResult(microbatch.index, drawn(frame.microbatch), times)))
+        result = ResultFrame(StepResult(microbatch.index, drawn(frame.microbatch), times))
+        back: ResultFrame = self._over(self._edges[-1], result)
+        return back
 
     def _over(self, edge: QueueChannel[None], frame: Any) -> Any:
         edge.reserve()

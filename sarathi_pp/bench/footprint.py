@@ -8,8 +8,11 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-# Reading it walks the page tables of every process.
+from sarathi_pp.trace.clock import SystemClock
+
 _LOOK_S = 1.0
+# Reading it walks the page tables of every process, 60 ms for 2 GB: no more than this share of a core.
+_MOST_SHARE = 0.01
 
 
 class Footprint:
@@ -20,12 +23,15 @@ class Footprint:
 
     @contextmanager
     def watching(self, pid: int) -> Iterator[None]:
-        """Until left, looks once a second at the process and what it has started."""
-        over = threading.Event()
+        """Until left, looks once a second at the process and what it has started; less often where that takes long."""
+        over, clock = threading.Event(), SystemClock()
 
         def watch() -> None:
-            while not over.wait(_LOOK_S):
+            pause_s = _LOOK_S
+            while not over.wait(pause_s):
+                began_s = clock.thread_cpu()
                 self.peak_bytes = max(self.peak_bytes, proportional_bytes(pid))
+                pause_s = max(_LOOK_S, (clock.thread_cpu() - began_s) / _MOST_SHARE)
 
         thread = threading.Thread(target=watch, name="footprint", daemon=True)
         thread.start()

@@ -111,7 +111,7 @@ class Workers:
                 say(f"{self._mesh.title(rank)} had not ended {left_s:g} s after rank 0, and was killed")
         self.told_to_stop = stopped_mark(self.store).exists()  # by others: what follows is a signal of ours
         self.stop()
-        return self._cause(codes)
+        return codes[self._first_rank] if finished else self._cause(codes)
 
     def _cause(self, codes: Mapping[int, int | None]) -> int:
         """The run's exit code, from those of its ranks."""

@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ _LOOK_S = 0.02
 _HEARD_S = 2.0
 # For ranks that are not there yet when one does not take part: a job's ranks begin within seconds of each other.
 _PATIENCE_S = 30.0
+# For a store that has not answered when there is no more time.
+_SILENT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ def meet(
     """The part of the store that belongs to this start alone; returns when all ranks are there, until end_s.
 
     refusal: why this rank does not take part; it comes to say so. Raises ConfigError, with the ranks that are missing,
-    or why those that came do not fit, or what a rank refuses with; on every rank that rank 0 has heard of by then.
+    or why those that came do not fit, or what a rank refuses with; on every rank that rank 0 has heard of by then. And
+    where the store falls silent: whoever holds it is stopped, or its host is.
     """
     shared = PrefixStore("sarathi_pp", store)
     mine = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
@@ -73,8 +77,34 @@ def meet(
         mine["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
     # Rank 0 knows who is missing, and tells those who still listen.
     end_s += _HEARD_S if rank else 0.0
-    name = (_call if rank == 0 else _answer)(shared, mine, lambda: clock.now() < end_s, clock)
+    find = _call if rank == 0 else _answer
+    silent_s = end_s + _HEARD_S + _SILENT_S
+    name = _within(lambda: find(shared, mine, lambda: clock.now() < end_s, clock), silent_s - clock.now())
+    if name is None:
+        raise ConfigError(
+            f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "
+            f"the process that holds it, on rank 0's host, stopped or cut off?"
+        )
     return PrefixStore(name, shared)
+
+
+def _within(find: Callable[[], str], seconds: float) -> str | None:
+    """What is found in time. A TCPStore's `check` heeds no timeout (torch 2.13), so another thread is left to it."""
+    found: list[str] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(find())
+        except BaseException as error:  # raised by the thread that waits
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="meet", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise failure[0]
+    return found[0] if found else None
 
 
 def _reach(interface: Interface) -> str:

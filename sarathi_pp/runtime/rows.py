@@ -33,6 +33,8 @@ DUPLICATE_ID = "duplicate_id"
 _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 64 * 2**10
 _DEEPEST_ID = 32
+# Far below what a program may nest calls, of which messages and reading take some.
+_DEEPEST_LINE = 128
 # Read, a string, list or object takes 100 bytes and more, and written as little as one.
 _MOST_PARTS = 2**18
 _FEW_PARTS_BYTES = 2**20
@@ -263,7 +265,9 @@ class _LineReader:
             return
         if isinstance(record, dict):
             candidate, form = _name(record)
-            if candidate is not None and _is_text(candidate) and not _nests_deep(candidate):
+            if candidate is None or _nests_deep(candidate):
+                return
+            if _is_text(candidate) and _is_finite(candidate):
                 self._id, self._form, self._nameless = candidate, form, False
 
     def parse(self, text: str) -> ParsedLine:
@@ -273,6 +277,8 @@ class _LineReader:
             self.fail("invalid_json", "the line nests too deep")
         except ValueError as error:
             self.fail("invalid_json", f"not JSON: {error}")
+        if _nests_deep(record, _DEEPEST_LINE):
+            self.fail("invalid_json", f"the line nests too deep: {_DEEPEST_LINE} levels are legal")
         if not isinstance(record, dict):
             kind = "null" if record is None else _kind(record)
             self.fail("invalid_json", f"a line must be a JSON object, and this one is {kind}")
@@ -285,9 +291,7 @@ class _LineReader:
         return self._own(record) if self._form == "own" else self._openai(record)
 
     def _set_id(self, name: object) -> None:
-        try:
-            json.dumps(name, allow_nan=False)
-        except ValueError:
+        if not _is_finite(name):
             self.fail("invalid_parameter", f"id is {name!r}; it must be a finite JSON value")
         if _nests_deep(name):
             self.fail("invalid_parameter", f"id nests deeper than {_DEEPEST_ID} levels; give a string")
@@ -421,10 +425,19 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return record
 
 
-def _nests_deep(value: object) -> bool:
-    """Whether it is nested too deep to be an id, which is written and read again where the stack may be shorter."""
+def _is_finite(value: object) -> bool:
+    """False where it holds a number that no JSON has: what is written as 1e999 is read as infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _nests_deep(value: object, most: int = _DEEPEST_ID) -> bool:
+    """Whether it is nested too deep; an id is written and read again where the stack may be shorter."""
     level = [value]
-    for _ in range(_DEEPEST_ID):
+    for _ in range(most):
         inner: list[object] = []
         for one in level:
             if isinstance(one, dict):

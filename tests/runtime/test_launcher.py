@@ -163,19 +163,21 @@ import os, pathlib, sys, time
 first = os.environ["RANK"] == "0"
 time.sleep(0 if first else {longer_s})
 pathlib.Path(os.environ["SARATHI_PP_STORE"] + ".ended-" + os.environ["RANK"]).touch()
+if not first and {dies}:
+    os.kill(os.getpid(), 9)
 sys.exit({code} if first else 0)
 """
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", [0, 3])
-@pytest.mark.parametrize("longer_s", [4.0, 1000.0])
+@pytest.mark.parametrize(("longer_s", "dies"), [(4.0, False), (4.0, True), (1000.0, False)])
 def test_a_rank_that_stays_when_the_first_has_finished_is_waited_for_and_not_for_ever(
-    longer_s, code, tmp_path, monkeypatch
+    longer_s, dies, code, tmp_path, monkeypatch
 ):
-    """4 s: more than a rank gets after a failure. It may have a GPU to leave."""
+    """4 s: more than a rank gets after a failure. It may have a GPU to leave. However it ends, the run has ended."""
     stand_in = tmp_path / "python"
-    stand_in.write_text(FINISHED.format(python=sys.executable, longer_s=longer_s, code=code))
+    stand_in.write_text(FINISHED.format(python=sys.executable, longer_s=longer_s, dies=dies, code=code))
     stand_in.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(stand_in))
     monkeypatch.setattr(launcher, "_LEAVE_S", 8.0)
@@ -187,6 +189,7 @@ def test_a_rank_that_stays_when_the_first_has_finished_is_waited_for_and_not_for
         assert time.monotonic() - began_s < 8.0 + 3 * 3.0
         stays = longer_s > 8.0
         assert (tmp_path / "store.ended-1").exists() == (not stays)
-        assert said == (["stage 1 (rank 1) had not ended 8 s after rank 0, and was killed"] if stays else [])
+        stayed, died = "stage 1 (rank 1) had not ended 8 s after rank 0, and was killed", "was killed by SIGKILL"
+        assert said == ([stayed] if stays else [f"stage 1 (rank 1) {died}"] if dies else [])
     finally:
         workers.stop()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 import sarathi_pp
 from sarathi_pp.errors import ConfigError, MissingError
+from sarathi_pp.runtime import meeting as meeting_module
 from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.trace.clock import SystemClock
@@ -55,6 +59,32 @@ def test_who_is_missing_is_named_to_all_that_came():
     found = start(HashStore(), 4, [0, 2], SOON_S)
     for met in found.values():
         assert "2 of 4 ranks have come within --join-timeout, missing: 1, 3;" in str(met.exception())
+
+
+HOLDER = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_falls_silent_is_not_waited_for(rank, monkeypatch):
+    """Its process is stopped, and the kernel still takes what is sent there."""
+    monkeypatch.setattr(meeting_module, "_SILENT_S", 0.5)
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            store = TCPStore("127.0.0.1", int(holder.stdout.readline()), is_master=False, wait_for_workers=False)
+            holder.send_signal(signal.SIGSTOP)
+            began_s = time.monotonic()
+            with pytest.raises(ConfigError, match=f"rank {rank} of 2: the store in which ranks meet has not answered"):
+                meet(store, rank, 2, SystemClock().now() + SOON_S, SystemClock(), LOOPBACK)
+            assert time.monotonic() - began_s < SOON_S + 3 * 5.0
+        finally:
+            holder.kill()
 
 
 def test_without_rank_0_the_others_say_so():

@@ -80,6 +80,8 @@ def test_text_parts_are_joined_and_other_parts_refused():
         (b'{"prompt": "x", "top_p": NaN}', "invalid_json", "NaN"),
         (b'{"prompt": "x", "prompt": "y"}', "invalid_json", "twice"),
         (b"[" * 100_000, "invalid_json", "deep"),
+        (b'{"prompt": "x", "tools": ' + b"[" * 128 + b"]" * 128 + b"}", "invalid_json", "deep: 128 levels"),
+        (b'{"prompt": "x", "tools": ' + b"[" * 127 + b"]" * 127 + b"}", "unsupported_parameter", "tools"),
         (b'{"id": 1e999, "prompt": "x"}', "invalid_parameter", "finite"),
         ({}, "missing_required_parameter", "none"),
         ({"prompt": "a", "messages": []}, "invalid_parameter", "prompt and messages"),
@@ -123,6 +125,18 @@ def test_an_error_carries_the_id_and_form_of_its_line():
     assert (error.line, error.id, error.form) == (7, "mine", "openai-chat")
     assert refused({"id": 4, "prompt": 5}).id == 4
     assert refused(b"{").id == "7"
+
+
+def test_no_depth_is_more_than_an_error_of_the_line():
+    """Reading, showing and writing take more of the stack than each other."""
+    codes = {refused(b'{"prompt": "x", "tools": ' + b"[" * n + b"]" * n + b"}").code for n in range(2, 1200)}
+    assert codes == {"unsupported_parameter", "invalid_json"}
+    broken = {refused(b'{"prompt": "\xff", "id": ' + b"[" * n + b"]" * n + b"}").code for n in range(2, 1200)}
+    assert broken == {"invalid_utf8"}
+
+
+def test_an_id_that_no_json_holds_is_not_recovered():
+    assert refused(b'{"id": 1e999, "prompt": "\xff"}').id == "7"
 
 
 def test_invalid_utf8_keeps_an_id_that_can_be_read():

@@ -33,7 +33,8 @@ def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
     rank = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
     try:
         torchrun(["--signals-to-handle", _SIGNALS, "--no-python", *rank])
-        return EXIT_OK
+        # As the other nodes' ranks end when the run was told to stop on one of them, or has rows that failed.
+        code = EXIT_OK
     except ChildFailedError as error:
         code = _cause(failure.exitcode for failure in error.failures.values())
     except SignalException as error:

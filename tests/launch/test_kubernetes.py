@@ -128,6 +128,31 @@ def test_the_train_job_runs_as_two_pods(tmp_path: Path) -> None:
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 24
 
 
+def test_pods_of_a_job_that_was_told_to_stop_are_made_again(tmp_path: Path) -> None:
+    """All of them: an index of a Job that has ended with 0 has succeeded, and the new pod 0 would wait for it."""
+    trainer = documents()["TrainJob"]["spec"]["trainer"]
+    asked = json.loads(PROMPTS.read_text().splitlines()[0])
+    rows = [json.dumps({**asked, "id": str(number)}) + "\n" for number in range(3000)]
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    answers = tmp_path / "answers.jsonl"
+    command = [*local([*trainer["command"], *trainer["args"]], tmp_path), *SMALL]
+    given = {one["name"]: one["value"] for one in trainer["env"]}
+    given |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    for told in (True, False):
+        given["PET_MASTER_PORT"] = str(free_port())
+        with (
+            started(command, tmp_path, PET_NODE_RANK="1", **given) as second,
+            started(command, tmp_path, PET_NODE_RANK="0", **given) as first,
+        ):
+            if told:
+                wait_for(lambda: answers.exists() and answers.read_bytes().count(b"\n") > 20)
+                first.process.send_signal(signal.SIGTERM)
+            ended = [node.end() for node in (first, second)]
+            assert [code for code, _ in ended] == ([75, 75] if told else [0, 0]), ended
+        assert (answers.read_bytes().count(b"\n") < len(rows)) == told
+    assert sorted(int(json.loads(line)["id"]) for line in answers.read_text().splitlines()) == [*range(len(rows))]
+
+
 def test_the_group_answers_what_is_written_into_its_pipe_until_it_is_told_to_stop(tmp_path: Path) -> None:
     """With the variables that LeaderWorkerSet sets, which come before those of the manifest and may be named there."""
     template = documents()["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
@@ -154,7 +179,7 @@ def test_the_group_answers_what_is_written_into_its_pipe_until_it_is_told_to_sto
             wait_for(lambda: num_answers(tmp_path) == rows.index(sent[-1]) + 1)  # noqa: B023
         first.process.send_signal(signal.SIGTERM)
         assert first.end()[0] == 75
-        second.end()
+        second.end()  # it names no directory in common with the leader; all of a group are made again in any case
     (answers,) = tmp_path.glob("answers-*.jsonl")
     assert [json.loads(line)["id"] for line in rows[:5]] == sorted(
         (json.loads(line)["id"] for line in answers.read_text().splitlines()),

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "torchrun --nnodes 2": TWO_AGENTS,
     "RUN=runs/first sbatch": "tests/launch/test_slurm.py::test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on",
     "kubectl apply": "tests/launch/test_kubernetes.py::test_the_train_job_runs_as_two_pods",
-    "python -m pip": "tests/packaging/test_install.py::test_the_wheel_runs_the_main_job_away_from_the_checkout",
+    "python -m pip": "tests/packaging/test_install.py::test_the_wheel_brings_all_that_the_main_job_takes",
     'eval "$(_SARATHI_PP_COMPLETE': "tests/packaging/test_completion.py::test_bash_completes_by_the_script",
     "python -m tests.architecture.supported_models": (
         "tests/architecture/test_readme.py::test_every_supported_architecture_is_listed_and_no_other"

@@ -125,11 +125,10 @@ def test_the_wheel_runs_the_main_job_away_from_the_checkout(wheel: Path, tmp_pat
     installed.run_the_main_job(tmp_path / "elsewhere")
 
 
-@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_wheel_brings_all_that_the_main_job_takes(wheel: Path, tmp_path: Path) -> None:
-    """From the package index, and from where the variables of pip lead: no extra, and nothing is lent."""
+    """From the package index, and from where the variables of pip lead, as the README says; nothing is lent."""
     installed = Installed.make(tmp_path / "home")
     from_outside = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    installed.install("-c", ROOT / "constraints.txt", wheel, **from_outside)
+    installed.install("-c", ROOT / "constraints.txt", f"{wheel}[cpu]", **from_outside)
     installed.run_the_main_job(tmp_path / "elsewhere")

@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import platform
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-import sarathi_pp
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut
@@ -36,6 +33,7 @@ from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.emulated import EmulatedStages, over_link
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.gather import gather
+from sarathi_pp.runtime.passport import passport, require_equal, software
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
@@ -54,7 +52,6 @@ from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.replicas import figures
 from sarathi_pp.trace.summary import Analyse
 from sarathi_pp.trace.timer import HostTimer, Timer
-from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import Receiver
 from sarathi_pp.wire.post import Remote
 from sarathi_pp.wire.torch_channel import Payloads
@@ -100,7 +97,7 @@ class Job:
         self._watchdog = watchdog
         self._lost: dict[int, SarathiError] = {}
         torch.set_num_threads(place.num_threads())
-        self._agree(lambda: _passport(config, facts), must_match=True)
+        self._agree(lambda: passport(config, facts), must_match=True)
         standings = [Standing(**found) for found in self._agree(self._choose_device)]
         self._sharers = standings.count(standings[place.rank])
         self._transport = choose_transport(standings)
@@ -247,7 +244,7 @@ class Job:
         """What run.json holds."""
         hosts = [self._topology.hosts[rank] for rank in self.mesh.ranks]
         found = {"hosts": hosts, "transport": self._transport.name, **self._memory()}
-        return {**dataclasses.asdict(self.run), **found, **_software(), "fingerprint": self.facts.fingerprint}
+        return {**dataclasses.asdict(self.run), **found, **software(), "fingerprint": self.facts.fingerprint}
 
     def serve(self) -> None:
         """Every other rank: run what comes until rank 0 says goodbye."""
@@ -362,7 +359,7 @@ class Job:
                 raise _agreed_error(self.mesh.title(rank), answer, self.place)
         facts = [answer["answer"] for answer in answers]
         if must_match:
-            _require_equal(facts)
+            require_equal(facts)
         return facts
 
     def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
@@ -460,37 +457,6 @@ def choose_device(wish: str, place: Place) -> torch.device:
     device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _passport(config: RunConfig, facts: ModelFacts) -> dict[str, Any]:
-    """What must be the same on every rank."""
-    # Where the files lie may differ (what the profile decided may not); sampling is rank 0's own affair, and how long a
-    # rank waits each rank's.
-    options = dataclasses.replace(
-        config, model="", run_dir=None, profile=None, sampling_overrides={}, join_timeout_s=1.0
-    )
-    return {
-        **_software(),
-        "wire version": codec.VERSION,
-        "model": facts.fingerprint,
-        **{f"option {name}": repr(value) for name, value in dataclasses.asdict(options).items()},
-    }
-
-
-def _software() -> dict[str, str]:
-    return {
-        "sarathi_pp": sarathi_pp.__version__,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-    }
-
-
-def _require_equal(passports: list[dict[str, Any]]) -> None:
-    for rank, passport in enumerate(passports):
-        for key, value in passport.items():
-            if value != passports[0][key]:
-                raise ConfigError(f"{key} differs: rank 0 has {passports[0][key]}, rank {rank} has {value}")
 
 
 def _agreed_error(title: str, answer: dict[str, Any], place: Place) -> SarathiError:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from sarathi_pp.errors import ConfigError, InputError, OutputError
-from sarathi_pp.runtime.rows import DUPLICATE_ID, id_key
+from sarathi_pp.runtime.ids import DUPLICATE_ID, id_key
 from sarathi_pp.runtime.whole_file import sync
 from sarathi_pp.trace.clock import SystemClock
 

@@ -18,7 +18,6 @@ import json
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 import sarathi_pp
 from sarathi_pp.errors import ConfigError, SarathiError, error_class
+from sarathi_pp.runtime.bounded import within
 from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE
 from sarathi_pp.trace.clock import Clock
@@ -78,33 +78,14 @@ def meet(
     # Rank 0 knows who is missing, and tells those who still listen.
     end_s += _HEARD_S if rank else 0.0
     find = _call if rank == 0 else _answer
-    silent_s = end_s + _HEARD_S + _SILENT_S
-    name = _within(lambda: find(shared, mine, lambda: clock.now() < end_s, clock), silent_s - clock.now())
-    if name is None:
+    patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
+    name = within(patience_s, lambda: find(shared, mine, lambda: clock.now() < end_s, clock), late="")
+    if not name:
         raise ConfigError(
             f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "
             f"the process that holds it, on rank 0's host, stopped or cut off?"
         )
     return PrefixStore(name, shared)
-
-
-def _within(find: Callable[[], str], seconds: float) -> str | None:
-    """What is found in time. A TCPStore's `check` heeds no timeout (torch 2.13), so another thread is left to it."""
-    found: list[str] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(find())
-        except BaseException as error:  # raised by the thread that waits
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="meet", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    return found[0] if found else None
 
 
 def _reach(interface: Interface) -> str:

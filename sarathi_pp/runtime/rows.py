@@ -16,22 +16,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import islice
-from typing import BinaryIO, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import RowError
+from sarathi_pp.runtime.lines import MAX_LINE_BYTES, RawLine
 
 Form = Literal["own", "openai-chat", "openai-completion"]
 
-MAX_LINE_BYTES = 64 * 2**20
-# The code of an error line for a row whose id an earlier row has.
-DUPLICATE_ID = "duplicate_id"
-_BOM = b"\xef\xbb\xbf"
-_SKIP_BYTES = 64 * 2**10
 _DEEPEST_ID = 32
 # Far below what a program may nest calls, of which messages and reading take some.
 _DEEPEST_LINE = 128
@@ -119,15 +114,6 @@ class LineError(RowError):
 
 
 @dataclass(frozen=True, slots=True)
-class RawLine:
-    """A line without its line end. `number` counts from 1. `cut`: longer than allowed, only its head is here."""
-
-    number: int
-    data: bytes
-    cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ParsedLine:
     """What one line asks for. Exactly one of the three prompts is set.
 
@@ -165,61 +151,6 @@ class Row:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids) if self.request else 0
-
-
-def id_key(id: object) -> int:
-    """8 bytes that stand for an id, so that memory does not follow its length.
-
-    Ids are equal by type and value: 1, 1.0, "1" and true are four.
-    """
-    text = json.dumps(id, sort_keys=True)
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-class SeenIds:
-    """The ids of a file so far, as their keys."""
-
-    def __init__(self) -> None:
-        self._lines: dict[int, int] = {}
-
-    def first_line(self, id: object, line: int) -> int | None:
-        """The line that had this id before, or None; then `line` has it from now on."""
-        earlier = self._lines.setdefault(id_key(id), line)
-        return None if earlier == line else earlier
-
-
-def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawLine]:
-    """The non-blank lines of a stream; never holds more than max_line_bytes of one.
-
-    Accepts a leading byte-order mark, CRLF, and a last line without its end. A line of nothing but white space
-    is blank in both formats; blank lines count for the numbers.
-    """
-    number = 0
-    while data := stream.readline(max_line_bytes + 2):
-        number += 1
-        if number == 1:
-            data = data.removeprefix(_BOM)
-        body = data.removesuffix(b"\n").removesuffix(b"\r")
-        cut = len(body) > max_line_bytes
-        if cut:
-            body = body[:_SKIP_BYTES]
-            while data and not data.endswith(b"\n"):
-                data = stream.readline(_SKIP_BYTES)
-        if cut or body.strip():
-            yield RawLine(number, body, cut)
-
-
-def is_plain_text(name: str, first: RawLine | None) -> bool:
-    """The format of a whole file. `first` is its first line that is not blank.
-
-    .txt is plain text; .jsonl, .ndjson and .json are JSON Lines; any other name, `-` included, is JSON Lines
-    exactly if its first line begins with `{`.
-    """
-    if name.lower().endswith(".txt"):
-        return True
-    if name.lower().endswith((".jsonl", ".ndjson", ".json")):
-        return False
-    return first is not None and not first.data.lstrip().startswith(b"{")
 
 
 def parse_line(raw: RawLine, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
@@ -277,7 +208,8 @@ class _LineReader:
             self.fail("invalid_json", "the line nests too deep")
         except ValueError as error:
             self.fail("invalid_json", f"not JSON: {error}")
-        if _nests_deep(record, _DEEPEST_LINE):
+        # Looking at every token id of a prompt would take longer than reading it.
+        if text.count("[") + text.count("{") > _DEEPEST_LINE and _nests_deep(record, _DEEPEST_LINE):
             self.fail("invalid_json", f"the line nests too deep: {_DEEPEST_LINE} levels are legal")
         if not isinstance(record, dict):
             kind = "null" if record is None else _kind(record)

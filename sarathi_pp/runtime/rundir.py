@@ -89,9 +89,9 @@ class RunDirectory:
                 held.callback(os.close, _locked(path))
                 kept = overwrite or resume
                 attempts = [int(entry.name[8:]) for entry in path.glob("attempt-*")] if kept else []
-                # Of `job` a start that is killed here must leave something: the next one goes on by it.
-                names = ("run.json", "report.json", *map(_attempt_name, attempts)) if kept else ()
-                names += ("job",) if resume else ()
+                names = ["run.json", "report.json", *map(_attempt_name, attempts)] if kept else []
+                if job and resume:
+                    names.append("job")  # until the next one stands there: by it a start goes on that is killed here
                 before = [one for one in cls(path).jobs() if one != job] if resume else []
                 _remove(entry for entry in path.iterdir() if entry.name not in names)
                 path.chmod(0o700)

@@ -25,19 +25,10 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
+from sarathi_pp.runtime.ids import DUPLICATE_ID, SeenIds, id_key
 from sarathi_pp.runtime.journal import Done
-from sarathi_pp.runtime.rows import (
-    DUPLICATE_ID,
-    LineError,
-    ParsedLine,
-    RawLine,
-    Row,
-    SeenIds,
-    id_key,
-    is_plain_text,
-    parse_line,
-    read_lines,
-)
+from sarathi_pp.runtime.lines import RawLine, is_plain_text, read_lines
+from sarathi_pp.runtime.rows import LineError, ParsedLine, Row, parse_line
 from sarathi_pp.runtime.text import Encoded, Tokenizer
 from sarathi_pp.trace.clock import Clock
 

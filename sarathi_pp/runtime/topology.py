@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.runtime.bounded import within
 from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place, variable
@@ -262,21 +262,16 @@ class Topology:
     def _missing(self) -> list[str]:
         """Who has not come to the exchange at which this rank waits, as far as the store tells in time.
 
-        A TCPStore's `check` heeds no timeout (torch 2.13), and who is silent may be who holds the store.
+        Who is silent may be who holds it.
         """
-        found: list[str] = []
 
-        def ask() -> None:
+        def ask() -> list[str]:
             others = [rank for rank in range(self.place.world_size) if rank != self.place.rank]
-            with suppress(RuntimeError):
-                found.extend(
-                    self._names[rank] for rank in others if not self._store.check([f"came/{self._exchanges}/{rank}"])
-                )
+            return [self._names[rank] for rank in others if not self._store.check([f"came/{self._exchanges}/{rank}"])]
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(_TOLD_S)
-        return [] if asking.is_alive() else found
+        with suppress(RuntimeError):
+            return within(_TOLD_S, ask, late=[])
+        return []
 
 
 def _first_line(error: BaseException) -> str:

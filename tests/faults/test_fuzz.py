@@ -16,7 +16,8 @@ import pytest
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
 from sarathi_pp.errors import ProtocolError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
-from sarathi_pp.runtime.rows import LineError, is_plain_text, parse_line, read_lines
+from sarathi_pp.runtime.lines import is_plain_text, read_lines
+from sarathi_pp.runtime.rows import LineError, parse_line
 from sarathi_pp.runtime.sink import encode_line
 from sarathi_pp.runtime.source import Limits, RequestMaker
 from sarathi_pp.runtime.text import Tokenizer

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -115,14 +114,6 @@ class Installed:
         page = elsewhere / "page.html"
         run(command, "report", "answers.jsonl.run", "--html", str(page), cwd=elsewhere)
         assert (ROOT / "sarathi_pp" / "report" / "page.js").read_text().strip()[:40] in page.read_text()
-
-
-def test_the_wheel_runs_the_main_job_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    """The dependencies are lent."""
-    installed = Installed.make(tmp_path / "home")
-    installed.install("--no-index", "--no-deps", wheel)
-    (installed.library / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    installed.run_the_main_job(tmp_path / "elsewhere")
 
 
 @pytest.mark.timeout(900)

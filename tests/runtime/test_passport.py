@@ -7,7 +7,8 @@ import pytest
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.support import check_model
-from sarathi_pp.runtime import job
+from sarathi_pp.runtime.passport import passport as passport_of
+from sarathi_pp.runtime.passport import require_equal
 from tests.model.families import write_checkpoint
 
 
@@ -15,7 +16,7 @@ from tests.model.families import write_checkpoint
 def passport(tmp_path_factory):
     model = tmp_path_factory.mktemp("llama")
     write_checkpoint("llama", model)
-    return job._passport(RunConfig(model=str(model)), check_model(model))
+    return passport_of(RunConfig(model=str(model)), check_model(model))
 
 
 def test_software_model_and_options_are_in_it(passport):
@@ -24,8 +25,8 @@ def test_software_model_and_options_are_in_it(passport):
 
 
 def test_whatever_differs_is_named_with_both_values(passport):
-    job._require_equal([passport, dict(passport), dict(passport)])
+    require_equal([passport, dict(passport), dict(passport)])
     for key, value in passport.items():
         with pytest.raises(ConfigError) as refused:
-            job._require_equal([passport, dict(passport), {**passport, key: "something else"}])
+            require_equal([passport, dict(passport), {**passport, key: "something else"}])
         assert str(refused.value) == f"{key} differs: rank 0 has {value}, rank 2 has something else"

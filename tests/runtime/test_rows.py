@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.runtime.rows import LineError, ParsedLine, RawLine, SeenIds, is_plain_text, parse_line, read_lines
+from sarathi_pp.runtime.ids import SeenIds
+from sarathi_pp.runtime.lines import RawLine, is_plain_text, read_lines
+from sarathi_pp.runtime.rows import LineError, ParsedLine, parse_line
 
 
 def parse(record: object, number: int = 7) -> ParsedLine:

@@ -49,6 +49,25 @@ def test_ranks_that_share_a_directory_remove_what_was_there_together(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+def test_a_start_that_is_killed_while_it_claims_leaves_the_names_of_those_before_it(tmp_path, monkeypatch):
+    """By them the next one knows that it goes on with what they have answered."""
+    with RunDirectory.claim(tmp_path, overwrite=False, job="first"):
+        pass
+
+    def killed(*arguments: object, **named: object) -> None:
+        raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDirectory, "_write", killed)
+        with pytest.raises(InterruptedError), RunDirectory.claim(tmp_path, overwrite=False, resume=True, job="second"):
+            pass
+    assert RunDirectory(tmp_path).jobs() == ["first"]
+    with RunDirectory.claim(tmp_path, overwrite=False, resume=True, job="third") as run_dir:
+        assert run_dir.jobs() == ["first", "third"]
+    with RunDirectory.claim(tmp_path, overwrite=False, resume=True) as run_dir:
+        assert run_dir.jobs() == []  # somebody who would be started again by nobody
+
+
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False, "resume": True}], ids=["replace", "resume"])
 def test_a_start_that_is_refused_takes_nothing_away(how, tmp_path):
     """Memory that is too small, say, shows when the model is loaded: by then the directory is this start's own."""

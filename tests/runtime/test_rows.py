@@ -137,8 +137,11 @@ def test_no_depth_is_more_than_an_error_of_the_line():
     assert broken == {"invalid_utf8"}
 
 
-def test_an_id_that_no_json_holds_is_not_recovered():
-    assert refused(b'{"id": 1e999, "prompt": "\xff"}').id == "7"
+@pytest.mark.parametrize("id", [b"1e999", b"[" * 40 + b"]" * 40])
+def test_an_id_that_could_not_be_written_and_read_again_is_neither_taken_nor_recovered(id):
+    assert refused(b'{"id": %s, "prompt": "x"}' % id).code == "invalid_parameter"
+    assert refused(b'{"id": %s, "prompt": "\xff"}' % id).id == "7"
+    assert refused(b'{"id": [[1]], "prompt": "\xff"}').id == [[1]]
 
 
 def test_invalid_utf8_keeps_an_id_that_can_be_read():

@@ -77,7 +77,7 @@ class Balanced:
         grants = [*_chunks(view, budget), *decodes]
         if grants:
             # Only what is issued moves a cycle on: how often somebody asks must not show in the schedule.
-            self._left_in_cycle = (self._left_in_cycle if cycle is self._cycle else view.limits.num_stages) - 1
+            self._left_in_cycle = (self._left_in_cycle if cycle is self._cycle else cycle.length) - 1
             self._cycle = cycle if prompts or not cycle.prompts else replace(cycle, prompts=False)
         return grants
 
@@ -93,6 +93,7 @@ class _Cycle:
     """
 
     size: int
+    length: int
     inflight: int
     prompts: bool
     burst: _Burst | None = None
@@ -159,9 +160,14 @@ def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding, 
     burst = _burst(view, at_hand, before) if all_can_start else None
     if all_can_start:
         oldest = next((s.remaining for s in chain(view.prefills, view.waiting)), 0)
-        size = max(size, step * round(_quickest(burst.tokens if burst else oldest, stage, tile, limits) / step))
-    even = math.ceil((at_hand + decoding.count) / inflight / step) * step
-    return _Cycle(max(1, min(size, even, limits.chunk_size)), inflight, at_hand > 0, burst)
+        size = max(size, step * math.ceil(_quickest(burst.tokens if burst else oldest, stage, tile, limits) / step))
+    size, length = min(size, limits.chunk_size), limits.num_stages
+    decodes = decoding.count / inflight
+    full = at_hand / (size - decodes) if size > decodes else math.inf
+    if full <= inflight:
+        length = max(fewest, math.ceil(full))
+        size = min(size, step * math.ceil((at_hand / length + decodes) / step))
+    return _Cycle(max(1, size), length, inflight, at_hand > 0, burst)
 
 
 def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:

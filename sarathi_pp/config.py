@@ -16,6 +16,7 @@ from sarathi_pp.errors import ConfigError, RowError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+HEADS = ("auto", "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +122,11 @@ class RunConfig:
 
     stages: of each replica, and tensor_parallel_size ranks hold each of them. max_num_seqs: of a replica.
     Sizes ending in _bytes are bytes. join_timeout_s: how long a rank waits for the others to come. debug_nan: find
-    the first stage whose output is not finite. enforce_eager: no CUDA graphs. emulate: a profile whose stages sleep
-    their modelled time, in place of a model. profile: what was measured of the model, which then decides layer split,
-    chunk size and inflight where they are None. `sampling_overrides` holds only what the user named on the command
-    line; the model's generation_config.json fills what is left.
+    the first stage whose output is not finite. head: "last" keeps the head on the last stage; "auto" lets the first one
+    compute it too, where that makes their times equal (`moves_head`). enforce_eager: no CUDA graphs. emulate: a profile
+    whose stages sleep their modelled time, in place of a model. profile: what was measured of the model, which then
+    decides layer split, chunk size and inflight where they are None. `sampling_overrides` holds only what the user
+    named on the command line; the model's generation_config.json fills what is left.
     """
 
     model: str
@@ -149,6 +151,7 @@ class RunConfig:
     join_timeout_s: float = 300.0
     debug_nan: bool = False
     enforce_eager: bool = False
+    head: str = "auto"
     run_dir: Path | None = None
     emulate: Path | None = None
     profile: Path | None = None
@@ -164,7 +167,7 @@ class RunConfig:
             value = getattr(self, name)
             absent = value is None and name not in sizes
             _demand(absent or (_is_int(value) and value >= 1), name, value, "an integer of at least 1")
-        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("head", HEADS)):
             _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
         split = self.layer_split
         _demand(
@@ -210,6 +213,7 @@ class ResolvedRun:
     layers: one [first, end) per stage, global indices, contiguous. num_pages: pages of every stage's shard.
     max_model_len: most tokens of prompt and output together. max_microbatch_tokens: the largest microbatch
     the policy can emit, which sizes the wire's buffers. request_rate: arrivals a second; None where all are there.
+    moves_head: the first stage has the head too, and computes it for some of the microbatches.
     """
 
     model: str
@@ -230,6 +234,7 @@ class ResolvedRun:
     request_rate: float | None = None
     replicas: int = 1
     tensor_parallel_size: int = 1
+    moves_head: bool = False
 
     @property
     def num_stages(self) -> int:

@@ -90,7 +90,9 @@ def _what_is_left(view: View, at_hand: int, before: Any) -> balanced._Burst:
 
 
 def _fixed(size: int) -> Callable[..., balanced._Cycle]:
-    return lambda view, *rest: balanced._Cycle(min(size, view.limits.chunk_size), view.limits.inflight, prompts=True)
+    return lambda view, *rest: balanced._Cycle(
+        min(size, view.limits.chunk_size), view.limits.num_stages, view.limits.inflight, prompts=True
+    )
 
 
 # What makes a variant of the policy for as long as it is entered.

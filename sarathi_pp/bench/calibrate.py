@@ -91,7 +91,7 @@ def run_profile(config: RunConfig, place: Place | None, output: Path, display: D
 
 def calibration_config(config: RunConfig) -> RunConfig:
     """The run that measures, for the run that is to be profiled."""
-    return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None)
+    return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None, head="last")
 
 
 def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> Measurement:

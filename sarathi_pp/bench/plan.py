@@ -24,6 +24,7 @@ from sarathi_pp.bench.prediction import Demand, Prediction, predict
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut, stage_seconds
+from sarathi_pp.core.head import moves_head
 from sarathi_pp.core.partition import Layers, partition, partition_by_time
 from sarathi_pp.core.profile import NO_DRIFT, Profile
 from sarathi_pp.core.sizing import MOST_TOKENS, inflight, saturation, whole_tiles
@@ -101,7 +102,7 @@ class _Model:
         return page_bytes(layers[1] - layers[0], self.page_size, facts.num_kv_heads, facts.head_dim, dtype)
 
     def weights_bytes(self, layers: tuple[int, int]) -> int:
-        """In this dtype, embedding and head where they belong."""
+        """In this dtype, embedding and head where they belong; of no layers at the end the head alone."""
         facts, dtype = self.facts, getattr(torch, self.dtype)
         checkpoint = open_checkpoint(self.directory)
         family = find_family(ConfigFile(self.directory, read_json(self.directory, "config.json")))
@@ -220,6 +221,9 @@ def _cut(model: _Model, basis: _Basis, demand: Demand, chunk_size: int) -> _Cut:
     else:
         layers = partition(facts.num_layers, config.stages, config.layer_split)
     weights_bytes = [model.weights_bytes(stage) for stage in layers]
+    moves = moves_head(config.head, basis.profile.device, config.stages, config.tensor_parallel_size)
+    if moves:
+        weights_bytes[0] += model.weights_bytes((facts.num_layers, facts.num_layers))
     kv_bytes = map(basis.kv_bytes, weights_bytes)
     pages = [model.pages(stage, own) for stage, own in zip(layers, kv_bytes, strict=True)]
     run = resolve(
@@ -235,6 +239,7 @@ def _cut(model: _Model, basis: _Basis, demand: Demand, chunk_size: int) -> _Cut:
         dtype=model.dtype,
         device=basis.profile.device,
         attention=config.attention,
+        moves_head=moves,
     )
     profile = replace(basis.profile, cost=basis.cut(layers), pages=run.num_pages, max_num_seqs=run.max_num_seqs)
     times = [profile.cost.seconds(stage, load) for stage in range(run.num_stages)]

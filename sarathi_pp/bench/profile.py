@@ -69,7 +69,8 @@ class Fit:
 class Spans:
     """What microbatches asked and what they took.
 
-    sampled: rows drawn from by each. seconds: by stage, each a vector over the microbatches. layers: of the stages.
+    sampled: rows drawn from by each. seconds: by stage, each a vector over the microbatches; a head counts on the last
+    one, wherever it was computed. layers: of the stages.
     """
 
     loads: Sequence[Load]
@@ -84,10 +85,14 @@ class Spans:
         prompts = {request.index: request.prompt_tokens for request in timeline.arrived}
         ends = [_prompts_ended(event.text, prompts) for event in issued]
         loads = [event.load for event in issued]
+        seconds = [_seconds(stage, count) for stage in timeline.stages]
+        for microbatch, head_s in timeline.stages[0].heads.seconds().items():
+            if microbatch < count:
+                seconds[-1][microbatch] += head_s
         return cls(
             loads,
             np.array([load.decodes + ended for load, ended in zip(loads, ends, strict=True)], dtype=float),
-            [_seconds(stage, count) for stage in timeline.stages],
+            seconds,
             [stage.start.layers for stage in timeline.stages],
         )
 
@@ -145,7 +150,7 @@ def measure_links(timeline: Timeline, counted: Mask, row_bytes: int) -> list[Edg
     """Each edge by itself, the return edge last: over that nothing goes that takes long, so all of it is latency."""
     forward = [_fit_edge(edge.chosen(counted)) for edge in _forward_edges(timeline, row_bytes, len(counted))]
     ends = np.array(timeline.stages[-1].ends[: len(counted)])
-    back = np.array(timeline.returned.column("at_s")[: len(counted)]) - ends
+    back = np.array(timeline.back_s()[: len(counted)]) - ends
     return [*forward, EdgeLink(max(0.0, float(np.median(back[counted]))), _MOST_BYTES_PER_S)]
 
 

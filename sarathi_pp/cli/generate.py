@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
-from sarathi_pp.config import DEVICES, DTYPES, RunConfig, stages_among
+from sarathi_pp.config import DEVICES, DTYPES, HEADS, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 
 if TYPE_CHECKING:
@@ -151,6 +151,14 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     "--page-size", "--block-size", type=Count(auto=True), default="auto", help="Tokens a KV page.  [default: 16]"
 )
 @click.option(
+    "--head",
+    type=click.Choice(HEADS),
+    default="auto",
+    show_default=True,
+    help="last: the last stage always computes it; auto: on CPU the first one too, for some microbatches, where that "
+    "makes their times equal.",
+)
+@click.option(
     "--peer-timeout",
     type=float,
     default=60.0,
@@ -283,6 +291,7 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         join_timeout_s=options["join_timeout"],
         debug_nan=options["debug_nan"],
         enforce_eager=options["enforce_eager"],
+        head=options["head"],
         run_dir=options["run_dir"],
         sampling_overrides=named,
     )

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Literal
 
 from sarathi_pp.core.cost import CostModel, Load
+from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
@@ -45,7 +46,8 @@ class Coordinator:
     eos_token_ids: ids that end an output unless its request ignores them.
     stop_rule: told each new token of each request, in order; True ends the output there ("stop" strings).
     clock: read once per microbatch for `issued_s`. cost: what microbatches cost, as far as is known
-    beforehand; refined with each result, so given only where the policy asks (`wants_cost`).
+    beforehand; refined with each result, so given only where the policy asks (`wants_cost`). heads: where the head of
+    each microbatch goes; always to the last stage where there is none.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Coordinator:
         stop_rule: StopRule = _never_stop,
         clock: Callable[[], float] = lambda: 0.0,
         cost: CostModel | None = None,
+        heads: HeadPlacement | None = None,
     ) -> None:
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size)
@@ -67,6 +70,7 @@ class Coordinator:
         self._stop_rule = stop_rule
         self._clock = clock
         self._cost = CostRefiner(cost) if cost is not None else None
+        self._heads = heads
         # Sums over the sequences, kept as they change: a step must not cost a look at all of them.
         self._waiting_tokens = 0
         self._held_tokens = 0
@@ -154,6 +158,8 @@ class Coordinator:
         if not chunks:
             return None
         microbatch = MicroBatch(self._next_index, chunks, tuple(self._freed), self._clock())
+        if self._heads is not None and self._heads.choose(microbatch):
+            microbatch = replace(microbatch, head_on_first=True)
         self._next_index += 1
         self._freed = []
         self._inflight.append(microbatch)
@@ -186,9 +192,10 @@ class Coordinator:
                 self.idle_reason = self._why_idle(admissible)
                 return chunks
 
-    def complete(self, result: StepResult) -> list[Completion]:
+    def complete(self, result: StepResult, head_s: float = 0.0) -> list[Completion]:
         """Take in the oldest microbatch's result; returns the requests that it finished.
 
+        head_s: seconds that the first stage took for its head, where that went there.
         Results of sequences that were preempted meanwhile are stale by their epoch and are dropped.
         """
         microbatch = self._inflight.popleft()
@@ -197,8 +204,12 @@ class Coordinator:
             sequence = self._current(chunk.sequence, chunk.epoch)
             if sequence is not None:
                 sequence.done = chunk.end
+        if self._heads is not None:
+            self._heads.observe(microbatch, result.stage_times, head_s)
         if self._cost is not None:
-            for stage, time in enumerate(result.stage_times):
+            # What is told of a stage without its head says nothing of one with it.
+            times = result.stage_times[:-1] if microbatch.head_on_first else result.stage_times
+            for stage, time in enumerate(times):
                 if time.microbatch in self._regressors:
                     self._cost.observe(stage, self._regressors[time.microbatch], time.seconds)
             self._regressors.pop(microbatch.index - self.limits.inflight, None)

@@ -92,6 +92,10 @@ class StageCost:
         linear = self.a0 * fixed + self.a1 * tiles + self.a2 * attention
         return linear + self.a3 * context + (self.a4 + self.head_s) * decodes
 
+    def without_head(self) -> StageCost:
+        """The last stage where another one computes the head."""
+        return replace(self, head_s=0.0)
+
     def scaled(self, factor: float) -> StageCost:
         """The stage when everything on it takes this many times as long."""
         names = ("a0", "a1", "a2", "a3", "a4", "head_s")
@@ -121,3 +125,7 @@ class CostModel:
 
     def seconds(self, stage: int, load: Load) -> float:
         return self.stages[stage].seconds(self.row(load))
+
+    def head_seconds(self, load: Load) -> float:
+        """Of a microbatch's head by itself, whichever stage computes it."""
+        return self.stages[-1].head_s * load.decodes

@@ -75,13 +75,15 @@ class MicroBatch:
     """What every stage runs at once: prefill chunks first, then decodes.
 
     freed: sequences whose page tables the stages drop before running this microbatch.
-    issued_s: the coordinator's clock at issue.
+    issued_s: the coordinator's clock at issue. head_on_first: the last stage hands the rows that draw a token to the
+    first one, which computes the head for them; not part of the text form.
     """
 
     index: int
     chunks: tuple[Chunk, ...]
     freed: tuple[int, ...] = ()
     issued_s: float = 0.0
+    head_on_first: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -94,6 +96,11 @@ class MicroBatch:
     @property
     def num_decodes(self) -> int:
         return sum(chunk.decode for chunk in self.chunks)
+
+    @property
+    def num_drawn(self) -> int:
+        """Chunks that end with the known tokens of their sequence, so that the next one is drawn."""
+        return sum(chunk.sampling is not None for chunk in self.chunks)
 
     def __str__(self) -> str:
         prefills = " ".join(str(chunk) for chunk in self.chunks if not chunk.decode)

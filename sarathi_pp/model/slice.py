@@ -5,6 +5,7 @@ the meta device, where it costs nothing) a hole is put in the place of every mod
 
     stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
     stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  head
+    the head       -      -       -       -       -       -       -     head
 
 transformers then loads, converts and initialises what is left as usual, so layers keep their global index
 and whatever depends on it. Attention reaches the pages as paged.py says.
@@ -81,16 +82,46 @@ class StageModel:
         In float32 on CPU, with numba's attention, what a
         row gives depends on its own sequence alone, to the last bit.
         """
-        call = {
+        call = self._call(x, inputs, kv, backend)
+        with self._rows:
+            if self.head:
+                return cast(Tensor, self.module(**call, logits_to_keep=inputs.logit_rows).logits[0])
+            return cast(Tensor, self.module.base_model(**call).last_hidden_state[0])
+
+    @torch.inference_mode()
+    def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
+        """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
+        with self._rows:
+            y = self.module.base_model(**self._call(x, inputs, kv)).last_hidden_state[0]
+        return cast(Tensor, y[inputs.logit_rows])
+
+    def _call(
+        self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None
+    ) -> dict[str, Any]:
+        return {
             "input_ids" if self.embed else "inputs_embeds": x[None],
             "position_ids": inputs.position_ids[None],
             "use_cache": False,
             "paged": PagedCall(backend or self.backend, kv, inputs, self.windows),
         }
+
+
+class Head:
+    """The head of a model by itself. module, bytes_read: see StageModel. size: of the rows that it takes."""
+
+    def __init__(self, module: Any, size: int, dtype: torch.dtype, device: torch.device, bytes_read: int) -> None:
+        self.module = module
+        self.size = size
+        self.bytes_read = bytes_read
+        self._rows = steady_rows(dtype, device)
+
+    @torch.inference_mode()
+    def forward(self, rows: Tensor) -> Tensor:
+        """(n, vocab_size) logits of (n, size) rows, bit for bit what the last stage gives for them."""
+        positions = torch.arange(rows.shape[0], device=rows.device)
         with self._rows:
-            if self.head:
-                return cast(Tensor, self.module(**call, logits_to_keep=inputs.logit_rows).logits[0])
-            return cast(Tensor, self.module.base_model(**call).last_hidden_state[0])
+            found = self.module(inputs_embeds=rows[None], position_ids=positions[None], use_cache=False)
+        return cast(Tensor, found.logits[0])
 
 
 def load_stage(
@@ -112,19 +143,50 @@ def load_stage(
     CapacityError where the weights do not fit.
     """
     first, end = layers
-    family = find_family(ConfigFile(directory, read_json(directory, "config.json")))
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    family, config = _read_config(directory)
     if config.num_hidden_layers != num_layers or not 0 <= first < end <= num_layers:
         raise ConfigError(
             f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
         )
+    count = ReadCount()
+    module = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
+    windows = layer_windows(config, family)
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes)
+
+
+def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> Head:
+    """Load the head of a model that `check_model` accepts, beside layers of another end. Raises as `load_stage`."""
+    family, config = _read_config(directory)
+    count, end = ReadCount(), config.num_hidden_layers
+    module = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
+    size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
+    return Head(module, size, dtype, device, count.num_bytes)
+
+
+def _read_config(directory: Path) -> tuple[Family, Any]:
+    family = find_family(ConfigFile(directory, read_json(directory, "config.json")))
+    return family, AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def _load(
+    directory: Path,
+    family: Family,
+    config: Any,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    room_bytes: int | None,
+    shard: TensorShard | None,
+    count: ReadCount,
+) -> Any:
+    """The transformers model with holes, its weights in place and fused. count: is told what is read."""
+    num_layers = config.num_hidden_layers
     config.output_router_logits = False  # it would compute a training loss over layers that are not here
     split = None
     if shard is not None and shard.size > 1:
         check_shards(directory, shard.size)
         split = Split(config.base_model_tp_plan, family, layers, shard)
     tied = bool(config.tie_word_embeddings)
-    count = ReadCount()
     tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count)
     if split is not None:
         tensors = split.take(tensors)
@@ -159,8 +221,7 @@ def load_stage(
     if device.type == "cuda":
         # Merged parts leave memory that torch keeps and nothing uses; whoever counts KV pages asks the driver.
         torch.cuda.empty_cache()
-    windows = layer_windows(config, family)
-    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes)
+    return module
 
 
 def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
@@ -194,7 +255,7 @@ def _with_holes(
 ) -> Any:
     """A subclass of the architecture whose instances hold only the stage's modules, and a shard's part of them."""
     first, end = layers
-    embeds, ends = first == 0, end == num_layers
+    embeds, ends, alone = first == 0, end == num_layers, first == end
 
     def construct(self: Any, config: Any) -> None:
         architecture.__init__(self, config)
@@ -207,11 +268,10 @@ def _with_holes(
             split.narrow(blocks)
         if not embeds:
             _dig_embedding(base, family, keep_tied=ends and tied)
-        if not ends:
-            setattr(base, family.norm, _Absent())
-            setattr(self, family.head, _Absent())
-            if family.project_out is not None:
-                setattr(base, family.project_out, None)
+        if not ends or alone:
+            _dig_end(self, base, family, keep_head=alone)
+        if alone:
+            setattr(base, family.layers, nn.ModuleList())
 
     # The same name and module as the parent's: transformers looks weight conversions up by them.
     namespace: dict[str, Any] = {
@@ -222,6 +282,15 @@ def _with_holes(
     if not (ends and tied):
         namespace["_tied_weights_keys"] = {}
     return type(architecture.__name__, (architecture,), namespace)
+
+
+def _dig_end(model: Any, base: Any, family: Family, *, keep_head: bool) -> None:
+    """Take out what turns activations into logits, or all of that but the head."""
+    setattr(base, family.norm, _Absent())
+    if family.project_out is not None:
+        setattr(base, family.project_out, None)
+    if not keep_head:
+        setattr(model, family.head, _Absent())
 
 
 def _dig_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:

@@ -33,7 +33,7 @@ class ModelFacts:
     head. max_position_embeddings: most tokens of prompt and
     output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
     fingerprint: hex, equal for equal config.json, equal tensor names, types, shapes and files, and equal samples of
-    what the files hold.
+    what the files hold. head_size: of the rows that the head takes, where that is not hidden_size.
     """
 
     model_type: str
@@ -50,6 +50,7 @@ class ModelFacts:
     fingerprint: str
     softcap: bool = False
     sinks: bool = False
+    head_size: int | None = None
 
     def max_model_len(self, asked: int | None) -> int:
         """Most tokens of prompt and output together in a run. Raises ConfigError for more than there are positions."""
@@ -100,6 +101,7 @@ def _check_model(directory: Path) -> ModelFacts:
         fingerprint=_fingerprint(directory, checkpoint),
         softcap=family.softcap is not None and config.values.get(family.softcap, True) is not None,
         sinks=family.sinks,
+        head_size=config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
     )
 
 

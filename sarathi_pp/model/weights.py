@@ -166,19 +166,21 @@ def stage_tensors(
     """The stored tensors of the layers [first, end), and of the embedding or the head at either end.
 
     A name that belongs to no layer and to no module of the first stage goes to the last stage, a layer past
-    the model's end too: there the loader knows what transformers ignores and reports what is unexpected.
+    the model's end too: there the loader knows what transformers ignores and reports what is unexpected. Of no layer at
+    the end there is the head alone.
     """
     first, end = layers
     in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")
+    before_head = {family.norm, family.project_out} if first == end else set()
     chosen = {}
     for key, entry in checkpoint.tensors.items():
         match = in_layer.search(key)
         if match is not None:
             layer = int(match[1])
-            wanted = first <= layer < end or (end == num_layers <= layer)
+            wanted = first <= layer < end or (first < end == num_layers <= layer)
         else:
             parts = key.split(".")
-            wanted = end == num_layers
+            wanted = end == num_layers and before_head.isdisjoint(parts)
             if any(name in parts for name in family.first_modules):
                 wanted = first == 0 or (end == num_layers and tied and family.embed in parts)
         if wanted:

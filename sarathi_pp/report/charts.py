@@ -5,7 +5,8 @@ base64. A stage's spans are integers, each counted from the end of the span befo
 
     gaps       |--3--|        |0|       |-1-|           start minus the end before it (the first: minus first issue)
     lengths          |===5====| |===5===|   |==4==|
-    issue                 0         1          2        position in the run's issued microbatches, -1: not known
+    issue                 0         1          2        position in the run's issued microbatches, -1: not known;
+                                                        -2, -3 ...: the head of position 0, 1 ..., on the first stage
 
 The charts are drawn from these; figures that are printed come from the report instead.
 """
@@ -18,6 +19,7 @@ from array import array
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from heapq import merge
 from math import exp, log
 from typing import Any
 
@@ -27,6 +29,7 @@ from sarathi_pp.trace.latency import latency_series
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 _TICK_S = 1e-6
+_NO_ISSUE = -1
 _INT32_MAX = 2**31 - 1
 _NUM_BINS = 40
 _MAX_CDF_POINTS = 400
@@ -64,13 +67,17 @@ def _longest(stages: Iterable[StageTimeline], origin_s: float) -> float:
 
 
 def _stage_spans(stage: StageTimeline, origin_s: float, tick_s: float, position: dict[int, int]) -> dict[str, Any]:
+    issue = [position.get(microbatch, _NO_ISSUE) for microbatch in stage.microbatches]
+    of_heads = (_NO_ISSUE - 1 - position.get(microbatch, 0) for microbatch in stage.heads.microbatches)
+    heads = zip(stage.heads.starts, stage.heads.ends, of_heads, strict=True)
+    spans = merge(zip(stage.starts, stage.ends, issue, strict=True), heads)
     # Rounded before they are subtracted, so that no error adds up along the run.
-    starts = [round((start - origin_s) / tick_s) for start in stage.starts]
-    ends = [round((end - origin_s) / tick_s) for end in stage.ends]
+    ticks = [(round((start - origin_s) / tick_s), round((end - origin_s) / tick_s), of) for start, end, of in spans]
+    ends = [0, *(end for _, end, _ in ticks)]
     return {
-        "gaps": _block(start - end for start, end in zip(starts, [0, *ends], strict=False)),
-        "lengths": _block(end - start for start, end in zip(starts, ends, strict=True)),
-        "issue": _block(position.get(microbatch, -1) for microbatch in stage.microbatches),
+        "gaps": _block(start - end for (start, _, _), end in zip(ticks, ends, strict=False)),
+        "lengths": _block(end - start for start, end, _ in ticks),
+        "issue": _block(of for _, _, of in ticks),
     }
 
 

@@ -111,6 +111,8 @@
     return low;
   }
 
+  /* What a span is of: the place of its microbatch among those issued; below NO_ISSUE the head of one, counted down. */
+  const NO_ISSUE = -1;
   const shareOf = (run, issue) => (issue < 0 ? 0 : run.share[issue]);
 
   function fillWide(row, x0, x1, issue) {
@@ -296,6 +298,10 @@
   function describeSpan({ run, stage, index }, i) {
     const gap = i ? seconds(stage.starts[i] - stage.ends[i - 1]) : "none";
     const issue = stage.issue[i];
+    if (issue < NO_ISSUE) {
+      return `head of ${short(run.texts[NO_ISSUE - 1 - issue])}\nstage ${index}, in the place of the last one\n` +
+        `start ${seconds(stage.starts[i])}, duration ${seconds(stage.ends[i] - stage.starts[i])}, gap before ${gap}`;
+    }
     const known = issue < 0 ? "microbatch without an issue in the trace" : short(run.texts[issue]);
     const prefill = issue < 0 ? 0 : run.prefill[issue], decodes = issue < 0 ? 0 : run.decodes[issue];
     return `${known}\nstage ${index}: ${prefill + decodes} tokens, ${prefill} of prompts, ${decodes} decodes\n` +
@@ -306,7 +312,7 @@
     const begin = t - perPixel / 2, end = t + perPixel / 2;
     let count = 0, busy = 0, prefill = 0, decodes = 0;
     for (let i = firstAfter(stage.ends, begin); i < stage.starts.length && stage.starts[i] < end; i++) {
-      count += 1;
+      count += stage.issue[i] >= NO_ISSUE;
       busy += Math.min(end, stage.ends[i]) - Math.max(begin, stage.starts[i]);
       if (stage.issue[i] >= 0) {
         prefill += run.prefill[stage.issue[i]];

@@ -101,6 +101,7 @@ def resolve(
     dtype: str,
     device: str,
     attention: str,
+    moves_head: bool = False,
 ) -> ResolvedRun:
     """The run, from what was asked and the pages that each stage can hold. Pure; the same on every rank.
 
@@ -140,6 +141,7 @@ def resolve(
         request_rate=config.request_rate if math.isfinite(config.request_rate) else None,
         replicas=config.replicas,
         tensor_parallel_size=config.tensor_parallel_size,
+        moves_head=moves_head,
     )
 
 

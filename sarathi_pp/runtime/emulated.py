@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -67,9 +68,19 @@ class EmulatedStage:
         self._clock = clock
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
+        load = Load.of(microbatch)
+        seconds = self._cost.seconds(self._stage, load)
+        if self._head and microbatch.head_on_first:
+            seconds -= self._cost.head_seconds(load)
+        return self._sleeping(seconds, lambda: self._output(microbatch))
+
+    def prepare_head(self, microbatch: MicroBatch) -> Compute:
+        return self._sleeping(self._cost.head_seconds(Load.of(microbatch)), lambda: _drawn(microbatch))
+
+    def _sleeping(self, seconds: float, output_of: Callable[[], StageOutput]) -> Compute:
         def compute(hidden: Tensor | None) -> StageOutput:
-            until_s = self._clock.now() + self._cost.seconds(self._stage, Load.of(microbatch))
-            output = self._output(microbatch)
+            until_s = self._clock.now() + seconds
+            output = output_of()
             self._clock.sleep(max(0.0, until_s - self._clock.now()))
             return output
 
@@ -80,16 +91,23 @@ class EmulatedStage:
 
     def _output(self, microbatch: MicroBatch) -> StageOutput:
         if not self._head:
-            return StageOutput(hidden=torch.zeros(microbatch.num_tokens, self._hidden_size, dtype=self._dtype))
-        return StageOutput(
-            tokens=tuple(
-                SampledToken(
-                    chunk.sequence, chunk.epoch, int(_DRAWN_IDS * uniform(chunk.sampling.seed, chunk.sampling.position))
-                )
-                for chunk in microbatch.chunks
-                if chunk.sampling is not None
+            return StageOutput(hidden=self._rows(microbatch.num_tokens))
+        return StageOutput(rows=self._rows(microbatch.num_drawn)) if microbatch.head_on_first else _drawn(microbatch)
+
+    def _rows(self, count: int) -> Tensor:
+        return torch.zeros(count, self._hidden_size, dtype=self._dtype)
+
+
+def _drawn(microbatch: MicroBatch) -> StageOutput:
+    return StageOutput(
+        tokens=tuple(
+            SampledToken(
+                chunk.sequence, chunk.epoch, int(_DRAWN_IDS * uniform(chunk.sampling.seed, chunk.sampling.position))
             )
+            for chunk in microbatch.chunks
+            if chunk.sampling is not None
         )
+    )
 
 
 class EmulatedStages:

@@ -1,6 +1,7 @@
 """The loop on rank 0: rows in, microbatches through the first stage, results back, answers out.
 
     source --rows--> coordinator --microbatch--> stage 0 ...> last stage --tokens--> coordinator --> sink
+                                                                   `--rows--> head on stage 0 --tokens--^
 
 One thread does all of it in turn, so the coordinator needs no lock; reading and tokenising, writing and
 syncing, and the wire have threads of their own.
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from sarathi_pp.core.coordinator import Coordinator, IdleReason
 from sarathi_pp.core.cost import CostModel
-from sarathi_pp.core.plan import StepResult
+from sarathi_pp.core.head import HeadPlacement
+from sarathi_pp.core.plan import MicroBatch, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.errors import RowError, StoppedError
+from sarathi_pp.errors import ProtocolError, RowError, StoppedError
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.signals import Asked
 from sarathi_pp.runtime.sink import Sink
@@ -35,8 +37,8 @@ from sarathi_pp.trace.latency import RequestLatency
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.request import TokenTimes
 from sarathi_pp.trace.timer import Instant
-from sarathi_pp.wire.channel import Receiver
-from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.channel import Message, Receiver
+from sarathi_pp.wire.codec import HeadFrame, MicroBatchFrame, ResultFrame
 
 _OBSERVE_EVERY_S = 0.2
 # How long the engine sleeps for new rows when nothing at all is in flight.
@@ -70,7 +72,7 @@ class Engine:
     """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
 
     stop_checkers: makes the checker for a request's stop strings. cost: of the stages, as far as is known; results
-    refine it. warn: told what a user should know while the run goes on.
+    refine it. heads: which of them the first stage computes. warn: told what a user should know while the run goes on.
     """
 
     def __init__(
@@ -86,10 +88,17 @@ class Engine:
         stop_checkers: StopCheckers,
         observe: Callable[[Snapshot], None] = lambda snapshot: None,
         cost: CostModel | None = None,
+        heads: HeadPlacement | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._coordinator = Coordinator(
-            limits, policy, eos_token_ids=eos_token_ids, stop_rule=self._token_came, clock=clock.now, cost=cost
+            limits,
+            policy,
+            eos_token_ids=eos_token_ids,
+            stop_rule=self._token_came,
+            clock=clock.now,
+            cost=cost,
+            heads=heads,
         )
         self._runner = runner
         self._results = results
@@ -111,7 +120,7 @@ class Engine:
         self._last_result_s = 0.0
         self._longest_wait_s = 0.0  # between two results
         self._shrunk_at = 0  # microbatches from here on were issued after it
-        self._chunks_inflight: deque[int] = deque()  # prefill chunks of each microbatch in flight
+        self._inflight: deque[MicroBatch] = deque()
         self._chunks_done = 0
 
     def run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None] = lambda: None) -> Asked | None:
@@ -198,27 +207,43 @@ class Engine:
             if chunk.start == 0:
                 self._live[chunk.sequence].times.issued(microbatch.issued_s)
         self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
-        self._chunks_inflight.append(sum(not chunk.decode for chunk in microbatch.chunks))
+        self._inflight.append(microbatch)
         self._runner.run(MicroBatchFrame(microbatch), None, Instant(microbatch.issued_s))
         return True
 
     def _collect(self, sink: Sink, timeout_s: float) -> None:
         """Take in the results that are here, or that come within that time."""
         while (message := self._results.receive(timeout_s)) is not None:
-            assert isinstance(message.frame, ResultFrame), message.frame
-            self._take(message.frame.result, message.arrived_s, sink)
+            head_s, arrived_s = 0.0, message.arrived_s
+            if isinstance(message.frame, HeadFrame):
+                result, head_s, arrived_s = self._compute_head(message.frame, message)
+            else:
+                assert isinstance(message.frame, ResultFrame), message.frame
+                result = message.frame.result
             message.release()
+            # Behind a head that came before it, it is heeded no sooner.
+            self._take(result, head_s, max(arrived_s, self._last_result_s), sink)
             timeout_s = 0
 
-    def _take(self, result: StepResult, arrived_s: float, sink: Sink) -> None:
+    def _compute_head(self, frame: HeadFrame, message: Message[Tensor]) -> tuple[StepResult, float, float]:
+        microbatch = self._inflight[0] if self._inflight else None
+        if microbatch is None or not microbatch.head_on_first or frame.index != microbatch.index:
+            raise ProtocolError(f"{frame} was left to the first stage, which waits for {microbatch or 'nothing'}")
+        if frame.num_rows != microbatch.num_drawn:
+            raise ProtocolError(f"{frame} came with {frame.num_rows} rows, not {microbatch.num_drawn}")
+        return self._runner.finish(frame, microbatch, message.payload, message.arrived_s)
+
+    def _take(self, result: StepResult, head_s: float, arrived_s: float, sink: Sink) -> None:
         self._recorder.record(Returned(result.index, arrived_s))
+        first, *others = (time.seconds for time in result.stage_times)
+        computed_s = first + head_s, *others
         self._stage_compute_s = tuple(
-            total + time.seconds for total, time in zip(self._stage_compute_s, result.stage_times, strict=True)
+            total + seconds for total, seconds in zip(self._stage_compute_s, computed_s, strict=True)
         )
-        self._chunks_done += self._chunks_inflight.popleft()
+        self._chunks_done += sum(not chunk.decode for chunk in self._inflight.popleft().chunks)
         self._longest_wait_s = max(self._longest_wait_s, arrived_s - max(self._last_result_s, self._first_issue_s))
         self._last_result_s = self._token_s = arrived_s
-        for completion in self._coordinator.complete(result):
+        for completion in self._coordinator.complete(result, head_s):
             self._finish(completion, arrived_s, sink)
         if result.short and result.index >= self._shrunk_at:
             limits = self._coordinator.shrink()

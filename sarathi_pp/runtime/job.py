@@ -20,6 +20,7 @@ import torch
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut
+from sarathi_pp.core.head import HeadPlacement, moves_head
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
@@ -111,6 +112,9 @@ class Job:
         layers = self._alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
+        on_cpu = all(standing.gpu is None for standing in standings)
+        kind = profile.device if profile is not None else "cpu" if on_cpu else "cuda"
+        self._moves_head = moves_head(config.head, kind, mesh.stages, mesh.shards)
         self._shards = topology.open_shards(config.peer_timeout_s, self._transport.name)
         self._agree(self._choose_stages)
         maker = self._maker
@@ -128,6 +132,7 @@ class Job:
                 dtype=dtype_name,
                 device=maker.device_name,
                 attention=maker.attention,
+                moves_head=self._moves_head,
             )
         )
         self._agree(self._make_stage)
@@ -209,6 +214,7 @@ class Job:
             stop_checkers=stop_checkers,
             observe=observe,
             cost=self._known_cost() if wants_cost(self.run.policy) else None,
+            heads=HeadPlacement(self._known_cost()) if self.run.moves_head else None,
             warn=warn,
         )
 
@@ -327,7 +333,14 @@ class Job:
             group = self._shards
             shard = TensorShard(group.index, group.size, group.all_reduce) if group is not None else None
             self._maker = ModelStages(
-                config, self._model_dir, self.facts, self.dtype, self.device, self._sharers, shard
+                config,
+                self._model_dir,
+                self.facts,
+                self.dtype,
+                self.device,
+                self._sharers,
+                shard,
+                moves_head=self._moves_head,
             )
         return {}
 
@@ -374,6 +387,7 @@ class Job:
             self._topology,
             run,
             activations,
+            self.facts.head_size or self.facts.hidden_size,
             clock,
             lambda: runner[0].progress() if runner else (0, False),
             self._on_loss(),

@@ -24,7 +24,7 @@ from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
-from sarathi_pp.model.slice import StageModel, load_stage
+from sarathi_pp.model.slice import Head, StageModel, load_head, load_stage
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.model.tensor import TensorShard
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, room_bytes
@@ -42,7 +42,7 @@ class ModelStages:
     """Stages that hold a slice of a model. See StageMaker.
 
     sharers: ranks that draw on the same memory. shard: which part of every layer, where a stage has several ranks; they
-    load and make their stages side by side. facts: of the whole model in any case.
+    load and make their stages side by side. facts: of the whole model in any case. moves_head: see ResolvedRun.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class ModelStages:
         device: torch.device,
         sharers: int,
         shard: TensorShard | None = None,
+        *,
+        moves_head: bool = False,
     ) -> None:
         needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks)
         backend = choose_backend(config.attention, device, config.page_size, needs)
@@ -70,7 +72,9 @@ class ModelStages:
         self._sharers = sharers
         # Now, before any of the sharers has loaded anything.
         self._room = room_bytes(device)
+        self._moves_head = moves_head
         self._loaded: StageModel | None = None
+        self._head: Head | None = None
         self._working = 0
 
     def load(self, layers: tuple[int, int]) -> None:
@@ -78,6 +82,8 @@ class ModelStages:
         self._loaded = load_stage(
             self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room, self._shard
         )
+        if self._moves_head and layers[0] == 0:
+            self._head = load_head(self._model_dir, dtype, device, self._room)
         # Now too: what it takes for a moment must not be missing where others count.
         self._working = self._working_bytes(layers) if device.type == "cuda" else 0
 
@@ -89,11 +95,15 @@ class ModelStages:
         facts = self._facts
         assert self._loaded is not None, "load comes first"
         warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
+        if self._head is not None:
+            warm_linears(self._head.module, run.max_num_seqs, SystemClock().now)
         graphed = self._has_graphs()
         kv = make_shard(run, facts, layers, dtype, self._device, spare=graphed)
         graphs = self._capture(run, kv) if graphed else None
         debug_nan = self._config.debug_nan
-        return ModelStage(self._loaded, kv, facts.hidden_size, dtype, self._device, graphs=graphs, debug_nan=debug_nan)
+        return ModelStage(
+            self._loaded, kv, facts.hidden_size, dtype, self._device, self._head, graphs=graphs, debug_nan=debug_nan
+        )
 
     def _has_graphs(self) -> bool:
         if self._device.type != "cuda" or self._config.enforce_eager:
@@ -141,8 +151,8 @@ class ModelStages:
 class ModelStage:
     """A slice of a model and its KV shard; holds nothing that a header did not tell it.
 
-    graphs: of its forward, where there are any. debug_nan: look at every output, so that the first stage with values
-    that are not finite is known.
+    head: of a first stage that computes it for some microbatches. graphs: of its forward, where there are any.
+    debug_nan: look at every output, so that the first stage with values that are not finite is known.
     """
 
     def __init__(
@@ -152,6 +162,7 @@ class ModelStage:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        head: Head | None = None,
         *,
         graphs: StageGraphs | None = None,
         debug_nan: bool = False,
@@ -159,6 +170,7 @@ class ModelStage:
         self.model = model
         self.kv = kv
         self.device = device
+        self._head = head
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._graphs = graphs
@@ -171,7 +183,7 @@ class ModelStage:
 
     @property
     def bytes_read(self) -> int:
-        return self.model.bytes_read
+        return self.model.bytes_read + (self._head.bytes_read if self._head is not None else 0)
 
     @property
     def graphed(self) -> tuple[int, int] | None:
@@ -179,14 +191,24 @@ class ModelStage:
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
         self._update_tables(microbatch)
-        drawn = [chunk for chunk in microbatch.chunks if chunk.sampling is not None] if self.model.head else []
+        drawn = _drawn(microbatch) if self.model.head else []
         forward = self._forward(microbatch, _last_rows(microbatch) if drawn else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
             y = forward(hidden)
             if self.model.head:
-                return StageOutput(tokens=_draw(y, drawn))
+                return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn))
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
+
+        return compute
+
+    def prepare_head(self, microbatch: MicroBatch) -> Compute:
+        head, drawn = self._head, _drawn(microbatch)
+        assert head is not None, f"{microbatch}: its head is not here"
+
+        def compute(hidden: Tensor | None) -> StageOutput:
+            assert hidden is not None, "a head gets rows"
+            return StageOutput(tokens=_draw(head.forward(hidden), drawn))
 
         return compute
 
@@ -203,6 +225,8 @@ class ModelStage:
         def forward(hidden: Tensor | None) -> Tensor:
             x = token_ids if hidden is None else hidden
             assert x is not None, "a stage that does not embed gets activations"
+            if self.model.head and microbatch.head_on_first:
+                return self.model.forward_rows(x, inputs, self.kv)
             return self.model.forward(x, inputs, self.kv)
 
         return forward
@@ -220,7 +244,9 @@ class ModelStage:
             for count in (num_tokens, 1):
                 inputs = build_inputs([Span(end - count, count, pages)], (count - 1,), self.kv.page_size, self.device)
                 y = self.model.forward(self._made_up(count), inputs, self.kv)
-        if self.model.head:
+        if self._head is not None:
+            y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
+        if self.model.head or self._head is not None:
             for row in (_GREEDY, _DRAWN):
                 sample(y, [row])
 
@@ -247,6 +273,10 @@ def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:
             bad.append(chunk.sequence)
         row += chunk.num_tokens
     return tuple(bad)
+
+
+def _drawn(microbatch: MicroBatch) -> list[Chunk]:
+    return [chunk for chunk in microbatch.chunks if chunk.sampling is not None]
 
 
 def _last_rows(microbatch: MicroBatch) -> list[int]:

@@ -14,13 +14,15 @@ from sarathi_pp.core.plan import MicroBatch, SampledToken
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """hidden: (T, hidden_size) for the next stage, None on the last one, which draws tokens instead.
+    """hidden: (T, hidden_size) for the next stage, None on the last one, which draws tokens instead. rows: (n,
+    hidden_size) of what is drawn, from a last stage that leaves the head to the first.
 
     bad: sequences of which not all of the output is finite; only looked for where that was asked for.
     """
 
     hidden: Tensor | None = None
     tokens: tuple[SampledToken, ...] = ()
+    rows: Tensor | None = None
     bad: tuple[int, ...] = ()
 
 
@@ -52,6 +54,10 @@ class Stage(Protocol):
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
         """The program's own part: page tables, indices, token ids. Returns the rest, which is timed."""
+        ...
+
+    def prepare_head(self, microbatch: MicroBatch) -> Compute:
+        """Of a first stage that has the head too: from the rows that the last stage has left to it to tokens."""
         ...
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:

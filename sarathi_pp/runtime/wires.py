@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -38,11 +38,21 @@ class Wires:
 
 
 def open_wires(
-    topology: Topology, run: ResolvedRun, activations: Payloads, clock: Clock, progress: Progress, on_loss: OnLoss
+    topology: Topology,
+    run: ResolvedRun,
+    activations: Payloads,
+    head_size: int,
+    clock: Clock,
+    progress: Progress,
+    on_loss: OnLoss,
 ) -> Wires:
-    """activations: of the largest microbatch. A leader that is the last stage too is its own neighbour."""
+    """activations: of the largest microbatch. head_size: of the rows that a head takes.
+
+    A leader that is the last stage too is its own neighbour.
+    """
     mesh, rank = topology.mesh, topology.place.rank
     seat, num_buffers = mesh.seat(rank), run.inflight + 1
+    returning = mesh.rank(seat.replica, mesh.stages - 1), mesh.leader(seat.replica)
     frame_bytes = codec.max_frame_bytes(
         max_tokens=run.max_microbatch_tokens,
         max_seqs=run.max_num_seqs,
@@ -50,9 +60,13 @@ def open_wires(
         num_stages=run.num_stages,
     )
     forward = forward_edges(mesh)
+    # A sequence draws at most one token of a microbatch.
+    rows = replace(activations, max_tokens=run.max_num_seqs, row_shape=(head_size,))
 
     def payloads(edge: tuple[int, int]) -> Payloads:
-        return activations if edge in forward else Payloads.none()
+        if edge in forward:
+            return activations
+        return rows if edge == returning and run.moves_head else Payloads.none()
 
     def sender(to: int) -> Sender[Tensor]:
         return topology.sender(to, frame_bytes, payloads((rank, to)), num_buffers, progress, on_loss)

@@ -20,11 +20,12 @@ from sarathi_pp.model.memory import is_out_of_memory
 from sarathi_pp.runtime.stage import Compute, Stage, StageOutput
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import Compute as ComputeSpan
+from sarathi_pp.trace.events import Head as HeadSpan
 from sarathi_pp.trace.events import SendWait
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import Instant, Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import Goodbye, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
 
 # A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
 _INSTANT_S = 20e-6
@@ -101,6 +102,29 @@ class StageRunner:
         finally:  # a rank whose stage is lost may go on with something else, and does not hang
             self._busy = False
 
+    def finish(
+        self, frame: HeadFrame, microbatch: MicroBatch, rows: Tensor | None, arrived_s: float
+    ) -> tuple[StepResult, float, float]:
+        """Compute the head that the last stage has left to this one: the result, its seconds, and when it was there.
+
+        Of stages whose times do not come later than their output.
+        """
+        self._busy = True
+        try:
+            clock = self._clock
+            compute = self._stage.prepare_head(microbatch)
+            start_cpu_s, start_s = clock.thread_cpu(), clock.now()
+            output, retried = self._compute(compute, rows, microbatch)
+            end_s = clock.now()
+            cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
+            self._recorder.record(HeadSpan(microbatch.index, min(arrived_s, start_s), start_s, end_s, cpu_s))
+            last = len(frame.stage_times) - 1
+            tokens = _blamed(output.tokens, dict(frame.bad), last) if self._debug_nan else output.tokens
+            short = frame.short or retried
+            return StepResult(microbatch.index, tokens, frame.stage_times, short), end_s - start_s, end_s
+        finally:
+            self._busy = False
+
     def _run(self, frame: MicroBatchFrame, hidden: Tensor | None, arrived: Mark, release: Callable[[], None]) -> None:
         clock, microbatch = self._clock, frame.microbatch
         for shard in self._shards:
@@ -125,8 +149,11 @@ class StageRunner:
             known = {sequence for sequence, _ in frame.bad}
             bad = (*frame.bad, *((sequence, self._index) for sequence in output.bad if sequence not in known))
             self._downstream.send(MicroBatchFrame(microbatch, stage_times, bad, short), output.hidden)
+        elif output.rows is not None:
+            head = HeadFrame(microbatch.index, len(output.rows), stage_times, frame.bad, short)
+            self._downstream.send(head, output.rows)
         else:
-            tokens = self._blamed(output.tokens, dict(frame.bad)) if self._debug_nan else output.tokens
+            tokens = _blamed(output.tokens, dict(frame.bad), self._index) if self._debug_nan else output.tokens
             self._downstream.send(ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)))
         # Sending may have waited for the device, so that it tells now, with the least room for doubt.
         self._settle()
@@ -160,13 +187,6 @@ class StageRunner:
             f"{self._name} has no memory for a microbatch of {microbatch.num_tokens} tokens{attempts}: "
             f"{str(error).splitlines()[0]}. Try a smaller --chunk-size, --max-num-seqs or --kv-cache-memory, and "
             f"--resume"
-        )
-
-    def _blamed(self, tokens: tuple[SampledToken, ...], bad: dict[int, int]) -> tuple[SampledToken, ...]:
-        """Where no stage before has noticed anything, it is this one."""
-        return tuple(
-            token._replace(first_bad=bad.get(token.sequence, self._index)) if token.failed else token
-            for token in tokens
         )
 
     def _settle(self) -> None:
@@ -217,3 +237,8 @@ class StageRunner:
             self.run(message.frame, message.payload, arrived, message.release)
         self.close()
         upstream.close()
+
+
+def _blamed(tokens: tuple[SampledToken, ...], bad: dict[int, int], last: int) -> tuple[SampledToken, ...]:
+    """Where no stage before has noticed anything, it is the last one."""
+    return tuple(token._replace(first_bad=bad.get(token.sequence, last)) if token.failed else token for token in tokens)

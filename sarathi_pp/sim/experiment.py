@@ -8,6 +8,7 @@ from itertools import chain
 
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut
+from sarathi_pp.core.head import HeadPlacement, moves_head
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
@@ -119,7 +120,9 @@ def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Re
         _noise(experiment, len(true_stages), replica),
     )
     known = cost if wants_cost(experiment.policy) else None
-    return Simulation(limits, make_policy(experiment.policy), pipeline, record, known)
+    moves = moves_head("auto", experiment.profile.device, len(true_stages), experiment.profile.tensor_parallel_size)
+    heads = HeadPlacement(cost) if moves else None
+    return Simulation(limits, make_policy(experiment.policy), pipeline, record, known, heads)
 
 
 def _begun(experiment: Experiment, replica: int) -> Timeline:

@@ -7,6 +7,8 @@ from the microbatch before and the stage before; no event queue is needed:
                  each of the edge from s - 1 to s
     start[s]   = max(end[s] of the microbatch before, arrived[s])
     end[s]     = start[s] + modelled time x noise
+
+A head that the first stage computes for the last one takes the first one's time between two microbatches.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class VirtualPipeline:
         if len(links) != len(cost.stages):
             raise ValueError(f"{len(cost.stages)} stages have as many edges, not {len(links)}")
         self._cost = cost
+        self._bare = (*cost.stages[:-1], cost.stages[-1].without_head())
         self._links = links
         self._noise = None if noise is None or noise.quiet else noise
         self._free_s = [0.0] * len(cost.stages)
@@ -71,13 +74,16 @@ class VirtualPipeline:
         return self._free_s[0]
 
     def run(self, microbatch: MicroBatch) -> tuple[list[StageSpan], float]:
-        """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back."""
+        """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back, or what its
+        head takes.
+        """
         load = Load.of(microbatch)
         row = self._cost.row(load)
         num_tokens, link_free_s = load.num_tokens, self._link_free_s
         spans = []
         arrived_s = microbatch.issued_s
-        stages = zip(self._cost.stages, self._free_s, self._links, strict=True)
+        costs = self._bare if microbatch.head_on_first else self._cost.stages
+        stages = zip(costs, self._free_s, self._links, strict=True)
         for stage, (cost, free_s, link) in enumerate(stages):
             # Written out: a call of max() here takes a tenth of the clock's speed.
             start_s = free_s if free_s > arrived_s else arrived_s
@@ -92,3 +98,12 @@ class VirtualPipeline:
             link_free_s[stage] = sent_s + busy_s
             arrived_s = sent_s + (link.latency_s + busy_s)
         return spans, end_s + self._links[-1].latency_s
+
+    def run_head(self, microbatch: MicroBatch, at_s: float) -> tuple[float, float]:
+        """Begin and end of a head on the first stage, from which on nothing else keeps it from that."""
+        start_s = max(at_s, self._free_s[0])
+        seconds = self._cost.head_seconds(Load.of(microbatch))
+        if self._noise is not None:
+            seconds *= self._noise.factor(0, start_s)
+        self._free_s[0] = start_s + seconds
+        return start_s, start_s + seconds

@@ -22,6 +22,7 @@ from typing import NamedTuple, Self
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.cut import recut
+from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
@@ -91,7 +92,7 @@ def most_seats(seats: int, num_stages: int) -> int:
 class Rerun:
     """The run to be compared with. limits, policy, cost: as it had them; links: as they were. host_s: of each stage,
     for each microbatch, before it computes. counted: answers after which times are taken. max_pages: that memory could
-    hold. pages_follow_layers: a stage holds fewer pages of more layers.
+    hold. pages_follow_layers: a stage holds fewer pages of more layers. moves_head: the first stage computed heads too.
     """
 
     requests: tuple[_Asked, ...]
@@ -103,6 +104,7 @@ class Rerun:
     counted: int
     max_pages: int
     pages_follow_layers: bool = True
+    moves_head: bool = False
     _tried: dict[Change, _Times] = field(default_factory=dict)
 
     @classmethod
@@ -148,7 +150,10 @@ class Rerun:
         )
         hosts_s = tuple(host_seconds(timeline))
         most_pages = max(max_pages or 0, start.num_pages)
-        rerun = cls(asked, limits, start.policy, cost, links, hosts_s, counted, most_pages, pages_follow_layers)
+        moves_head = len(timeline.stages[0].heads.microbatches) > 0
+        rerun = cls(
+            asked, limits, start.policy, cost, links, hosts_s, counted, most_pages, pages_follow_layers, moves_head
+        )
         measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
         found_s = rerun.wall_s(Change())
         if abs(found_s - measured_s) > _MOST_OFF * measured_s:
@@ -183,9 +188,11 @@ class Rerun:
         policy, limits, cost = self._with(change)
         watch = _Watch(change.times * self.counted, len(cost.stages))
         known = cost if wants_cost(policy) else None
+        heads = HeadPlacement(cost) if self.moves_head and len(cost.stages) > 1 else None
         pipeline = VirtualPipeline(self._with_hosts(cost), self._links(len(cost.stages)))
+        simulation = Simulation(limits, make_policy(policy), pipeline, watch.record, known, heads)
         with suppress(_Enough):
-            Simulation(limits, make_policy(policy), pipeline, watch.record, known).run(self._requests(change.times))
+            simulation.run(self._requests(change.times))
         return watch.times
 
     def _with(self, change: Change) -> tuple[str, Limits, CostModel]:

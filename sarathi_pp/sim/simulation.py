@@ -1,7 +1,8 @@
 """The real coordinator on a virtual clock.
 
 Does what the engine does, in the same order: rank 0 takes in arrivals and results whenever its own stage is
-free, issues a microbatch, and runs it through that stage before it looks again. What happened is told as the
+free, computes the heads that are left to that, issues a microbatch, and runs it through that stage before it looks
+again. What happened is told as the
 events of a real run, so every report works on it.
 
 It goes from look to look, so that several can share a clock: see sim/replicas.py.
@@ -15,12 +16,13 @@ from math import inf
 
 from sarathi_pp.core.coordinator import Coordinator, IdleReason
 from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.sim.arrivals import Arrivals, InOrder
 from sarathi_pp.sim.pipeline import VirtualPipeline
-from sarathi_pp.trace.events import Compute, Event, Issued, RequestArrived, Returned, Starved
+from sarathi_pp.trace.events import Compute, Event, Head, Issued, RequestArrived, Returned, Starved
 from sarathi_pp.trace.request import TokenTimes
 
 # Told with the stage that an event belongs to.
@@ -30,20 +32,27 @@ Record = Callable[[int, Event], None]
 class Simulation:
     """One run of finitely many requests. Holds what is in flight and nothing of what is done.
 
-    cost: what policies may know of the stages; the pipeline's own times may differ from it.
+    cost: what policies may know of the stages; the pipeline's own times may differ from it. heads: which of them the
+    first stage computes.
     """
 
     def __init__(
-        self, limits: Limits, policy: Policy, pipeline: VirtualPipeline, record: Record, cost: CostModel | None = None
+        self,
+        limits: Limits,
+        policy: Policy,
+        pipeline: VirtualPipeline,
+        record: Record,
+        cost: CostModel | None = None,
+        heads: HeadPlacement | None = None,
     ) -> None:
         self._now_s = 0.0
         self._coordinator = Coordinator(
-            limits, policy, stop_rule=self._token_came, clock=lambda: self._now_s, cost=cost
+            limits, policy, stop_rule=self._token_came, clock=lambda: self._now_s, cost=cost, heads=heads
         )
         self._pipeline = pipeline
         self._record = record
         self._live: dict[int, TokenTimes] = {}
-        self._results: deque[tuple[float, StepResult]] = deque()
+        self._results: deque[tuple[float, StepResult, MicroBatch]] = deque()
         self._starved: IdleReason | None = None
         self._token_s = 0.0
         self._runs = True  # the first stage computes, or nobody has looked yet
@@ -87,9 +96,15 @@ class Simulation:
 
     def _collect(self) -> None:
         while self._results and self._results[0][0] <= self._now_s:
-            self._token_s, result = self._results.popleft()
+            arrived_s, result, microbatch = self._results.popleft()
+            self._token_s, head_s = max(self._token_s, arrived_s), 0.0
+            if microbatch.head_on_first:
+                start_s, self._token_s = self._pipeline.run_head(microbatch, self._now_s)
+                head_s = self._token_s - start_s
+                self._record(0, Head(result.index, arrived_s, start_s, self._token_s))
+                self._now_s = self._token_s
             self._record(0, Returned(result.index, self._token_s))
-            for completion in self._coordinator.complete(result):
+            for completion in self._coordinator.complete(result, head_s):
                 self._finish(completion, self._token_s)
 
     def _issue(self) -> bool:
@@ -115,7 +130,7 @@ class Simulation:
             event = Compute(microbatch.index, microbatch.issued_s, span.arrived_s, span.start_s, span.end_s)
             self._record(stage, event)
         times = tuple(StageTime(microbatch.index, span.end_s - span.start_s) for span in spans)
-        self._results.append((result_s, StepResult(microbatch.index, _draw(microbatch.chunks), times)))
+        self._results.append((result_s, StepResult(microbatch.index, _draw(microbatch.chunks), times), microbatch))
 
     def _token_came(self, request: Request, token_id: int) -> bool:
         self._live[request.index].token_came(self._token_s)

@@ -15,15 +15,19 @@ unfinished, so that the pipeline could be full. A steady window with fewer than 
 and has no figures.
 
 A microbatch is counted where it starts. The gap before a microbatch, for the figures per request, is its
-start minus the end of the compute before it on that stage; the first has none.
+start minus the end of the compute before it on that stage, less the heads in between; the first has none.
+
+A head that the first stage computes for the last one is compute of the first stage. What lies before it is no_work
+until its rows are here, and then host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import get_args
 
-from sarathi_pp.trace.idle import IdleState, idle_spans
+from sarathi_pp.trace.idle import IdleState, gap_before, idle_spans
 from sarathi_pp.trace.intervals import Interval, intersect, length, merge, positions_within
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
@@ -83,7 +87,7 @@ class Bubbles:
 def measure_bubbles(timeline: Timeline) -> Bubbles:
     """Folds one run; linear in the number of spans. A run without a result has zero seconds and no ratios."""
     window = timeline.window
-    busy = [intersect(merge(zip(s.starts, s.ends, strict=True)), [window]) for s in timeline.stages]
+    busy = [intersect(stage.busy(), [window]) for stage in timeline.stages]
     steady = _steady(timeline)
     positions = tuple(positions_within(stage.starts, steady) for stage in timeline.stages)
     if min(map(len, positions), default=0) < 2 * len(timeline.stages):
@@ -110,7 +114,7 @@ def busy_strip(stage: StageTimeline, window: Interval, num_cells: int) -> list[f
         return []
     cell_s = (end - begin) / num_cells
     busy_s = [0.0] * num_cells
-    for span_begin, span_end in intersect(merge(zip(stage.starts, stage.ends, strict=True)), [window]):
+    for span_begin, span_end in intersect(stage.busy(), [window]):
         first = min(int((span_begin - begin) / cell_s), num_cells - 1)
         last = min(int((span_end - begin) / cell_s), num_cells - 1)
         for cell in range(first, last + 1):
@@ -135,7 +139,7 @@ def _fold_stage(stage: StageTimeline, window: Interval, steady_ratio: float | No
     for idle in idle_spans(stage, window):
         idle_s[idle.state] += idle.end_s - idle.begin_s
     # Overlapping spans count twice here, and show as a closing error.
-    spans = zip(stage.starts, stage.ends, strict=True)
+    spans = chain(zip(stage.starts, stage.ends, strict=True), stage.heads.spans())
     compute_s = sum(max(0.0, min(ended, end) - max(started, begin)) for started, ended in spans)
     total_s = compute_s + sum(idle_s.values())
     return StageBubbles(
@@ -189,8 +193,7 @@ def _request_bubbles(timeline: Timeline) -> dict[int, float]:
     gaps: dict[int, float] = {}
     for stage in timeline.stages:
         for position, microbatch in enumerate(stage.microbatches):
-            gap = stage.starts[position] - stage.ends[position - 1] if position else 0.0
-            gaps[microbatch] = gaps.get(microbatch, 0.0) + gap
+            gaps[microbatch] = gaps.get(microbatch, 0.0) + (gap_before(stage, position) or 0.0)
     by_sequence: dict[int, float] = {}
     for event in timeline.issued[: timeline.num_returned]:
         gap = gaps.get(event.microbatch, 0.0)

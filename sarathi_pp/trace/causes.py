@@ -20,14 +20,18 @@ PB1 to PB3 are the bubbles of SARATHI (arXiv 2308.16369, section 3.3).
 
 The replay keeps what the coordinator did: the order of microbatches, at most K of them in flight, and the
 first stage on the coordinator's own rank, so that a microbatch is issued when that stage is free. Where the policy
-wanted fewer in flight than are allowed, as many as stages or more, every replay has as few.
+wanted fewer in flight than are allowed, as many as stages or more, every replay has as few. Heads that the first stage
+computed for the last one take there what they took, between the same two microbatches, and on the last one nothing;
+where stages are even, there is none.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import NamedTuple
 
 from sarathi_pp.core.cost import CostModel, Load, Terms
 from sarathi_pp.errors import InputError
@@ -71,8 +75,10 @@ def explain(timeline: Timeline, model: CostModel) -> Causes:
     loads = [event.load for event in timeline.issued[:count]]
     inflight = timeline.stages[0].start.inflight
     later_s = _later_compute_s(timeline, count)
+    heads_s = timeline.stages[0].heads.seconds()
     steps = [
-        _bubble_s(times, run, inflight) - later_s for times, run in _steps(model, loads, _Delays.of(timeline, count))
+        _bubble_s(times, run, inflight) - later_s
+        for times, run in _steps(model, loads, _Delays.of(timeline, count), heads_s)
     ]
     falls = [before - after for before, after in zip(steps, steps[1:], strict=False)]
     communication, host, starvation, imbalance, context, variance, decode = falls
@@ -103,6 +109,7 @@ def host_seconds(timeline: Timeline) -> list[float]:
 def _measured_s(timeline: Timeline, count: int) -> float:
     begin, end = timeline.window
     compute_s = sum(sum(stage.ends[:count]) - sum(stage.starts[:count]) for stage in timeline.stages)
+    compute_s += sum(head_s for head, head_s in timeline.stages[0].heads.seconds().items() if head < count)
     return len(timeline.stages) * (end - begin) - compute_s - _later_compute_s(timeline, count)
 
 
@@ -113,16 +120,28 @@ def _later_compute_s(timeline: Timeline, count: int) -> float:
     return sum(max(0.0, min(ended, end) - started) for stage in later for started, ended in stage)
 
 
+class _Head(NamedTuple):
+    """A head on the first stage. before: the microbatch that this stage computed next. host_s: from when it could have
+    started.
+    """
+
+    microbatch: int
+    before: int
+    seconds: float
+    host_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Delays:
     """What held microbatches up apart from compute: seconds by stage and microbatch.
 
     transfer: from the end on the stage before to the complete input here (0 on the first). back: from the end on
-    the last stage to the result on rank 0. blocked: no free send buffer after the compute. host: from when it
-    could have started. issue: from when it could have been issued, on rank 0.
+    the last stage to the result, or the rows of a head, on rank 0. blocked: no free send buffer after the compute.
+    host: from when it could have started. issue: from when it could have been issued, on rank 0.
     awaited: per microbatch, the earlier one whose result the coordinator needed; None where it needed none. held: the
     earlier one whose result the policy waited for with something to compute.
     arrived: per microbatch, the arrival that it needed, in seconds after the first issue; 0 where none.
+    heads: in the order of their starts.
     """
 
     transfer: list[Seconds]
@@ -133,6 +152,7 @@ class _Delays:
     awaited: list[int | None]
     held: list[int | None]
     arrived: Seconds
+    heads: Sequence[_Head]
 
     @classmethod
     def of(cls, timeline: Timeline, count: int) -> _Delays:
@@ -143,21 +163,27 @@ class _Delays:
             pairs = zip(stage.arrived[:count], before.ends[:count], strict=True)
             transfer.append([max(0.0, arrived - end) for arrived, end in pairs])
         back = [
-            max(0.0, result.at_s - end)
-            for result, end in zip(timeline.returned[:count], stages[-1].ends[:count], strict=True)
+            max(0.0, back_s - end)
+            for back_s, end in zip(timeline.back_s()[:count], stages[-1].ends[:count], strict=True)
         ]
         host = [_host(stage, waits, count) for stage, waits in zip(stages, blocked, strict=True)]
-        return cls(transfer, back, blocked, host, *_issue(timeline, blocked[0], count))
+        heads = list(_heads(stages[0], blocked[0], count))
+        return cls(transfer, back, blocked, host, *_issue(timeline, blocked[0], count), heads)
 
     def without_communication(self) -> _Delays:
         nothing = [[0.0] * len(self.back) for _ in self.host]
         return replace(self, transfer=nothing, blocked=nothing, back=[0.0] * len(self.back))
 
     def without_host(self) -> _Delays:
-        return replace(self, host=[[0.0] * len(self.back) for _ in self.host], issue=[0.0] * len(self.back))
+        heads = [head._replace(host_s=0.0) for head in self.heads]
+        nothing = [[0.0] * len(self.back) for _ in self.host]
+        return replace(self, host=nothing, issue=[0.0] * len(self.back), heads=heads)
 
     def without_starvation(self) -> _Delays:
         return replace(self, awaited=[None] * len(self.back), arrived=[0.0] * len(self.back))
+
+    def without_heads(self) -> _Delays:
+        return replace(self, heads=())
 
 
 def _blocked(stage: StageTimeline, count: int) -> Seconds:
@@ -172,12 +198,32 @@ def _blocked(stage: StageTimeline, count: int) -> Seconds:
 
 def _host(stage: StageTimeline, blocked: Seconds, count: int) -> Seconds:
     delays = []
-    free = float("-inf")
+    free = _free_before(stage, blocked, count)
     for position in range(count):
-        could = max(stage.arrived[position], free)
+        could = max(stage.arrived[position], free[position])
         delays.append(max(0.0, stage.starts[position] - could))
-        free = stage.ends[position] + blocked[position]
     return delays
+
+
+def _free_before(stage: StageTimeline, blocked: Seconds, count: int) -> Seconds:
+    """When the stage had nothing else to do before each compute: after the one before, and after heads behind that."""
+    free = [float("-inf"), *(end + waited for end, waited in zip(stage.ends[:count], blocked, strict=True))]
+    for start, end in stage.heads.spans():
+        position = bisect_left(stage.starts, start, 0, count)
+        free[position] = max(free[position], end)
+    return free
+
+
+def _heads(first: StageTimeline, blocked: Seconds, count: int) -> Iterator[_Head]:
+    heads, before_s = first.heads, float("-inf")
+    columns = zip(heads.microbatches, heads.arrived, heads.starts, heads.ends, strict=True)
+    for microbatch, arrived, start, end in columns:
+        if microbatch >= count:
+            return
+        before = bisect_left(first.starts, start, 0, count)
+        free = first.ends[before - 1] + blocked[before - 1] if before else float("-inf")
+        yield _Head(microbatch, before, end - start, max(0.0, start - max(arrived, free, before_s)))
+        before_s = end
 
 
 def _issue(
@@ -185,6 +231,7 @@ def _issue(
 ) -> tuple[Seconds, list[int | None], list[int | None], Seconds]:
     """Why each microbatch was issued no sooner: the coordinator's own time, a result, the policy, an arrival."""
     first, inflight = timeline.stages[0], timeline.stages[0].start.inflight
+    free = _free_before(first, blocked, count)
     begin = timeline.issued[0].at_s
     results, issues = timeline.returned.column("at_s")[:count], timeline.issued.column("at_s")
     arrivals = {request.index: request.at_s for request in timeline.arrived}
@@ -196,7 +243,7 @@ def _issue(
     arrived: Seconds = []
     for index in range(count):
         issued = issues[index]
-        could = begin if index == 0 else first.ends[index - 1] + blocked[index - 1]
+        could = max(begin, free[index])
         if index >= inflight:
             could = max(could, results[index - inflight])
         result: int | None = None
@@ -225,7 +272,17 @@ def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float
     num_stages, count = len(times), len(delays.back)
     free = [0.0] * num_stages
     results: Seconds = []
+    heads = deque(delays.heads)
+
+    def compute_heads(before: int) -> None:
+        while heads and heads[0].before <= before:
+            head = heads.popleft()
+            if head.microbatch < len(results):
+                free[0] = max(free[0], results[head.microbatch]) + head.host_s + head.seconds
+                results[head.microbatch :] = [max(at_s, free[0]) for at_s in results[head.microbatch :]]
+
     for index in range(count):
+        compute_heads(index)
         ready = max(free[0], delays.arrived[index])
         if index >= inflight:
             ready = max(ready, results[index - inflight])
@@ -237,19 +294,26 @@ def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float
             start = max(free[stage], ready + delays.transfer[stage][index]) + delays.host[stage][index]
             ready = start + times[stage][index]
             free[stage] = ready + delays.blocked[stage][index]
-        results.append(ready + delays.back[index])
+        # Results are heeded in their order.
+        results.append(max(ready + delays.back[index], results[-1] if results else 0.0))
+    compute_heads(count)
     first_issue = delays.issue[0]
-    return num_stages * (max(results) - first_issue) - sum(map(sum, times))
+    compute_s = sum(map(sum, times)) + sum(head.seconds for head in delays.heads)
+    return num_stages * (max(results) - first_issue) - compute_s
 
 
-def _steps(model: CostModel, loads: Sequence[Load], delays: _Delays) -> list[tuple[list[Seconds], _Delays]]:
-    """Times and delays of the eight replays, from the run as it was to the ideal one."""
+def _steps(
+    model: CostModel, loads: Sequence[Load], delays: _Delays, heads_s: Mapping[int, float]
+) -> list[tuple[list[Seconds], _Delays]]:
+    """Times and delays of the eight replays, from the run as it was to the ideal one. heads_s: on the first stage."""
     stages = range(len(model.stages))
     terms = [[model.terms(stage, load) for load in loads] for stage in stages]
     times = [[one.total for one in stage] for stage in terms]
+    times[-1] = [max(0.0, seconds - heads_s.get(index, 0.0)) for index, seconds in enumerate(times[-1])]
     quiet = delays.without_communication()
     prompt = quiet.without_host()
     fed = prompt.without_starvation()
+    even = fed.without_heads()
     balanced = [_mean(column) for column in zip(*terms, strict=True)]
     same_context = _levelled(balanced, "context", [load.decodes > 0 for load in loads])
     same_prefill = _levelled(same_context, "prefill", [load.prefill_tokens > 0 for load in loads])
@@ -260,8 +324,8 @@ def _steps(model: CostModel, loads: Sequence[Load], delays: _Delays) -> list[tup
         (times, quiet),
         (times, prompt),
         (times, fed),
-        *(([seconds for _ in stages], fed) for seconds in shared),
-        ([[equal] * len(loads) for _ in stages], fed),
+        *(([seconds for _ in stages], even) for seconds in shared),
+        ([[equal] * len(loads) for _ in stages], even),
     ]
 
 

@@ -149,6 +149,20 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """The first stage computed the head of a microbatch, from the rows that the last stage had left to it.
+
+    arrived_s: when these were complete here. The rest is as in Compute.
+    """
+
+    microbatch: int
+    arrived_s: float
+    start_s: float
+    end_s: float
+    cpu_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SendWait:
     """The stage stood still from start_s to end_s because no send buffer was free."""
 
@@ -158,7 +172,7 @@ class SendWait:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Rank 0: the result of a microbatch came back from the last stage."""
+    """Rank 0: the result of a microbatch came back from the last stage, or its head was computed on the first."""
 
     microbatch: int
     at_s: float
@@ -223,6 +237,7 @@ Event = (
     | Issued
     | Starved
     | Compute
+    | Head
     | SendWait
     | Returned
     | RowRefused
@@ -236,6 +251,7 @@ KINDS: dict[str, type[Event]] = {
     "issued": Issued,
     "starved": Starved,
     "compute": Compute,
+    "head": Head,
     "send_wait": SendWait,
     "returned": Returned,
     "refused": RowRefused,

@@ -5,13 +5,15 @@
       no free send    until m is        until m's input     until m
       buffer          issued (rank 0)   is complete here    starts
 
-A recorded send wait wins wherever in a gap it lies. After a stage's last compute all is no_work.
+A recorded send wait wins wherever in a gap it lies. After a stage's last compute all is no_work. A head that the first
+stage computes for the last one is compute too: before it is no_work until its rows are complete here, then host.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from heapq import merge
 from itertools import pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -37,16 +39,28 @@ class Idle(NamedTuple):
 def idle_spans(stage: StageTimeline, window: Interval) -> Iterator[Idle]:
     """The stretches of the window outside the stage's compute spans: disjoint, not empty, in order of time."""
     cursor, end = window
-    spans = zip(stage.starts, stage.ends, stage.issued, stage.arrived, strict=True)
-    for position, (started, ended, issued, arrived) in enumerate(spans):
-        yield from _gap((cursor, min(started, end)), issued, arrived, stage.send_waits, position)
+    positions = range(len(stage.starts))
+    heads, count = stage.heads, len(stage.starts)
+    # The gap before a head is part of the one that the next compute ends.
+    behind = (bisect_left(stage.starts, start) for start in heads.starts)
+    of_heads = zip(heads.starts, heads.ends, heads.arrived, heads.arrived, behind, strict=True)
+    spans = zip(stage.starts, stage.ends, stage.issued, stage.arrived, positions, strict=True)
+    for started, ended, issued, arrived, position in merge(spans, of_heads):
+        told = position if position < count else None
+        yield from _gap((cursor, min(started, end)), issued, arrived, stage.send_waits, told)
         cursor = max(cursor, ended)
     yield from _gap((cursor, end), _NEVER, _NEVER, stage.send_waits, None)
 
 
 def gap_before(stage: StageTimeline, position: int) -> float | None:
-    """Seconds from the end of the compute before to the start of this one; None for the first, which has none."""
-    return stage.starts[position] - stage.ends[position - 1] if position else None
+    """Seconds from the end of the compute before to the start of this one, less heads; None for the first, which has
+    none.
+    """
+    if not position:
+        return None
+    begin, end, heads = stage.ends[position - 1], stage.starts[position], stage.heads
+    between = range(bisect_left(heads.starts, begin), bisect_left(heads.starts, end))
+    return end - begin - sum(heads.ends[head] - heads.starts[head] for head in between)
 
 
 def _gap(

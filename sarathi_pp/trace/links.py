@@ -1,8 +1,9 @@
 """The edges between neighbouring stages: which hosts they join, and what crossing them took in the run.
 
 A transfer is from the end of a microbatch's compute on one stage until all of it had arrived at the next: it waited for
-a free send buffer, behind the one before it, and travelled. Over the edge back to stage 0 tokens travel, and nothing
-large. Where two hosts' clocks are less well known than a transfer is long, one may be below 0.
+a free send buffer, behind the one before it, and travelled. Over the edge back to stage 0 tokens travel, or the rows
+that its head takes, and nothing large. Where two hosts' clocks are less well known than a transfer is long, one may be
+below 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def links_of(timeline: Timeline) -> list[dict[str, Any]]:
     if not others:
         return []
     count = timeline.num_returned
-    arrived = [*(stage.arrived[:count] for stage in others), timeline.returned.column("at_s")[:count]]
+    arrived = [*(stage.arrived[:count] for stage in others), timeline.back_s()[:count]]
     return [
         _link(here, there, map(sub, arrived_s, here.ends[:count]))
         for here, there, arrived_s in zip(timeline.stages, [*others, first], arrived, strict=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import merge
@@ -219,7 +220,10 @@ def _stage_events(
 ) -> Iterator[TraceEvent]:
     row = _compute_row(stage)
     idle = next(idles, None)
+    heads = deque(_heads(stage, ruler))
     for position, span in enumerate(spans):
+        while heads and heads[0].begin < span.begin:
+            yield heads.popleft().event("head", row, {})
         gap: dict[str, float] = {}
         while idle is not None and idle.position == position:
             state = f"{idle.state}_s"
@@ -237,9 +241,17 @@ def _stage_events(
             args["gap_before_s"] = round(gap_s, 9)
         yield span.event(_mix(event), row, args)
         yield from flows.step("t", row, span)
+    for head in heads:
+        yield head.event("head", row, {})
     while idle is not None:
         yield _idle_event(idle, stage, ruler, {})
         idle = next(idles, None)
+
+
+def _heads(stage: StageTimeline, ruler: _Ruler) -> Iterator[_Slice]:
+    heads = stage.heads
+    for microbatch, start_s, end_s in zip(heads.microbatches, heads.starts, heads.ends, strict=True):
+        yield _Slice(microbatch, ruler.ticks(start_s), ruler.ticks(end_s))
 
 
 def _mix(issued: Issued | None) -> str:

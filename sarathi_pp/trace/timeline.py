@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, pairwise, zip_longest
 from math import inf
+from operator import sub
 
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.events import (
     Compute,
     Event,
+    Head,
     Issued,
     RequestArrived,
     RequestFinished,
@@ -53,6 +55,37 @@ def _seconds() -> array[float]:
 
 
 @dataclass(slots=True)
+class Heads:
+    """The heads that a first stage has computed for the last one. Parallel arrays in the order of `starts`."""
+
+    microbatches: array[int] = field(default_factory=lambda: array("q"))
+    arrived: array[float] = field(default_factory=_seconds)
+    starts: array[float] = field(default_factory=_seconds)
+    ends: array[float] = field(default_factory=_seconds)
+
+    def add(self, head: Head) -> None:
+        self.microbatches.append(head.microbatch)
+        self.arrived.append(head.arrived_s)
+        self.starts.append(head.start_s)
+        self.ends.append(head.end_s)
+
+    def align(self, clock: Alignment) -> None:
+        order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+        self.microbatches = array("q", [self.microbatches[i] for i in order])
+        for name in ("arrived", "starts", "ends"):
+            local = getattr(self, name)
+            setattr(self, name, array("d", [clock.to_rank0(local[i]) for i in order]))
+
+    def spans(self) -> Iterator[Interval]:
+        return zip(self.starts, self.ends, strict=True)
+
+    def seconds(self) -> dict[int, float]:
+        """What each took, by microbatch."""
+        lengths = map(sub, self.ends, self.starts)
+        return dict(zip(self.microbatches, lengths, strict=True))
+
+
+@dataclass(slots=True)
 class StageTimeline:
     """What one stage did, on rank 0's clock. The arrays are parallel, in the order of `starts`.
 
@@ -69,6 +102,7 @@ class StageTimeline:
     starts: array[float] = field(default_factory=_seconds)
     ends: array[float] = field(default_factory=_seconds)
     send_waits: list[Interval] = field(default_factory=list)
+    heads: Heads = field(default_factory=Heads)
     cpu_s: float = 0.0
     spanned_s: float = 0.0
     collective_s: float | None = None
@@ -85,6 +119,16 @@ class StageTimeline:
         if span.collective_s is not None:
             self.collective_s = (self.collective_s or 0.0) + span.collective_s
 
+    def add_head(self, head: Head) -> None:
+        self.heads.add(head)
+        if head.cpu_s is not None:
+            self.cpu_s += head.cpu_s
+            self.spanned_s += head.end_s - head.start_s
+
+    def busy(self) -> list[Interval]:
+        """When it computed, heads included: sorted and disjoint."""
+        return merge(chain(zip(self.starts, self.ends, strict=True), self.heads.spans()))
+
     def align(self) -> None:
         """Puts the local times on rank 0's clock, in order of start. `issued` is on that clock already."""
         clock = Alignment.of(self.start, self.end)
@@ -95,6 +139,7 @@ class StageTimeline:
         self.starts = array("d", [clock.to_rank0(self.starts[i]) for i in order])
         self.ends = array("d", [clock.to_rank0(self.ends[i]) for i in order])
         self.send_waits = merge((clock.to_rank0(b), clock.to_rank0(e)) for b, e in self.send_waits)
+        self.heads.align(clock)
 
 
 @dataclass(slots=True)
@@ -136,6 +181,23 @@ class Timeline:
         reach = min((max(stage.microbatches, default=-1) for stage in self.stages), default=-1)
         return sum(microbatch <= reach for microbatch in self.returned.column("microbatch"))
 
+    def back_s(self) -> array[float]:
+        """When what the last stage made of a microbatch was complete on rank 0: its tokens, or the rows of its head.
+
+        Tokens that had to wait for a head before them are told of no sooner than that; they are taken to have come at
+        once.
+        """
+        returned, ends = self.returned.column("at_s"), self.stages[-1].ends
+        back = array("d", returned)
+        for index, (before, after) in enumerate(pairwise(returned), 1):
+            if after <= before and index < len(ends):
+                back[index] = min(after, ends[index])
+        heads = self.stages[0].heads
+        for microbatch, arrived_s in zip(heads.microbatches, heads.arrived, strict=True):
+            if 0 <= microbatch < len(back):
+                back[microbatch] = arrived_s
+        return back
+
     @property
     def window(self) -> Interval:
         """The run window: first issue to last result. Empty, (0, 0), if nothing came back."""
@@ -155,6 +217,7 @@ class Timeline:
                         f"the traces are damaged: stage {stage.start.stage} ended microbatch "
                         f"{stage.microbatches[index]} {begin - end:g} s before it began it; {_COPY_AGAIN}"
                     )
+            self._check_heads(stage)
         count = self.num_returned
         told = {f"stage {stage.start.stage} computed": stage.microbatches for stage in self.stages}
         told["were issued"] = array("q", self.issued.column("microbatch"))
@@ -167,6 +230,19 @@ class Timeline:
                         f"the traces are damaged: of the microbatches that {what}, {instead} stands where {expected} "
                         f"must; {_COPY_AGAIN}"
                     )
+
+    def _check_heads(self, stage: StageTimeline) -> None:
+        """Of the first stage alone, in order, and each behind the compute of its microbatch on the last one."""
+        heads, last = stage.heads, self.stages[-1]
+        in_order = all(before < after for before, after in pairwise((-1, *heads.microbatches)))
+        if heads.microbatches and (stage.start.stage or not in_order or heads.microbatches[-1] >= len(last.ends)):
+            raise InputError(
+                f"the traces are damaged: heads of stage {stage.start.stage} are out of order; {_COPY_AGAIN}"
+            )
+        if any(end < begin for begin, end in heads.spans()):
+            raise InputError(
+                f"the traces are damaged: stage {stage.start.stage} ended a head before it began it; {_COPY_AGAIN}"
+            )
 
     def _cut(self) -> None:
         """Where results show that a stage went on after its last line, it would be called idle, and tokens be counted,
@@ -182,6 +258,8 @@ class Timeline:
         """Take in one event of a stage; `stage.align()` is due after the last."""
         if isinstance(event, Compute):
             stage.add(event)
+        elif isinstance(event, Head):
+            stage.add_head(event)
         elif isinstance(event, SendWait):
             stage.send_waits.append((event.start_s, event.end_s))
         elif isinstance(event, TraceEnd):

@@ -23,7 +23,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 6
+VERSION = 7
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
@@ -47,6 +47,22 @@ class MicroBatchFrame:
     stage_times: tuple[StageTime, ...] = ()
     bad: tuple[tuple[int, int], ...] = ()
     short: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFrame:
+    """A microbatch behind the last stage, without its head: its payload is what that takes, a row for each token that
+    is drawn. The rest is as in MicroBatchFrame.
+    """
+
+    index: int
+    num_rows: int
+    stage_times: tuple[StageTime, ...] = ()
+    bad: tuple[tuple[int, int], ...] = ()
+    short: bool = False
+
+    def __str__(self) -> str:
+        return f"the head of m{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,7 @@ class Goodbye:
     """The last frame of an edge: the run is over in good order."""
 
 
-Frame = MicroBatchFrame | ResultFrame | Heartbeat | Parcel | Goodbye
+Frame = MicroBatchFrame | HeadFrame | ResultFrame | Heartbeat | Parcel | Goodbye
 Number = TypeVar("Number", int, float)
 Numbers = tuple[list[int], list[float]]
 
@@ -160,6 +176,9 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
             return 4, ([], [])
         case Parcel(last):
             return 5, ([int(last)], [])
+        case HeadFrame(index, num_rows, stage_times, bad, short):
+            integers = [index, num_rows, int(short), *chain.from_iterable(bad)]
+            return 6, (integers, list(chain.from_iterable(stage_times)))
 
 
 def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
@@ -183,25 +202,30 @@ def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
             (last,) = integers
             _expect(not reals, "reals in a parcel")
             return Parcel(_flag(last))
+        case 6:
+            index, num_rows, short, *rest = integers
+            _expect(num_rows >= 0, f"{num_rows} rows")
+            bad = tuple(zip(rest[::2], rest[1::2], strict=True))
+            return HeadFrame(index, num_rows, _stage_times(reals), bad, _flag(short))
     raise ValueError("unknown kind")
 
 
 def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     """Counts, then the chunks by column, which takes a third of the time that chunk by chunk does:
 
-    integers   index | short | chunks | freed | bad | sequence, stage of each bad one | sequence ... | epoch ... |
-               start ... | num_tokens ... | flags ... | token ids of each ... | new pages of each ... | freed ids |
-               all token ids | all new pages | position ... | top_k ... | seed ...
+    integers   index | short | head on first | chunks | freed | bad | sequence, stage of each bad one | sequence ... |
+               epoch ... | start ... | num_tokens ... | flags ... | token ids of each ... | new pages of each ... |
+               freed ids | all token ids | all new pages | position ... | top_k ... | seed ...
     reals      issued_s | stages | microbatch, seconds of each | temperature ... | top_p ... | min_p ...
     """
     m = frame.microbatch
     reals = [m.issued_s, float(len(frame.stage_times)), *chain.from_iterable(frame.stage_times)]
     bad = list(chain.from_iterable(frame.bad))
+    integers = [m.index, int(frame.short), int(m.head_on_first), len(m.chunks), len(m.freed), len(frame.bad), *bad]
     if not m.chunks:
-        return [m.index, int(frame.short), 0, len(m.freed), len(frame.bad), *bad, *m.freed], reals
+        return [*integers, *m.freed], reals
     sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling = zip(*m.chunks, strict=True)
     flags = [decode | (row is not None) << 1 for decode, row in zip(decodes, sampling, strict=True)]
-    integers = [m.index, int(frame.short), len(m.chunks), len(m.freed), len(frame.bad), *bad]
     integers += (*sequences, *epochs, *starts, *num_tokens, *flags)
     integers += map(len, token_ids)
     integers += map(len, new_pages)
@@ -218,7 +242,7 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
 
 def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFrame:
     ints, floats = _Cursor(integers), _Cursor(reals)
-    index, short, num_chunks, num_freed, num_bad = ints.take(5)
+    index, short, head_on_first, num_chunks, num_freed, num_bad = ints.take(6)
     bad = tuple(zip(*[iter(ints.take(2 * num_bad))] * 2, strict=True))
     sequences, epochs, starts, num_tokens, flags, num_ids, num_pages = (ints.take(num_chunks) for _ in range(7))
     freed = tuple(ints.take(num_freed))
@@ -233,7 +257,8 @@ def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFr
     _expect(ints.at_end and floats.at_end, "numbers left over")
     fields = zip(sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, strict=True)
     chunks = tuple(map(Chunk._make, fields))
-    return MicroBatchFrame(MicroBatch(index, chunks, freed, issued_s), stage_times, bad, _flag(short))
+    microbatch = MicroBatch(index, chunks, freed, issued_s, _flag(head_on_first))
+    return MicroBatchFrame(microbatch, stage_times, bad, _flag(short))
 
 
 def _stage_times(reals: list[float]) -> tuple[StageTime, ...]:
@@ -301,6 +326,6 @@ def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stage
     chunks = min(max_tokens, max_seqs)
     pages = -(-max_tokens // page_size) + chunks
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
-    integers = 5 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
+    integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
     reals = 2 + 2 * num_stages + 3 * chunks
     return payload_start(_COUNTS.size + 8 * (integers + reals))

@@ -26,7 +26,7 @@ from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel
+from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, Heartbeat, MicroBatchFrame, Parcel
 from sarathi_pp.wire.lane import Lane
 
 HEARTBEAT_S = 1.0
@@ -126,8 +126,8 @@ class TorchSender:
         self._on_failure = on_failure
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
-        # A message and the buffer to which it belongs; a heartbeat has none.
-        self._outbox: queue.Queue[tuple[torch.Tensor, torch.Tensor | None] | None] = queue.Queue()
+        # What is under way and the buffer to which it belongs; a heartbeat has none.
+        self._outbox: queue.Queue[tuple[dist.Work, torch.Tensor | None] | None] = queue.Queue()
         self._failure: SarathiError | None = None
         self._number = 0
         # Numbers leave in the order in which they were drawn. Never held through a transfer, which a peer that is
@@ -166,7 +166,7 @@ class TorchSender:
                 buffer[len(head) : end].view(behind.dtype).view(behind.shape).copy_(behind)
                 buffer[end:size] = torch.frombuffer(bytearray(codec.trailer(self._number)), dtype=torch.uint8)
             self._number += 1
-            self._outbox.put((buffer[:size], buffer))
+            self._outbox.put((self._begin(buffer[:size]), buffer))
         if payload is not None and lane is not None:
             lane.send(payload)
 
@@ -187,8 +187,8 @@ class TorchSender:
                     continue
                 if item is None:
                     return
-                message, buffer = item
-                self._transfer(message)
+                work, buffer = item
+                self._wait(work)
                 if buffer is not None:
                     self._spare.append(buffer)
                     self._free.release()
@@ -197,9 +197,17 @@ class TorchSender:
             self._free.release(self._num_buffers)
             self._on_failure(self._failure)
 
-    def _transfer(self, message: torch.Tensor) -> None:
+    def _begin(self, message: torch.Tensor) -> dist.Work:
         try:
-            dist.send(message, self._edge.peer, group=self._edge.group)
+            work = dist.isend(message, self._edge.peer, group=self._edge.group)
+        except RuntimeError as error:
+            raise peer_lost(self._edge.peer_name, error) from error
+        assert work is not None, "this rank is in the edge's group"
+        return work
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(self._edge.peer_name, error) from error
 
@@ -209,7 +217,7 @@ class TorchSender:
                 return  # a frame was queued meanwhile and says as much
             head = codec.encode(Heartbeat(*self._progress()), self._number)
             self._number += 1
-            self._outbox.put((torch.frombuffer(bytearray(head), dtype=torch.uint8), None))
+            self._outbox.put((self._begin(torch.frombuffer(bytearray(head), dtype=torch.uint8)), None))
 
 
 class TorchReceiver:
@@ -288,7 +296,7 @@ class TorchReceiver:
         self._numbers.check(envelope.number)
         frame, start = envelope.frame, envelope.payload_start
         behind = buffer.message[start : start + envelope.payload_bytes]
-        if not isinstance(frame, (MicroBatchFrame, Parcel)) and behind.numel():
+        if not isinstance(frame, (MicroBatchFrame, HeadFrame, Parcel)) and behind.numel():
             raise ProtocolError(f"a {type(frame).__name__} with {behind.numel()} bytes of payload")
         if isinstance(frame, Heartbeat):
             self._watch(frame)
@@ -302,28 +310,30 @@ class TorchReceiver:
             self._free.put(buffer)
             return False
         if isinstance(frame, MicroBatchFrame):
-            payload, landed = self._payload(frame.microbatch, behind, buffer.rows)
+            payload, landed = self._payload(frame.microbatch, frame.microbatch.num_tokens, behind, buffer.rows)
+        elif isinstance(frame, HeadFrame):
+            payload, landed = self._payload(frame, frame.num_rows, behind, buffer.rows)
         self._inbox.put(Message(frame, payload, self._now(), lambda: self._free.put(buffer), landed))
         return isinstance(frame, Goodbye)
 
     def _payload(
-        self, microbatch: MicroBatch, behind: torch.Tensor, rows: torch.Tensor | None
+        self, what: MicroBatch | HeadFrame, num_rows: int, behind: torch.Tensor, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Landing | None]:
-        """The activations as (tokens, *row_shape): of the bytes behind the frame a view on CPU and a copy on devices;
+        """The activations as (rows, *row_shape): of the bytes behind the frame a view on CPU and a copy on devices;
         or what comes by the lane, and when. None where the edge carries none.
         """
-        lane, payloads, num_tokens = self._edge.lane, self._edge.payloads, microbatch.num_tokens
-        expected = payloads.num_bytes(num_tokens) if lane is None else 0
+        lane, payloads = self._edge.lane, self._edge.payloads
+        expected = payloads.num_bytes(num_rows) if lane is None else 0
         if behind.numel() != expected:
-            raise ProtocolError(f"{microbatch} came with {behind.numel()} bytes of activations, not {expected}")
+            raise ProtocolError(f"{what} came with {behind.numel()} bytes of activations, not {expected}")
         if lane is None or rows is None:
             if not payloads.num_bytes(1):
                 return None, None
-            shape = (num_tokens, *payloads.row_shape)
+            shape = (num_rows, *payloads.row_shape)
             return behind.view(payloads.dtype).view(shape).to(payloads.device, non_blocking=True), None
-        if num_tokens > len(rows):
-            raise ProtocolError(f"{microbatch} has {num_tokens} tokens; {len(rows)} are legal")
-        filled = rows[:num_tokens]
+        if num_rows > len(rows):
+            raise ProtocolError(f"{what} has {num_rows} rows; {len(rows)} are legal")
+        filled = rows[:num_rows]
         return filled, lane.receive(filled)
 
     def _watch(self, beat: Heartbeat) -> None:

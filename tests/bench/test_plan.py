@@ -156,9 +156,16 @@ def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
     ]
 
 
+def test_a_first_stage_that_computes_heads_holds_their_weights_too(tmp_path: Path) -> None:
+    moved, kept = (plan(tmp_path, layer_split=(3, 2), head=head)["per_stage"] for head in ("auto", "last"))
+    vocabulary, hidden_size = 16, 64
+    assert moved[0]["weights_bytes"] - kept[0]["weights_bytes"] == 4 * vocabulary * hidden_size
+    assert moved[1]["weights_bytes"] == kept[1]["weights_bytes"]
+
+
 def test_of_a_stage_that_two_ranks_hold_memory_is_one_rank_s(tmp_path: Path) -> None:
     """Half of each layer's products and of the KV heads; embedding, norms and head are whole."""
-    split = {"layer_split": (3, 2), "kv_cache_memory_bytes": 400 * PAGE_BYTES}
+    split = {"layer_split": (3, 2), "kv_cache_memory_bytes": 400 * PAGE_BYTES, "head": "last"}
     whole, half = plan(tmp_path, None, **split), plan(tmp_path, None, **split, tensor_parallel_size=2)
     assert (whole["tensor_parallel_size"], half["tensor_parallel_size"]) == (1, 2)
     for one, other in zip(whole["per_stage"], half["per_stage"], strict=True):

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.plan import SampledToken, StepResult
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Grant, Limits
@@ -16,6 +18,11 @@ from tests.thinning import examples
 
 # Whose rule shares decodes out over the pipeline; the others take all that are ready, or as many as their budget holds.
 CAPPED = {"fastertransformer", "orca", "sarathi", "tensorrt-llm"}
+
+
+STAGES_WITH_HEAD = CostModel(
+    1, (StageCost((0, 4), 1.0, 0.01, 0, 0, 0), StageCost((4, 8), 1.0, 0.01, 0, 0, 0, head_s=0.1))
+)
 
 
 def requests_strategy(max_prompt):
@@ -35,14 +42,16 @@ def requests_strategy(max_prompt):
     max_num_seqs=st.integers(1, 9),
     page_size=st.sampled_from([1, 4, 16]),
     slack=st.integers(0, 40),
+    moves_heads=st.booleans(),
 )
 def test_drains_conserves_and_never_changes_an_output(
-    shapes, spec, stages, extra, chunk_size, max_num_seqs, page_size, slack
+    shapes, spec, stages, extra, chunk_size, max_num_seqs, page_size, slack, moves_heads
 ):
     num_pages = -(-40 // page_size) + slack // page_size
     limits = Limits(stages, chunk_size, max_num_seqs, 48, page_size, num_pages, stages + extra)
     policy = make_policy(spec)
-    coordinator = Coordinator(limits, policy, eos_token_ids=[EOS])
+    heads = HeadPlacement(STAGES_WITH_HEAD) if moves_heads else None
+    coordinator = Coordinator(limits, policy, eos_token_ids=[EOS], heads=heads)
     requests = [
         Request(i, tuple(range(prompt)), SamplingParams(max_new_tokens=new, ignore_eos=ignore, seed=i))
         for i, (prompt, new, ignore, _) in enumerate(shapes)
@@ -55,6 +64,9 @@ def test_drains_conserves_and_never_changes_an_output(
         )
     assert coordinator.pool.num_free == num_pages and coordinator.num_inflight == 0
     assert all(1 <= m.num_tokens <= policy.max_tokens(limits) for m in schedule)
+    drawing = [m.head_on_first for m in schedule if m.num_drawn]
+    assert drawing == [moves_heads and index % 2 == 1 for index in range(len(drawing))], "equal stages take turns"
+    assert not any(m.head_on_first for m in schedule if not m.num_drawn)
     if spec.partition(":")[0] in CAPPED:
         # A recomputed prompt may end with one token, which looks like a decode, and is no part of the share.
         shared = (sum(chunk.decode and chunk.epoch == 0 for chunk in m.chunks) for m in schedule)

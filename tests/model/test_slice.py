@@ -20,7 +20,7 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.slice import StageModel, layer_windows, load_stage
+from sarathi_pp.model.slice import Head, StageModel, layer_windows, load_head, load_stage
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.model.weights import BLOCK_BYTES
 from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, write_checkpoint
@@ -88,9 +88,9 @@ def prompts() -> dict[str, torch.Tensor]:
 
 
 def run_schedule(
-    stages: list[StageModel], facts: ModelFacts, schedule: Schedule = SCHEDULE
+    stages: list[StageModel], facts: ModelFacts, schedule: Schedule = SCHEDULE, head: Head | None = None
 ) -> dict[str, dict[int, torch.Tensor]]:
-    """Sequence -> position -> logits, for every row that was asked for."""
+    """Sequence -> position -> logits, for every row that was asked for. head: in the place of the last stage's own."""
     pages = iter(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(3)).tolist())
     tokens, start = prompts(), dict.fromkeys(LENGTHS, 0)
     tables: dict[str, list[int]] = {name: [] for name in LENGTHS}
@@ -111,6 +111,9 @@ def run_schedule(
         inputs = build_inputs(spans, rows, PAGE_SIZE, CPU)
         x = torch.cat(ids)
         for stage, kv in zip(stages, shards, strict=True):
+            if stage.head and head is not None and rows:
+                x = head.forward(stage.forward_rows(x, inputs, kv))
+                continue
             x = stage.forward(x, inputs, kv)
             if not stage.head:
                 assert x.shape == (len(places), facts.hidden_size)
@@ -156,6 +159,37 @@ def test_chained_slices_give_the_whole_models_logits(
     error = relative_error(answers, reference)
     record_property("relative_error", error)
     assert error < 1e-5
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.oldest) for name in FAMILIES])
+def test_the_head_by_itself_gives_the_bits_of_the_last_stage(family: str, saved: Saved) -> None:
+    """And reads nothing else."""
+    directory, _ = saved(family, 3)
+    facts = check_model(directory)
+    stages = [load(directory, part) for part in TWO_STAGES]
+    head = load_head(directory, torch.float32, CPU)
+    width = facts.head_size or facts.hidden_size
+    assert head.size == width
+    assert head.bytes_read <= 4 * (width + 1) * VOCAB_SIZE, "a weight, and a bias where there is one"
+    beside, own = run_schedule(stages, facts, head=head), run_schedule(stages, facts)
+    for name, rows in own.items():
+        differing = [position for position, logits in rows.items() if not logits.equal(beside[name][position])]
+        assert rows and not differing, (name, differing)
+
+
+def test_in_bfloat16_too(tmp_path: Path) -> None:
+    """Where its products are our own."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB_SIZE, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    last, head = load(tmp_path, (2, 5), torch.bfloat16), load_head(tmp_path, torch.bfloat16, CPU)
+    kv = KVShard((2, 5), NUM_PAGES, PAGE_SIZE, 2, 16, torch.bfloat16, CPU)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    inputs = build_inputs([Span(0, 9, range(3))], (0, 3, 4, 8), PAGE_SIZE, CPU)
+    assert head.forward(last.forward_rows(x, inputs, kv)).equal(last.forward(x, inputs, kv))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

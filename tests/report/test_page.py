@@ -19,7 +19,7 @@ from sarathi_pp.errors import InputError
 from sarathi_pp.report.charts import distributions, request_bubble_cdf, spans
 from sarathi_pp.report.page import PageRun, render_page
 from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
-from sarathi_pp.trace.events import Event, Issued
+from sarathi_pp.trace.events import Event, Head, Issued, Returned
 from sarathi_pp.trace.log import Log
 from sarathi_pp.trace.summary import Report, summarise_timeline
 from sarathi_pp.trace.timeline import Timeline
@@ -226,6 +226,17 @@ def test_every_span_survives_its_encoding_within_a_tick(times: list[tuple[float,
         written = list(zip(stage.starts, stage.ends, strict=True))
         flat = [edge for span in read for edge in span]
         assert flat == pytest.approx([edge for span in written for edge in span], abs=0.51 * data["tick_s"], rel=1e-9)
+
+
+def test_heads_are_spans_of_their_own_kind() -> None:
+    traces = Schedule(3, 2, constant(0.5)).events()
+    returned = max(event.at_s for event in traces[0] if isinstance(event, Returned))
+    traces[0].append(Head(1, returned, returned + 0.25, returned + 0.5))
+    timeline = Timeline.read(traces)
+    data = spans(timeline, measure_bubbles(timeline))
+    assert integers(data["stages"][0]["issue"]) == [0, 1, 2, -3] and integers(data["stages"][1]["issue"]) == [0, 1, 2]
+    origin = timeline.issued[0].at_s
+    assert spans_in(data)[0][-1] == pytest.approx((returned + 0.25 - origin, returned + 0.5 - origin), abs=1e-6)
 
 
 def test_more_tokens_than_any_microbatch_has_are_damage() -> None:

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.slice import load_stage
+from sarathi_pp.model.slice import Head, load_head, load_stage
 from sarathi_pp.model.support import check_model
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.model_stage import ModelStage
@@ -46,6 +47,11 @@ def stage_models(
         load_stage(directory, layers, facts.num_layers, dtype, CPU, choose_backend("auto", CPU, None))
         for layers in partition(facts.num_layers, num_stages, layer_split)
     ]
+
+
+@cache
+def head_of(directory: Path, dtype: torch.dtype) -> Head:
+    return load_head(directory, dtype, CPU)
 
 
 class ListRecorder:
@@ -129,7 +135,9 @@ def run_pipeline(
     inflight: int | None = None,
     new_timer: Callable[[Clock], Timer] = HostTimer,
     cost: CostModel | None = None,
+    moves_head: bool = True,
 ) -> Outcome:
+    """moves_head: the first of several stages computes the head of every other microbatch, or as the times have it."""
     facts, models = stage_models(directory, stages, dtype, layer_split)
     inflight = inflight or stages
     clock = SystemClock()
@@ -139,7 +147,8 @@ def run_pipeline(
     runners = []
     for index, model in enumerate(models):
         kv = KVShard(model.layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
-        stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU)
+        head = head_of(directory, dtype) if moves_head and index == 0 and stages > 1 else None
+        stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU, head)
         runners.append(StageRunner(stage, edges[index], recorders[index], clock, new_timer(clock)))
     errors: list[BaseException] = []
 
@@ -163,6 +172,7 @@ def run_pipeline(
         eos_token_ids=eos_token_ids,
         stop_checkers=lambda stop: None,
         cost=cost,
+        heads=HeadPlacement(_equal(stages)) if moves_head and stages > 1 else None,
     )
     params = sampling or [SamplingParams(max_new_tokens=max_new_tokens, seed=0)] * len(prompts)
     ends = paragraph_ends or [()] * len(prompts)
@@ -186,3 +196,8 @@ def run_pipeline(
         coordinator.num_preemptions,
         [recorder.events for recorder in recorders],
     )
+
+
+def _equal(stages: int) -> CostModel:
+    one = StageCost((0, 1), a0=1e-3, a1=1e-5, a2=0.0, a3=0.0, a4=0.0, head_s=1e-4)
+    return CostModel(1, (one,) * stages)

@@ -80,6 +80,9 @@ class Answers:
         output = StageOutput() if self.last else StageOutput(hidden=torch.zeros(microbatch.num_tokens, 1))
         return lambda hidden: output
 
+    def prepare_head(self, microbatch: MicroBatch) -> Callable[[Tensor | None], StageOutput]:
+        raise AssertionError("heads are not moved where times come late")
+
     def warm_up(self, num_tokens: int, num_keys: int) -> None: ...
 
 

@@ -59,6 +59,14 @@ def test_a_recorded_run_takes_as_long_again(spec: str, policy: str) -> None:
     assert recorded(run).wall_s(Change()) == pytest.approx(seconds(run), rel=1e-9)
 
 
+@pytest.mark.parametrize("policy", ["balanced", "sarathi"])
+def test_so_does_one_whose_first_stage_computes_heads(policy: str) -> None:
+    run = replace(experiment(policy=policy), profile=replace(PROFILE, device="cpu"))
+    assert simulate(run).stages[0].heads.microbatches
+    assert recorded(run).wall_s(Change()) == pytest.approx(seconds(run), rel=1e-9)
+    assert seconds(run) != seconds(replace(run, profile=PROFILE))
+
+
 CHANGES = {
     "chunk size": (Change(chunk_size=64), {"chunk_size": 64}),
     "seats": (Change(max_num_seqs=6), {"max_num_seqs": 6}),

@@ -20,6 +20,7 @@ from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.bubbles import measure_bubbles
+from sarathi_pp.trace.causes import explain
 from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished
 
 
@@ -28,8 +29,8 @@ def flat(num_stages, seconds=1.0):
     return CostModel(1, tuple(StageCost((i, i + 1), seconds, 0, 0, 0, 0) for i in range(num_stages)))
 
 
-def profile(cost, **values):
-    facts = dict(model="m", device="d", dtype="float32", hidden_size=1, num_layers=len(cost.stages))
+def profile(cost, device="d", **values):
+    facts = dict(model="m", device=device, dtype="float32", hidden_size=1, num_layers=len(cost.stages))
     rest = dict(link_latency_s=0.0, link_bytes_per_s=1.0e30, jitter_cv=0.0, pages=1000, max_num_seqs=40)
     return Profile(**facts, cost=cost, **rest | values)
 
@@ -221,3 +222,60 @@ def test_balanced_leaves_little_bubble_where_sarathi_of_the_wrong_size_leaves_mu
 
     assert steady("balanced", 2048) < 0.03
     assert steady("sarathi", 512) > 0.1
+
+
+def with_head(head_s):
+    """Two stages that are equal without the head, of decodes alone."""
+    first, last = flat(2).stages
+    return CostModel(1, (first, replace(last, head_s=head_s)))
+
+
+def test_a_head_takes_the_first_stage_s_time_between_two_microbatches():
+    pipeline = VirtualPipeline(with_head(0.25), (Link(),) * 2)
+    batches = [MicroBatch(i, (Chunk(i, 0, 8, 1, decode=True),), head_on_first=i == 0) for i in range(2)]
+    (_, last), back = pipeline.run(batches[0])
+    assert (last.start_s, last.end_s, back) == (1, 2, 2), "without its head"
+    (_, last), back = pipeline.run(batches[1])
+    assert (last.start_s, last.end_s, back) == (2, 3.25, 3.25)
+    assert pipeline.entry_free_s == 2
+    assert pipeline.run_head(batches[0], 2.0) == (2.0, 2.25) and pipeline.entry_free_s == 2.25
+    assert pipeline.run_head(batches[0], 1.0) == (2.25, 2.5), "once the stage is free"
+
+
+def test_equal_stages_with_a_head_that_moves_are_as_good_as_equal():
+    """One prompt token each, then decodes: two cohorts of four, in turn on two stages of one second each."""
+    runs = [
+        simulate(
+            Experiment(
+                profile=profile(with_head(0.125), device=device),
+                workload=parse_workload("fixed:n=8,prompt=1,output=101"),
+                policy="sarathi",
+                chunk_size=4,
+                max_num_seqs=8,
+            )
+        )
+        for device in ("d", "cpu")
+    ]
+    kept, moved = (measure_bubbles(run) for run in runs)
+    assert [len(run.stages[0].heads.microbatches) for run in runs] == [0, pytest.approx(100, abs=2)]
+    assert kept.wall_s == pytest.approx(200 * 1.5, rel=0.02), "the last stage takes a second and a half, of four rows"
+    assert moved.wall_s == pytest.approx(200 * 1.25, rel=0.02)
+    assert moved.bubble_ratio_steady < 0.02 < 0.15 < kept.bubble_ratio_steady
+
+
+def test_results_are_heeded_in_their_order_though_a_head_waits():
+    run = Experiment(
+        profile=profile(with_head(0.5), device="cpu"),
+        workload=parse_workload("uniform:n=9,min=3,max=60,output=6"),
+        policy="balanced",
+        chunk_size=64,
+    )
+    timeline = simulate(run)
+    timeline.check_order()
+    returned = timeline.returned.column("at_s")
+    assert list(returned) == sorted(returned)
+    measured = measure_bubbles(timeline)
+    assert len(timeline.stages[0].heads.microbatches) > 3
+    assert all(stage.closing_error < 1e-9 for stage in measured.stages)
+    causes = explain(timeline, run.cost())
+    assert causes.unexplained_s == pytest.approx(0, abs=1e-6)

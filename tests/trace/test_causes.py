@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -14,7 +15,7 @@ from sarathi_pp.core.cost import CostModel, Load, StageCost
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.causes import Causes, explain, host_seconds
-from sarathi_pp.trace.events import Compute, Event, Issued, RequestArrived, Returned, SendWait, Starved
+from sarathi_pp.trace.events import Compute, Event, Head, Issued, RequestArrived, Returned, SendWait, Starved
 from sarathi_pp.trace.log import Log
 from sarathi_pp.trace.timeline import Timeline
 from tests.thinning import examples
@@ -47,6 +48,7 @@ class Run:
 
     transfer: into a stage (stage P: back to the coordinator). awaits: for a microbatch, the earlier one whose
     result it needs, or None; holds: whose result the policy waits for. arrives: when its request is there.
+    moved: whose head, with all that the last stage's head_s stands for, the first stage computes; stage -1 in `host`.
     """
 
     loads: list[Load]
@@ -60,14 +62,30 @@ class Run:
     holds: Callable[[int], int | None] = lambda microbatch: None
     arrives: Callable[[int], float] = lambda microbatch: 0.0
     jitter: Delay = nothing
+    moved: Callable[[int], bool] = lambda microbatch: False
 
     def timeline(self) -> Timeline:
         num_stages = len(self.model.stages)
         traces: list[list[Event]] = [[replace(start(s, num_stages), inflight=self.inflight)] for s in range(num_stages)]
         free = [0.0] * num_stages
         results: list[float] = []
+        rows: list[float] = []
+        heads: deque[int] = deque()
+
+        def compute_heads(until: int) -> None:
+            """Those of microbatches before `until`, and what else is there when they are done."""
+            while heads and (heads[0] < until or results[heads[0]] <= free[0]):
+                head = heads.popleft()
+                begin = max(free[0], results[head]) + self.host(head, -1)
+                end = begin + self.model.head_seconds(self.loads[head])
+                traces[0].append(Head(head, rows[head], begin, end))
+                free[0] = end
+                results[head:] = [max(result, end) for result in results[head:]]
+
         for m, load in enumerate(self.loads):
             traces[0].append(RequestArrived(m, self.arrives(m), 10))
+            asked = [one for one in (m - self.inflight, self.awaits(m), self.holds(m)) if one is not None]
+            compute_heads(max(asked) + 1)
             could = max(free[0], results[m - self.inflight] if m >= self.inflight else 0.0)
             needed, held = self.awaits(m), self.holds(m)
             ready = max(could, self.arrives(m), 0.0 if needed is None else results[needed])
@@ -83,13 +101,18 @@ class Run:
             for s in range(num_stages):
                 arrived = ready + (self.transfer(m, s) if s else 0.0)
                 begin = max(free[s], arrived) + self.host(m, s)
-                end = begin + self.model.seconds(s, load) + self.jitter(m, s)
+                left_s = self.model.head_seconds(load) if self.moved(m) and s == num_stages - 1 else 0.0
+                end = begin + self.model.seconds(s, load) - left_s + self.jitter(m, s)
                 traces[s].append(Compute(m, issued, arrived, begin, end))
                 free[s] = ready = end + self.blocked(m, s)
                 if self.blocked(m, s):
                     traces[s].append(SendWait(end, ready))
-            results.append(ready + self.transfer(m, num_stages))
-            traces[0].append(Returned(m, results[-1]))
+            rows.append(max(ready + self.transfer(m, num_stages), rows[-1] if rows else 0.0))
+            results.append(max(rows[-1], results[-1] if results else 0.0))
+            if self.moved(m):
+                heads.append(m)
+        compute_heads(len(self.loads))
+        traces[0] += [Returned(m, at_s) for m, at_s in enumerate(results)]
         return Timeline.read(traces)
 
     def causes(self) -> Causes:
@@ -320,9 +343,94 @@ def test_a_timeline_that_lacks_or_mixes_up_microbatches_is_refused() -> None:
     refuses(unreturned, "came back, microbatch 1 stands where 0 must")
 
 
+def test_heads_that_no_run_had_are_refused() -> None:
+    def run() -> Timeline:
+        return Run([DECODES] * 6, with_head(2, 5e-4), 2, moved=in_turn).timeline()
+
+    run().check_order()
+    doubled, unknown, elsewhere, backwards = (run() for _ in range(4))
+    doubled.stages[0].heads.microbatches[1] = doubled.stages[0].heads.microbatches[0]
+    unknown.stages[0].heads.microbatches[-1] = 6
+    elsewhere.stages[1].heads.add(Head(3, 0.0, 0.0, 1.0))
+    for damaged, stage in ((doubled, 0), (unknown, 0), (elsewhere, 1)):
+        with pytest.raises(InputError, match=f"heads of stage {stage} are out of order"):
+            damaged.check_order()
+    backwards.stages[0].heads.ends[0] = 0.0
+    with pytest.raises(InputError, match="ended a head before it began it"):
+        backwards.check_order()
+
+
 @pytest.mark.parametrize(
     "changes", [{"inflight": 0}, {"page_size": 0}, {"chunk_size": -1}, {"layers": (3, 3)}, {"layers": (4, 2)}]
 )
 def test_sizes_that_no_run_had_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match="damaged: .* of stage 0: (0|-1|-2);"):
         Timeline.read([[replace(start(0, 1), **changes)]])  # type: ignore[arg-type]
+
+
+def with_head(stages: int, head_s: float) -> CostModel:
+    """Stages that are equal but for the last one's head."""
+    *others, last = cost(stages).stages
+    return CostModel(1, (*others, replace(last, head_s=head_s)))
+
+
+def in_turn(microbatch: int) -> bool:
+    return microbatch % 2 == 1
+
+
+@every_size
+def test_a_head_that_both_ends_compute_in_turn_leaves_stages_even(stages: int) -> None:
+    """Two cohorts of decodes each need their own last token, as in a run whose prompts are all computed."""
+    model = with_head(stages, 5e-4)
+    last, turns = (
+        Run([DECODES] * 40, model, stages, awaits=lambda m: m - stages if m >= stages else None, moved=moved).causes()
+        for moved in (lambda m: False, in_turn)
+    )
+    assert last.stage_imbalance_s > 0.9 * (last.bubble_s - last.ramp_s)
+    assert turns.unexplained_s == pytest.approx(0, abs=1e-9)
+    if stages == 2:
+        assert turns.bubble_s < 0.4 * last.bubble_s and turns.stage_imbalance_s < 0.2 * last.stage_imbalance_s
+
+
+def test_what_a_head_waits_for_on_a_free_stage_is_host() -> None:
+    def late(microbatch: int, stage: int) -> float:
+        return 0.01 if stage == -1 else 0.0
+
+    model = with_head(2, 5e-4)
+    run = Run([DECODES] * 40, model, 2, awaits=lambda m: m - 2 if m >= 2 else None, moved=in_turn)
+    quiet, slow = run.causes(), replace(run, host=late).causes()
+    assert slow.bubble_s > quiet.bubble_s + 0.1
+    assert slow.host_s - quiet.host_s == pytest.approx(slow.bubble_s - quiet.bubble_s, rel=0.05)
+    assert slow.unexplained_s == pytest.approx(0, abs=1e-9)
+
+
+def test_a_head_on_its_way_is_communication() -> None:
+    model = with_head(2, 5e-4)
+    run = Run([DECODES] * 40, model, 2, awaits=lambda m: m - 2 if m >= 2 else None, moved=in_turn)
+    slow = replace(run, transfer=lambda m, stage: 0.01 if stage == 2 else 0.0).causes()
+    assert slow.communication_s > 0.8 * (slow.bubble_s - run.causes().bubble_s) > 0.1
+    assert slow.unexplained_s == pytest.approx(0, abs=1e-9)
+
+
+@settings(max_examples=examples(100))
+@given(
+    draw=st.randoms(use_true_random=False),
+    stages=st.integers(2, 4),
+    extra=st.integers(0, 2),
+    count=st.integers(1, 30),
+)
+def test_causes_add_up_with_moved_heads(draw: random.Random, stages: int, extra: int, count: int) -> None:
+    loads = [draw.choice([CHUNK, DECODES, Load(40, 800.0, 3, 900)]) for _ in range(count)]
+    moves = [load.decodes > 0 and draw.random() < 0.5 for load in loads]
+    delays = [[draw.choice([0.0, 0.0, 0.004, 0.02]) for _ in range(stages + 2)] for _ in loads]
+    run = Run(
+        loads,
+        with_head(stages, 5e-4),
+        stages + extra,
+        transfer=lambda m, stage: delays[m][stage],
+        host=lambda m, stage: delays[m][-1] if stage == -1 else delays[m][stage] / 2,
+        awaits=lambda m: m - 2 if m >= 2 and delays[m][0] else None,
+        moved=lambda m: moves[m],
+    )
+    causes = run.causes()
+    assert causes.unexplained_s == pytest.approx(0, abs=1e-9), "the replay is the run where its times are the model's"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.trace.bubbles import measure_bubbles
-from sarathi_pp.trace.events import Compute, Event, Issued, Returned, SendWait
+from sarathi_pp.trace.events import Compute, Event, Head, Issued, Returned, SendWait
 from sarathi_pp.trace.idle import Idle, gap_before, idle_spans
 from sarathi_pp.trace.intervals import intersect, length, merge
 from sarathi_pp.trace.timeline import Timeline
@@ -46,6 +46,30 @@ def test_a_send_wait_that_a_compute_cuts_in_two() -> None:
     ]
 
 
+def test_a_head_is_compute_and_what_lies_before_it_no_work_until_its_rows_are_here() -> None:
+    timeline = by_hand(Compute(0, 0.0, 0.0, 1.0, 4.0), Head(0, 6.0, 6.5, 8.0), SendWait(4.5, 5.0))
+    assert spans(timeline) == [
+        ("host", 0.0, 1.0, 0),
+        ("no_work", 4.0, 4.5, None),
+        ("send_wait", 4.5, 5.0, None),
+        ("no_work", 5.0, 6.0, None),
+        ("host", 6.0, 6.5, None),
+        ("no_work", 8.0, 10.0, None),
+    ]
+
+
+def test_the_gap_before_a_microbatch_is_less_by_the_heads_in_it() -> None:
+    first, second = Compute(0, 0.0, 0.0, 0.0, 2.0), Compute(1, 5.0, 5.0, 6.0, 7.0)
+    timeline = by_hand(first, second, Head(0, 3.0, 3.5, 4.0), Head(1, 7.0, 7.5, 8.0))
+    assert gap_before(timeline.stages[0], 1) == 3.5
+    assert [idle for idle in spans(timeline) if idle.position == 1] == [
+        ("no_work", 2.0, 3.0, 1),
+        ("host", 3.0, 3.5, 1),
+        ("no_work", 4.0, 5.0, 1),
+        ("host", 5.0, 6.0, 1),
+    ]
+
+
 def test_nothing_came_back() -> None:
     timeline = Timeline.read([[start(0, 1), SendWait(0.0, 1.0)]])
     assert spans(timeline) == []
@@ -55,13 +79,14 @@ instants = st.integers(-12, 60).map(lambda quarters: quarters / 4)
 pairs = st.lists(st.tuples(instants, instants).map(sorted), max_size=5)
 
 
-@given(pairs, pairs, st.lists(instants, min_size=10, max_size=10))
+@given(pairs, pairs, pairs, st.lists(instants, min_size=10, max_size=10))
 def test_records_that_contradict_each_other(
-    spans: list[list[float]], waits: list[list[float]], at: list[float]
+    spans: list[list[float]], waits: list[list[float]], heads: list[list[float]], at: list[float]
 ) -> None:
     """Clocks apart, spans that overlap or lie outside the window: the states are still those of `bubbles`."""
     computes = [Compute(m, at[2 * m], at[2 * m + 1], begin, end) for m, (begin, end) in enumerate(spans)]
-    check_states(by_hand(*(SendWait(begin, end) for begin, end in waits), *computes))
+    left = [Head(m, at[-1 - m], begin, end) for m, (begin, end) in enumerate(heads)]
+    check_states(by_hand(*(SendWait(begin, end) for begin, end in waits), *computes, *left))
 
 
 @given(schedules())
@@ -75,7 +100,8 @@ def check_states(timeline: Timeline) -> None:
         for state in STATES:
             seconds = sum(idle.end_s - idle.begin_s for idle in idles if idle.state == state)
             assert seconds == pytest.approx(getattr(measured, f"{state}_s"), abs=1e-9)
-        whole, computing = [timeline.window], merge(zip(stage.starts, stage.ends, strict=True))
+        spans = [*zip(stage.starts, stage.ends, strict=True), *stage.heads.spans()]
+        whole, computing = [timeline.window], merge(spans)
         stretches = [(idle.begin_s, idle.end_s) for idle in idles]
         assert not intersect(stretches, computing) and intersect(stretches, whole) == stretches
         assert length(stretches) + length(intersect(computing, whole)) == pytest.approx(length(whole), abs=1e-9)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sarathi_pp.trace.events import Returned
+from sarathi_pp.trace.events import Head, Returned
 from sarathi_pp.trace.summary import Report, summarise
 from tests.trace.schedules import Schedule, constant, on_hosts, start
 
@@ -42,3 +42,17 @@ def test_a_transfer_is_from_the_end_of_one_stage_to_the_arrival_at_the_next() ->
 def test_a_single_stage_has_no_edge_and_nothing_is_measured_before_a_result() -> None:
     assert summarise(Schedule(8, 1, constant(1.0)).events())["links"] == []
     assert [link["transfer_s"] for link in summarise([[start(0, 2)], [start(1, 2)]])["links"]] == [NOTHING] * 2
+
+
+def test_the_way_back_ends_where_the_rows_of_a_head_are_here() -> None:
+    """Whatever the head then waits for and takes; and a result that has to wait behind it was there at once."""
+    traces = Schedule(4, 2, constant(1.0)).events()
+    results = {event.microbatch: event.at_s for event in traces[0] if isinstance(event, Returned)}
+    moved = {0: results[0] + 3.0, 1: results[0] + 3.0}
+    traces[0] = [
+        replace(event, at_s=moved.get(event.microbatch, event.at_s + 2.5)) if isinstance(event, Returned) else event
+        for event in traces[0]
+    ]
+    traces[0].append(Head(0, results[0] + 0.25, results[0] + 2.0, results[0] + 3.0))
+    back = summarise(traces)["links"][-1]["transfer_s"]
+    assert back["mean"] == pytest.approx((0.25 + 0.0 + 2.5 + 2.5) / 4)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sarathi_pp.trace.events import (
     Compute,
     Event,
+    Head,
     Issued,
     RequestArrived,
     RequestFinished,
@@ -93,7 +94,8 @@ def check_slices(events: list[TraceEvent]) -> None:
 
 def check_flows(events: list[TraceEvent]) -> None:
     """Each begins once, ends once, goes forward in time, and each step is inside a slice of its microbatch."""
-    slices = {(row_of(event), event["name"].split()[-1]): event for event in phase(events, "X")}
+    spans = (event for event in phase(events, "X") if not event["name"].startswith("head"))
+    slices = {(row_of(event), event["name"].split()[-1]): event for event in spans}
     flows: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in phase(events, "stf"):
         flows[event["id"]].append(event)
@@ -191,6 +193,18 @@ def test_a_slice_tells_what_is_in_it_and_what_came_before() -> None:
     assert compute[3, "mixed m1"]["decode_context"] == 9
     idle = [event for event in phase(events_of(by_hand()), "X") if event["cat"] == "idle"]
     assert [event["args"] for event in idle if event["pid"] == 2] == [{"before": "m0"}, {"before": "m1"}, {}]
+
+
+def test_a_head_is_a_slice_of_the_first_stage_s_compute() -> None:
+    traces = by_hand()
+    traces[0].append(Head(0, 3.0, 3.125, 3.5))
+    events = events_of(traces)
+    check(events)
+    slices = [event for event in phase(events, "X") if event["cat"] == "microbatch" and event["pid"] == 2]
+    assert [(event["name"], event["ts"], event["dur"]) for event in slices if "head" in event["name"]] == [
+        ("head m0", 2.125e6, 0.375e6)
+    ]
+    assert {event["tid"] for event in slices} == {slices[0]["tid"]}
 
 
 def test_reasons_last_until_the_next_one_or_the_next_issue() -> None:

@@ -22,7 +22,9 @@ chunks = st.builds(
     ids,
     st.none() | rows,
 )
-microbatches = st.builds(MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals)
+microbatches = st.builds(
+    MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals, st.booleans()
+)
 times = st.lists(st.builds(StageTime, st.integers(0, 2**53), reals), max_size=8).map(tuple)
 bad = st.lists(st.tuples(int64, int64), max_size=3).map(tuple)
 frames = st.one_of(
@@ -37,6 +39,7 @@ frames = st.one_of(
             st.booleans(),
         ),
     ),
+    st.builds(codec.HeadFrame, st.integers(0, 2**62), st.integers(0, 2**31), times, bad, st.booleans()),
     st.builds(codec.Heartbeat, st.integers(0, 2**62), st.booleans()),
     st.just(codec.Goodbye()),
 )
@@ -70,7 +73,7 @@ def test_random_bytes_are_refused(noise):
 
 
 @settings(max_examples=examples(500))
-@given(st.integers(0, 6), st.lists(int64, max_size=30), st.lists(reals, max_size=10))
+@given(st.integers(0, 7), st.lists(int64, max_size=30), st.lists(reals, max_size=10))
 def test_well_signed_nonsense_is_refused_or_read_back_as_written(kind, integers, floats):
     """The checksum is no defence against a peer with a bug: the body's own counts must hold too."""
     try:

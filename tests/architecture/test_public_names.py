@@ -34,6 +34,7 @@ GENERATE_OPTIONS = {
         "--verify",
         "--debug-nan",
         "--enforce-eager",
+        "--head",
     ),
 }
 

@@ -81,6 +81,7 @@ def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Predictio
         max_num_seqs=run.max_num_seqs,
         max_model_len=max(run.max_model_len, sample.max_tokens),
         inflight=run.inflight,
+        head="auto" if run.moves_head else "last",
     )
     report = report_of(experiment)
     longer = _tokens(workload) / _tokens(sample)

@@ -13,6 +13,7 @@ from rich.console import Console
 from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.cli.options import policies_option, workload_option
 from sarathi_pp.cli.values import Count, Real
+from sarathi_pp.config import HEADS
 from sarathi_pp.core.policy import auto_chunk_size, keeps_tbt_slo, with_tbt_slo
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.runtime.profile_file import read_profile
@@ -60,6 +61,13 @@ class SlowStage(click.ParamType[tuple[int, float]]):
 )
 @click.option("--max-num-seqs", type=Count(), help="Of a pipeline.  [default: the profile's]")
 @click.option("--inflight", type=Count(auto=True), default="auto", help="[default: stages; balanced: one more]")
+@click.option(
+    "--head",
+    type=click.Choice(HEADS),
+    default="auto",
+    show_default=True,
+    help="As in generate, where the profile is of a CPU.",
+)
 @click.option("--jitter-cv", type=Real(0, 1), help="Noise of stage times.  [default: the profile's]")
 @click.option("--slow-stage", "slow", multiple=True, type=SlowStage(), help="A stage slower than the policy is told.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the noise; a workload has its own.")
@@ -91,6 +99,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
             jitter_cv=options["jitter_cv"],
             slow=slow,
             seed=options["seed"],
+            head=options["head"],
         )
         for policy in policies
         for chunk_size in chunk_sizes or (None,)

@@ -19,8 +19,9 @@ from sarathi_pp.core.refiner import CostRefiner, Regressors
 
 # Microbatches whose median says what heads take, and how the last stage compares with the first.
 _REMEMBERED = 31
-# Stages this close are taken for equal: turns that noise turns round are a gap on both.
-_ALIKE = 0.1
+# Stages whose times differ by less of a head are taken for equal: taking turns is then the nearest there is, and turns
+# that noise turns round are a gap on both.
+_ALIKE = 0.5
 
 
 def moves_head(head: str, device: str, num_stages: int, shards: int) -> bool:
@@ -52,10 +53,10 @@ class HeadPlacement:
         num_drawn = microbatch.num_drawn
         regressors = self._first.regressors(Load.of(microbatch))
         self._regressors.append(regressors)
-        head_s = median(self._heads_s) if self._heads_s else self._row_s * max(1, num_drawn)
-        ratio = median(self._ratios)
-        if abs(ratio - 1) > _ALIKE and head_s > 0:
-            self._ahead += (ratio - 1) * self._first.model.stages[0].seconds(regressors.row) / head_s
+        head_s = self._expected_s(num_drawn)
+        longer_s = (median(self._ratios) - 1) * self._first.model.stages[0].seconds(regressors.row)
+        if abs(longer_s) >= _ALIKE * head_s > 0:
+            self._ahead += longer_s / head_s
         on_first = num_drawn > 0 and self._ahead > 0
         if num_drawn:
             self._ahead += -1 if on_first else 1
@@ -70,9 +71,15 @@ class HeadPlacement:
         if not own_s or len(own_s) < len(times) or not all(own_s):
             return  # nobody told, or a device that tells its times later
         self._first.observe(0, regressors, own_s[0])
+        drawn = microbatch.num_drawn
+        kept_s = self._expected_s(drawn) if drawn and not microbatch.head_on_first else 0.0
+        self._ratios.append(max(0.0, own_s[-1] - kept_s) / own_s[0])
         if microbatch.head_on_first:
-            self._ratios.append(own_s[-1] / own_s[0])
             self._heads_s.append(head_s)
+
+    def _expected_s(self, num_drawn: int) -> float:
+        """Of a head, of however many rows: reading its weights is most of it."""
+        return median(self._heads_s) if self._heads_s else self._row_s * max(1, num_drawn)
 
 
 def _count(layers: tuple[int, int]) -> int:

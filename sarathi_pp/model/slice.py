@@ -44,7 +44,7 @@ class StageModel:
 
     module: the transformers model with holes; fusions work on it from outside.
     windows: per global layer, how many tokens back it sees (itself included), None for all.
-    bytes_read: bytes of tensor data that loading read.
+    bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
     """
 
     def __init__(
@@ -55,8 +55,10 @@ class StageModel:
         windows: tuple[int | None, ...],
         backend: AttentionBackend,
         bytes_read: int,
+        num_bytes: int = 0,
     ) -> None:
         self.module = module
+        self.num_bytes = num_bytes
         self.layers = layers
         self.num_layers = num_layers
         self.windows = windows
@@ -149,16 +151,16 @@ def load_stage(
             f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
         )
     count = ReadCount()
-    module = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
+    module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
     windows = layer_windows(config, family)
-    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes)
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes)
 
 
 def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> Head:
     """Load the head of a model that `check_model` accepts, beside layers of another end. Raises as `load_stage`."""
     family, config = _read_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
-    module = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
+    module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
     size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
     return Head(module, size, dtype, device, count.num_bytes)
 
@@ -178,8 +180,8 @@ def _load(
     room_bytes: int | None,
     shard: TensorShard | None,
     count: ReadCount,
-) -> Any:
-    """The transformers model with holes, its weights in place and fused. count: is told what is read."""
+) -> tuple[Any, int]:
+    """The transformers model with holes, its weights in place and fused, and their bytes. count: told what is read."""
     num_layers = config.num_hidden_layers
     config.output_router_logits = False  # it would compute a training loss over layers that are not here
     split = None
@@ -221,7 +223,7 @@ def _load(
     if device.type == "cuda":
         # Merged parts leave memory that torch keeps and nothing uses; whoever counts KV pages asks the driver.
         torch.cuda.empty_cache()
-    return module
+    return module, needed
 
 
 def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
@@ -327,8 +329,10 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
 
 
 def _too_large(layers: tuple[int, int], needed: int, why: str) -> CapacityError:
+    first, end = layers
+    what = f"layers [{first}, {end}) have" if first < end else "the head, beside other layers, has"
     return CapacityError(
-        f"layers [{layers[0]}, {layers[1]}) have {in_gib(needed)} of weights: {why}\n  try  more --stages, or a "
+        f"{what} {in_gib(needed)} of weights: {why}\n  try  more --stages, or a "
         f"--layer-split that gives this one fewer layers"
     )
 

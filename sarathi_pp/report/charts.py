@@ -68,7 +68,7 @@ def _longest(stages: Iterable[StageTimeline], origin_s: float) -> float:
 
 def _stage_spans(stage: StageTimeline, origin_s: float, tick_s: float, position: dict[int, int]) -> dict[str, Any]:
     issue = [position.get(microbatch, _NO_ISSUE) for microbatch in stage.microbatches]
-    of_heads = (_NO_ISSUE - 1 - position.get(microbatch, 0) for microbatch in stage.heads.microbatches)
+    of_heads = (_NO_ISSUE - 1 - position[m] if m in position else _NO_ISSUE for m in stage.heads.microbatches)
     heads = zip(stage.heads.starts, stage.heads.ends, of_heads, strict=True)
     spans = merge(zip(stage.starts, stage.ends, issue, strict=True), heads)
     # Rounded before they are subtracted, so that no error adds up along the run.
@@ -98,11 +98,10 @@ def _deflated(data: bytes) -> str:
 
 def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
     """What a distribution is drawn of; latencies are the values whose percentiles the report has."""
-    slowest = timeline.stages[bubbles.slowest_stage]
     return {
         **latency_series(timeline.finished),
         "microbatch_tokens": [float(event.num_tokens) for event in timeline.issued[: timeline.num_returned]],
-        "microbatch_s": [end - start for start, end in zip(slowest.starts, slowest.ends, strict=True)],
+        "microbatch_s": timeline.microbatch_seconds(bubbles.slowest_stage),
     }
 
 

@@ -116,7 +116,8 @@ class EmulatedStages:
     attention = "emulated"
     device_name = "emulated"
 
-    def __init__(self, config: RunConfig, profile: Profile, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, profile: Profile, clock: Clock, *, moves_head: bool) -> None:
+        self.has_head = moves_head
         self.page_size = config.page_size or profile.page_size
         self._profile = profile
         self._clock = clock

@@ -220,6 +220,13 @@ class Engine:
             else:
                 assert isinstance(message.frame, ResultFrame), message.frame
                 result = message.frame.result
+                if self._inflight and self._inflight[0].head_on_first:
+                    raise ProtocolError(f"result {result.index} came where a head was left to the first stage")
+            if len(result.stage_times) != len(self._stage_compute_s):
+                raise ProtocolError(
+                    f"result {result.index} has times of {len(result.stage_times)} stages, not of "
+                    f"{len(self._stage_compute_s)}"
+                )
             message.release()
             # Behind a head that came before it, it is heeded no sooner.
             self._take(result, head_s, max(arrived_s, self._last_result_s), sink)

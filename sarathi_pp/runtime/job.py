@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,7 +100,8 @@ class Job:
         torch.set_num_threads(place.num_threads())
         self._agree(lambda: passport(config, facts), must_match=True)
         standings = [Standing(**found) for found in self._agree(self._choose_device)]
-        self._sharers = standings.count(standings[place.rank])
+        own = standings[place.rank]
+        self._sharers = sum((one.host, one.gpu) == (own.host, own.gpu) for one in standings)
         self._transport = choose_transport(standings)
         _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
         mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
@@ -112,14 +113,13 @@ class Job:
         layers = self._alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
-        on_cpu = all(standing.gpu is None for standing in standings)
-        kind = profile.device if profile is not None else "cpu" if on_cpu else "cuda"
-        self._moves_head = moves_head(config.head, kind, mesh.stages, mesh.shards)
+        self._moves_head = self._may_move_head(standings)
         self._shards = topology.open_shards(config.peer_timeout_s, self._transport.name)
         self._agree(self._choose_stages)
         maker = self._maker
         self.layers = layers[seat.stage]
-        self._agree(lambda: self._load(self.layers))
+        loaded = self._agree(lambda: self._load(self.layers))
+        self._moves_head = all(loaded[mesh.leader(replica)]["head"] for replica in range(mesh.replicas))
         stages = self._agree(lambda: {"pages": maker.count_pages(self.layers)})
         self._max_pages = min(stage["pages"] for stage in stages)
         self.run: ResolvedRun = self._alike(
@@ -320,11 +320,21 @@ class Job:
         self.device = choose_device("cpu" if self._profile is not None else self._config.device, self.place)
         return dataclasses.asdict(stand(self.device, os.uname().nodename))
 
+    def _may_move_head(self, standings: Sequence[Standing]) -> bool:
+        """As far as is known before the first stage has loaded it."""
+        mesh, profile, head = self.mesh, self._profile, self._config.head
+        if profile is not None:
+            return moves_head(head, profile.device, mesh.stages, profile.tensor_parallel_size)
+        on_cpu = all(standing.gpu is None for standing in standings)
+        # Else last bits would show whose product it was, which hangs on times.
+        alike = len({standing.arithmetic for standing in standings}) == 1
+        return moves_head(head, "cpu" if on_cpu else "cuda", mesh.stages, mesh.shards) and alike
+
     def _choose_stages(self) -> dict[str, Any]:
         """What an attention backend needs may be installed on some hosts alone."""
         config = self._config
         if self._profile is not None:
-            self._maker: StageMaker = EmulatedStages(config, self._profile, self._clock)
+            self._maker: StageMaker = EmulatedStages(config, self._profile, self._clock, moves_head=self._moves_head)
         else:
             # Imports transformers, which takes seconds that an emulated run does not need.
             from sarathi_pp.model.tensor import TensorShard
@@ -346,7 +356,7 @@ class Job:
 
     def _load(self, layers: tuple[int, int]) -> dict[str, Any]:
         self._maker.load(layers)
-        return {}
+        return {"head": self._maker.has_head}
 
     def _make_stage(self) -> dict[str, Any]:
         self._stage = self._maker.make(self.run, self.layers, self.dtype)

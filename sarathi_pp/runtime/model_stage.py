@@ -17,7 +17,7 @@ from torch import Tensor
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow
 from sarathi_pp.core.policy import auto_chunk_size
-from sarathi_pp.errors import ProtocolError
+from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import Fixable, Needs, choose_backend
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
@@ -72,7 +72,7 @@ class ModelStages:
         self._sharers = sharers
         # Now, before any of the sharers has loaded anything.
         self._room = room_bytes(device)
-        self._moves_head = moves_head
+        self.has_head = moves_head
         self._loaded: StageModel | None = None
         self._head: Head | None = None
         self._working = 0
@@ -82,10 +82,20 @@ class ModelStages:
         self._loaded = load_stage(
             self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room, self._shard
         )
-        if self._moves_head and layers[0] == 0:
-            self._head = load_head(self._model_dir, dtype, device, self._room)
+        if self.has_head and layers[0] == 0:
+            self._load_head()
         # Now too: what it takes for a moment must not be missing where others count.
         self._working = self._working_bytes(layers) if device.type == "cuda" else 0
+
+    def _load_head(self) -> None:
+        """Beside the layers, which take their part of the room; without it the last stage computes all heads."""
+        assert self._loaded is not None, "layers come first"
+        left = None if self._room is None else self._room - self._loaded.num_bytes
+        try:
+            self._head = load_head(self._model_dir, self._dtype, self._device, left)
+        except CapacityError as error:
+            _log.warning("the head stays on the last stage: %s", str(error).splitlines()[0])
+            self.has_head = False
 
     def count_pages(self, layers: tuple[int, int]) -> int:
         budget = kv_budget_bytes(self._config, self._device, self._sharers, self._working)

@@ -68,7 +68,8 @@ class Stage(Protocol):
 class StageMaker(Protocol):
     """Where a rank's stage comes from: first what can be loaded without knowing the run, then the rest.
 
-    page_size: of the KV pages. attention: the backend's name. device_name: for the reports.
+    page_size: of the KV pages. attention: the backend's name. device_name: for the reports. has_head: whether the first
+    stage could load the head too, and on other stages whether it was to; known once loaded.
     """
 
     @property
@@ -77,6 +78,8 @@ class StageMaker(Protocol):
     def attention(self) -> str: ...
     @property
     def device_name(self) -> str: ...
+    @property
+    def has_head(self) -> bool: ...
 
     def load(self, layers: tuple[int, int]) -> None:
         """Load what belongs to the layers [first, end)."""

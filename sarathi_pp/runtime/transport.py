@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,11 +27,14 @@ _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_E
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a rank computes. gpu: its uuid, None on CPU. nccl: whether its torch has it."""
+    """Where a rank computes. gpu: its uuid, None on CPU. nccl: whether its torch has it. arithmetic: where this is the
+    same, the same product has the same bits.
+    """
 
     host: str
     gpu: str | None
     nccl: bool
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,18 @@ def choose_transport(standings: Sequence[Standing]) -> Transport:
 def stand(device: torch.device, host: str) -> Standing:
     """Of a rank that computes on this device."""
     if device.type != "cuda":
-        return Standing(host, None, nccl=False)
+        return Standing(host, None, nccl=False, arithmetic=_arithmetic())
     return Standing(host, str(torch.cuda.get_device_properties(device).uuid), dist.is_nccl_available())
+
+
+def _arithmetic() -> str:
+    """What a CPU's kernels are chosen by: its instructions, threads, and numba, with which some are compiled."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    features = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    numba = version("numba") if find_spec("numba") is not None else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    told = f"{platform.machine()} {features} {capability} {torch.get_num_threads()} {numba}"
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def has_gloo() -> bool:

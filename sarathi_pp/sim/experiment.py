@@ -32,7 +32,8 @@ class Experiment:
 
     max_model_len: None for the longest request of the workload. inflight: most microbatches at once, None for what the
     policy takes. slow: stages, by index, that take this many times what the profile says; policies are not told. seed:
-    of the noise. replicas: pipelines of these stages that share the requests; max_num_seqs is of each.
+    of the noise. replicas: pipelines of these stages that share the requests; max_num_seqs is of each. head: as
+    RunConfig has it.
     """
 
     profile: Profile
@@ -47,6 +48,7 @@ class Experiment:
     jitter_cv: float | None = None
     slow: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
+    head: str = "auto"
 
     def cost(self) -> CostModel:
         """The stages as policies know them."""
@@ -118,9 +120,11 @@ def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Re
         CostModel(cost.tile, tuple(true_stages)),
         links_of(experiment.profile, len(true_stages)),
         _noise(experiment, len(true_stages), replica),
+        head_factor=experiment.slow.get(0, 1.0) / experiment.slow.get(len(true_stages) - 1, 1.0),
     )
     known = cost if wants_cost(experiment.policy) else None
-    moves = moves_head("auto", experiment.profile.device, len(true_stages), experiment.profile.tensor_parallel_size)
+    profile = experiment.profile
+    moves = moves_head(experiment.head, profile.device, len(true_stages), profile.tensor_parallel_size)
     heads = HeadPlacement(cost) if moves else None
     return Simulation(limits, make_policy(experiment.policy), pipeline, record, known, heads)
 

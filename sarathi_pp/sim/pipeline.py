@@ -56,12 +56,15 @@ class StageSpan:
 
 
 class VirtualPipeline:
-    """links: see Links. noise: multiplies every modelled time; none by default."""
+    """links: see Links. noise: multiplies every modelled time; none by default. head_factor: of a head's time on the
+    first stage to that on the last.
+    """
 
-    def __init__(self, cost: CostModel, links: Links, noise: Noise | None = None) -> None:
+    def __init__(self, cost: CostModel, links: Links, noise: Noise | None = None, head_factor: float = 1.0) -> None:
         if len(links) != len(cost.stages):
             raise ValueError(f"{len(cost.stages)} stages have as many edges, not {len(links)}")
         self._cost = cost
+        self._head_factor = head_factor
         self._bare = (*cost.stages[:-1], cost.stages[-1].without_head())
         self._links = links
         self._noise = None if noise is None or noise.quiet else noise
@@ -102,7 +105,7 @@ class VirtualPipeline:
     def run_head(self, microbatch: MicroBatch, at_s: float) -> tuple[float, float]:
         """Begin and end of a head on the first stage, from which on nothing else keeps it from that."""
         start_s = max(at_s, self._free_s[0])
-        seconds = self._cost.head_seconds(Load.of(microbatch))
+        seconds = self._cost.head_seconds(Load.of(microbatch)) * self._head_factor
         if self._noise is not None:
             seconds *= self._noise.factor(0, start_s)
         self._free_s[0] = start_s + seconds

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
+from typing import NamedTuple
 
 from sarathi_pp.core.coordinator import Coordinator, IdleReason
 from sarathi_pp.core.cost import CostModel
@@ -53,6 +54,7 @@ class Simulation:
         self._record = record
         self._live: dict[int, TokenTimes] = {}
         self._results: deque[tuple[float, StepResult, MicroBatch]] = deque()
+        self._head: _Head | None = None
         self._starved: IdleReason | None = None
         self._token_s = 0.0
         self._runs = True  # the first stage computes, or nobody has looked yet
@@ -79,9 +81,9 @@ class Simulation:
     def step(self, at_s: float, arrivals: Arrivals) -> None:
         """One look, when it is due."""
         self._now_s = at_s
-        self._admit(arrivals)
-        self._collect()
-        self._runs = self._issue()
+        if self._head is None:  # the engine does not look for arrivals between a head and what follows it
+            self._admit(arrivals)
+        self._runs = self._collect() or self._issue()
 
     def _room(self) -> int:
         return self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
@@ -94,18 +96,26 @@ class Simulation:
             if answered is not None:
                 self._finish(answered, self._now_s)
 
-    def _collect(self) -> None:
+    def _collect(self) -> bool:
+        """Take in what is there; True where that has the first stage compute a head."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._token_s = head.end_s
+            self._complete(head.result, head.end_s - head.start_s)
         while self._results and self._results[0][0] <= self._now_s:
             arrived_s, result, microbatch = self._results.popleft()
-            self._token_s, head_s = max(self._token_s, arrived_s), 0.0
             if microbatch.head_on_first:
-                start_s, self._token_s = self._pipeline.run_head(microbatch, self._now_s)
-                head_s = self._token_s - start_s
-                self._record(0, Head(result.index, arrived_s, start_s, self._token_s))
-                self._now_s = self._token_s
-            self._record(0, Returned(result.index, self._token_s))
-            for completion in self._coordinator.complete(result, head_s):
-                self._finish(completion, self._token_s)
+                self._head = _Head(result, *self._pipeline.run_head(microbatch, self._now_s))
+                self._record(0, Head(result.index, arrived_s, self._head.start_s, self._head.end_s))
+                return True
+            self._token_s = max(self._token_s, arrived_s)
+            self._complete(result, 0.0)
+        return False
+
+    def _complete(self, result: StepResult, head_s: float) -> None:
+        self._record(0, Returned(result.index, self._token_s))
+        for completion in self._coordinator.complete(result, head_s):
+            self._finish(completion, self._token_s)
 
     def _issue(self) -> bool:
         microbatch = self._coordinator.next_microbatch()
@@ -138,6 +148,14 @@ class Simulation:
 
     def _finish(self, completion: Completion, at_s: float) -> None:
         self._record(0, self._live.pop(completion.request.index).finished(completion, at_s))
+
+
+class _Head(NamedTuple):
+    """One that the first stage computes."""
+
+    result: StepResult
+    start_s: float
+    end_s: float
 
 
 def _draw(chunks: tuple[Chunk, ...]) -> tuple[SampledToken, ...]:

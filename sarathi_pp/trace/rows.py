@@ -2,12 +2,14 @@
 
 Times are seconds from the begin of the run window on rank 0's clock, to the nanosecond. A cell is empty where
 there is nothing to say: the gap before a stage's first microbatch, and what the issue of a microbatch told
-where rank 0's trace was cut off before it.
+where rank 0's trace was cut off before it. A head that the first stage computed for the last one has a line of its own,
+with `head` for its text and without what an issue tells.
 """
 
 from __future__ import annotations
 
 import csv
+from collections import deque
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -40,7 +42,7 @@ def run_begin(timeline: Timeline) -> float:
 def stage_rows(timeline: Timeline) -> Iterator[tuple[Cell, ...]]:
     """The lines without their heading, in the order of COLUMNS.
 
-    compute_s: end_s - start_s. gap_s: from the end of the stage's compute before to start_s.
+    compute_s: end_s - start_s. gap_s: from the end of the stage's compute before to start_s, less heads in between.
     """
     issued: dict[int, tuple[Cell, ...]] = {
         event.microbatch: (event.prefill_tokens, event.decodes, event.decode_context, event.text)
@@ -49,9 +51,13 @@ def stage_rows(timeline: Timeline) -> Iterator[tuple[Cell, ...]]:
     unknown: tuple[Cell, ...] = ("", "", "", "")
     begin = run_begin(timeline)
     for stage in timeline.stages:
+        heads = deque(_head_rows(stage, begin))
         for position, microbatch in enumerate(stage.microbatches):
+            while heads and heads[0][0] <= stage.starts[position]:
+                yield heads.popleft()[1]
             times = _times(stage, position, begin)
             yield (microbatch, stage.start.stage, *times, *issued.get(microbatch, unknown))
+        yield from (row for _, row in heads)
 
 
 def write_csv(timeline: Timeline, file: TextIO) -> None:
@@ -59,6 +65,15 @@ def write_csv(timeline: Timeline, file: TextIO) -> None:
     writer = csv.writer(file)
     writer.writerow(COLUMNS)
     writer.writerows(stage_rows(timeline))
+
+
+def _head_rows(stage: StageTimeline, begin: float) -> Iterator[tuple[float, tuple[Cell, ...]]]:
+    """With the start of each."""
+    heads = stage.heads
+    columns = zip(heads.microbatches, heads.arrived, heads.starts, heads.ends, strict=True)
+    for microbatch, arrived, start, end in columns:
+        times = (*(_seconds(instant - begin) for instant in (arrived, start, end)), _seconds(end - start))
+        yield start, (microbatch, stage.start.stage, "", *times, "", "", "", "", "head")
 
 
 def _times(stage: StageTimeline, position: int, begin: float) -> tuple[str, ...]:

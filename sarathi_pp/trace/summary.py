@@ -159,7 +159,8 @@ def _variation(timeline: Timeline, bubbles: Bubbles) -> Report:
     positions = bubbles.steady_positions[bubbles.slowest_stage]
     issued = (timeline.issued.column(name) for name in ("microbatch", "prefill_tokens", "decodes"))
     tokens = {microbatch: prefill + decodes for microbatch, prefill, decodes in zip(*issued, strict=True)}
-    times = [stage.ends[position] - stage.starts[position] for position in positions]
+    seconds = timeline.microbatch_seconds(bubbles.slowest_stage)
+    times = [seconds[position] for position in positions]
     ran = [stage.microbatches[position] for position in positions]
     sizes = [tokens[microbatch] for microbatch in ran if microbatch in tokens]
     return {"microbatch_time_cv": _cv(times), "microbatch_tokens_cv": _cv(sizes)}

@@ -76,6 +76,13 @@ class Heads:
             local = getattr(self, name)
             setattr(self, name, array("d", [clock.to_rank0(local[i]) for i in order]))
 
+    def cut(self, count: int) -> None:
+        """Only those of the first so many microbatches stay."""
+        kept = [place for place, microbatch in enumerate(self.microbatches) if microbatch < count]
+        for name in ("microbatches", "arrived", "starts", "ends"):
+            column = getattr(self, name)
+            setattr(self, name, array(column.typecode, [column[place] for place in kept]))
+
     def spans(self) -> Iterator[Interval]:
         return zip(self.starts, self.ends, strict=True)
 
@@ -198,6 +205,13 @@ class Timeline:
                 back[microbatch] = arrived_s
         return back
 
+    def microbatch_seconds(self, stage: int) -> list[float]:
+        """What each microbatch took on a stage; on the last one with its head, wherever that was computed."""
+        own = self.stages[stage]
+        moved = self.stages[0].heads.seconds() if stage == len(self.stages) - 1 else {}
+        spans = zip(own.microbatches, own.starts, own.ends, strict=True)
+        return [end - begin + moved.get(microbatch, 0.0) for microbatch, begin, end in spans]
+
     @property
     def window(self) -> Interval:
         """The run window: first issue to last result. Empty, (0, 0), if nothing came back."""
@@ -232,10 +246,10 @@ class Timeline:
                     )
 
     def _check_heads(self, stage: StageTimeline) -> None:
-        """Of the first stage alone, in order, and each behind the compute of its microbatch on the last one."""
-        heads, last = stage.heads, self.stages[-1]
+        """Of the first stage alone, in order, and each of a microbatch that came back."""
+        heads = stage.heads
         in_order = all(before < after for before, after in pairwise((-1, *heads.microbatches)))
-        if heads.microbatches and (stage.start.stage or not in_order or heads.microbatches[-1] >= len(last.ends)):
+        if heads.microbatches and (stage.start.stage or not in_order or heads.microbatches[-1] >= len(self.returned)):
             raise InputError(
                 f"the traces are damaged: heads of stage {stage.start.stage} are out of order; {_COPY_AGAIN}"
             )
@@ -253,6 +267,8 @@ class Timeline:
         told_s = min((stage.ends[-1] if stage.ends else -inf for stage in short), default=inf)
         self.returned = Log(Returned, (result for result in self.returned if result.at_s <= told_s))
         self.finished = [request for request in self.finished if request.finished_s <= told_s]
+        for stage in self.stages:
+            stage.heads.cut(len(self.returned))
 
     def add(self, stage: StageTimeline, event: Event) -> None:
         """Take in one event of a stage; `stage.align()` is due after the last."""

@@ -5,9 +5,10 @@ aborts the process; a dead peer raises at once; a silent one raises when `wait` 
 short wait used as a poll destroys the pair. Hence: receives of the largest legal size posted ahead, the bound
 asserted by the sender, no polling, and a heartbeat a second so that only a real silence reaches the timeout.
 
-Each end runs its own thread; the compute thread only touches queues. A send buffer is held until its send is
-complete. Activations travel behind their frame, on devices through pinned host buffers; or beside it, by a lane.
-Texts are taken out of their buffers as they come: what is under way is bounded by what was asked for.
+Each end runs its own thread. A message begins to leave in the thread that sends it, which does not wait for it: where
+nothing holds it up it is in the kernel at once, and its own thread need not be woken first. A send buffer is held until
+its send is complete. Activations travel behind their frame, on devices through pinned host buffers; or beside it, by a
+lane. Texts are taken out of their buffers as they come: what is under way is bounded by what was asked for.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class TorchSender:
         self._outbox: queue.Queue[tuple[dist.Work, torch.Tensor | None] | None] = queue.Queue()
         self._failure: SarathiError | None = None
         self._number = 0
-        # Numbers leave in the order in which they were drawn. Never held through a transfer, which a peer that is
-        # stopped can keep for a minute: the compute thread would wait with it, deaf to whoever tells it to stop.
+        # Messages leave in the order of their numbers. Never held while one is waited for, which a peer that is stopped
+        # can keep for a minute: the compute thread would wait with it, deaf to whoever tells it to stop.
         self._order = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"{COMMUNICATING}to {edge.peer_name}", daemon=True)
         self._thread.start()
@@ -145,7 +146,10 @@ class TorchSender:
             self._edge.lane.wait_for_room(self._num_buffers)
 
     def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
-        """Copy frame and payload into the reserved buffer; the transfer is the sender thread's, or the lane's."""
+        """Copy frame and payload into the reserved buffer and let it go; waiting for it is the sender thread's affair.
+
+        What ends the edge meanwhile is raised by the next `reserve`.
+        """
         lane = self._edge.lane
         behind = payload if lane is None else None
         payload_bytes = 0 if behind is None else behind.numel() * behind.element_size()
@@ -166,7 +170,11 @@ class TorchSender:
                 buffer[len(head) : end].view(behind.dtype).view(behind.shape).copy_(behind)
                 buffer[end:size] = torch.frombuffer(bytearray(codec.trailer(self._number)), dtype=torch.uint8)
             self._number += 1
-            self._outbox.put((self._begin(buffer[:size]), buffer))
+            try:
+                self._outbox.put((self._begin(buffer[:size]), buffer))
+            except SarathiError as error:
+                self._fail(error)
+                return
         if payload is not None and lane is not None:
             lane.send(payload)
 
@@ -193,9 +201,12 @@ class TorchSender:
                     self._spare.append(buffer)
                     self._free.release()
         except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
-            self._failure = _as_sarathi_error(error)
-            self._free.release(self._num_buffers)
-            self._on_failure(self._failure)
+            self._fail(_as_sarathi_error(error))
+
+    def _fail(self, error: SarathiError) -> None:
+        self._failure = error
+        self._free.release(self._num_buffers)
+        self._on_failure(error)
 
     def _begin(self, message: torch.Tensor) -> dist.Work:
         try:
@@ -364,6 +375,7 @@ def _as_sarathi_error(error: BaseException) -> SarathiError:
 
 def peer_lost(name: str, error: RuntimeError) -> PeerLostError:
     """What an error of gloo's or NCCL's says of the rank at the other end."""
-    silent = "timed out" in str(error).lower()
+    text = str(error).lower()
+    silent = "timed out" in text or "timeout" in text
     what = "has been silent for longer than --peer-timeout" if silent else "closed its connection: it died or left"
     return PeerLostError(f"{name} {what}")

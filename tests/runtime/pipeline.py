@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.cost import CostModel, StageCost
-from sarathi_pp.core.head import HeadPlacement
+from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
@@ -52,6 +51,21 @@ def stage_models(
 @cache
 def head_of(directory: Path, dtype: torch.dtype) -> Head:
     return load_head(directory, dtype, CPU)
+
+
+class InTurn:
+    """A HeadPlacement that heeds no times."""
+
+    def __init__(self):
+        self._last = False
+
+    def choose(self, microbatch):
+        if microbatch.num_drawn:
+            self._last = not self._last
+        return microbatch.num_drawn > 0 and not self._last
+
+    def observe(self, microbatch, times, head_s):
+        pass
 
 
 class ListRecorder:
@@ -137,7 +151,7 @@ def run_pipeline(
     cost: CostModel | None = None,
     moves_head: bool = True,
 ) -> Outcome:
-    """moves_head: the first of several stages computes the head of every other microbatch, or as the times have it."""
+    """moves_head: the first of several stages computes the head of every other microbatch that has one."""
     facts, models = stage_models(directory, stages, dtype, layer_split)
     inflight = inflight or stages
     clock = SystemClock()
@@ -172,7 +186,7 @@ def run_pipeline(
         eos_token_ids=eos_token_ids,
         stop_checkers=lambda stop: None,
         cost=cost,
-        heads=HeadPlacement(_equal(stages)) if moves_head and stages > 1 else None,
+        heads=InTurn() if moves_head and stages > 1 else None,
     )
     params = sampling or [SamplingParams(max_new_tokens=max_new_tokens, seed=0)] * len(prompts)
     ends = paragraph_ends or [()] * len(prompts)
@@ -196,8 +210,3 @@ def run_pipeline(
         coordinator.num_preemptions,
         [recorder.events for recorder in recorders],
     )
-
-
-def _equal(stages: int) -> CostModel:
-    one = StageCost((0, 1), a0=1e-3, a1=1e-5, a2=0.0, a3=0.0, a4=0.0, head_s=1e-4)
-    return CostModel(1, (one,) * stages)

@@ -50,7 +50,7 @@ def test_the_same_tokens_wherever_the_head_is(stages: int, sampling: SamplingPar
     heads = [event for event in moved.events[0] if isinstance(event, Head)]
     computes = {event.microbatch: event for event in moved.events[-1] if isinstance(event, Compute)}
     returned = {event.microbatch: event.at_s for event in moved.events[0] if isinstance(event, Returned)}
-    assert 0.2 * len(computes) < len(heads) < len(computes)
+    assert 0.3 * len(computes) < len(heads) <= 0.5 * len(computes)
     for head in heads:
         assert computes[head.microbatch].end_s <= head.arrived_s <= head.start_s < head.end_s
         assert returned[head.microbatch] == head.end_s
@@ -111,7 +111,10 @@ def left(frame: MicroBatchFrame) -> HeadFrame:
 
 
 def drive(
-    answer: Callable[[MicroBatchFrame], Frame], failed: bool = False, debug_nan: bool = False
+    answer: Callable[[MicroBatchFrame], Frame],
+    failed: bool = False,
+    debug_nan: bool = False,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[ListSink, ListRecorder, Answering]:
     """One request of one token, with a last stage that has far more to do."""
     clock = ManualClock()
@@ -130,6 +133,7 @@ def drive(
         eos_token_ids=(),
         stop_checkers=lambda stop: None,
         heads=HeadPlacement(CostModel(1, costs)),
+        warn=warn,
     )
     request = Request(0, (1, 2, 3), SamplingParams(max_new_tokens=1, seed=0), 0.0)
     engine.run(ListSource([Row(1, 0, "own", request)]), sink)
@@ -152,6 +156,11 @@ def test_a_head_is_a_span_of_the_first_stage_and_a_result_like_any_other() -> No
         (lambda frame: HeadFrame(1, 1, times(frame)), "the head of m1 was left to the first stage, which waits for m0"),
         (lambda frame: HeadFrame(0, 2, times(frame)), "the head of m0 came with 2 rows, not 1"),
         (lambda frame: HeadFrame(0, 0, times(frame)), "the head of m0 came with 0 rows, not 1"),
+        (lambda frame: HeadFrame(0, 1, frame.stage_times), "result 0 has times of 1 stages, not of 2"),
+        (
+            lambda frame: ResultFrame(StepResult(0, (), times(frame))),
+            "result 0 came where a head was left to the first",
+        ),
     ],
 )
 def test_another_head_than_the_one_that_is_due_is_refused(
@@ -171,10 +180,24 @@ def test_what_is_not_finite_begins_at_the_last_stage_where_none_before_has_notic
     assert f"stage {stage} was the first" in sink.errors[0].message
 
 
-def test_a_last_stage_that_computes_a_head_itself_is_believed() -> None:
-    """Its result is as good; where the head was is the trace's affair."""
-    sink, recorder, _ = drive(lambda frame: ResultFrame(StepResult(0, (SampledToken(0, 0, 7),), times(frame))))
-    assert sink.completions[0].token_ids == (7,) and not any(isinstance(event, Head) for event in recorder.events)
+def test_a_head_without_memory_is_computed_at_a_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[int] = []
+    prepare = OneStage.prepare_head
+
+    def failing(self: OneStage, microbatch: MicroBatch) -> Callable[[Tensor | None], StageOutput]:
+        def compute(hidden: Tensor | None) -> StageOutput:
+            attempts.append(microbatch.index)
+            if len(attempts) == 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return prepare(self, microbatch)(hidden)
+
+        return compute
+
+    monkeypatch.setattr(OneStage, "prepare_head", failing)
+    warned: list[str] = []
+    sink, _, _ = drive(left, warn=warned.append)
+    assert attempts == [0, 0] and sink.completions[0].token_ids == (9,)
+    assert "no memory for microbatch 0 at first" in warned[0]
 
 
 @pytest.mark.timeout(200)

@@ -8,14 +8,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from sarathi_pp.core.plan import Chunk, MicroBatch
-from sarathi_pp.errors import ProtocolError, SarathiError
+from sarathi_pp.core.plan import Chunk, MicroBatch, StepResult
+from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire import codec, torch_channel
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel
+from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel, ResultFrame
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 
 BLOCKED_S = 10.0
@@ -24,27 +25,40 @@ EDGE = Edge(None, 1, "stage 1", 2048, PAYLOADS)
 
 
 class Peer:
-    """What arrives, each message only once it is let through."""
+    """What is offered to it, each message taken only once it is let through. gone: it takes nothing any more."""
 
     def __init__(self) -> None:
         self.offered: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self.numbers: list[int] = []
+        self.messages: list[torch.Tensor] = []
+        self.gone = False
         self._through = threading.Semaphore(0)
 
-    def send(self, message: torch.Tensor, peer: int, group: object) -> None:
+    def isend(self, message: torch.Tensor, peer: int, group: object) -> Transfer:
+        if self.gone:
+            raise RuntimeError("Connection closed by peer")
         envelope = codec.decode(memoryview(message.numpy()))
         self.numbers.append(envelope.number)
+        self.messages.append(message)
         self.offered.put(envelope.frame)
-        self._through.acquire()
+        return Transfer(self._through)
 
     def let(self, count: int) -> None:
         self._through.release(count)
 
 
+@dataclass
+class Transfer:
+    through: threading.Semaphore
+
+    def wait(self) -> None:
+        self.through.acquire()
+
+
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
     peer = Peer()
-    monkeypatch.setattr(torch_channel.dist, "send", peer.send)
+    monkeypatch.setattr(torch_channel.dist, "isend", peer.isend)
     monkeypatch.setattr(torch_channel, "HEARTBEAT_S", 0.05)
     yield peer
     peer.let(1000)
@@ -62,9 +76,49 @@ def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_n
 
     threading.Thread(target=send, daemon=True).start()
     assert sent.wait(BLOCKED_S), "it waits for the peer"
-    peer.let(1)
     assert peer.offered.get(timeout=BLOCKED_S) == Goodbye()
     assert peer.numbers == [0, 1]
+
+
+def in_turn(peer, failures: list[SarathiError]) -> TorchSender:
+    sender = TorchSender(EDGE, num_buffers=2, progress=lambda: (7, True), on_failure=failures.append)
+    assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
+    return sender
+
+
+def test_a_buffer_is_held_until_its_message_has_left(peer):
+    """A third message waits for one of two buffers; each keeps what it was given meanwhile."""
+    sender = in_turn(peer, [])
+    frames = [ResultFrame(StepResult(index, (), ())) for index in range(3)]
+    for frame in frames[:2]:
+        sender.reserve()
+        sender.send(frame)
+    third = threading.Event()
+
+    def send() -> None:
+        sender.reserve()
+        sender.send(frames[2])
+        third.set()
+
+    threading.Thread(target=send, daemon=True).start()
+    assert not third.wait(0.3)
+    assert [codec.decode(memoryview(one.numpy())).frame for one in peer.messages[1:]] == frames[:2]
+    peer.let(2)  # the heartbeat, and the first of them
+    assert third.wait(BLOCKED_S)
+    assert [peer.offered.get(timeout=BLOCKED_S) for _ in range(3)] == frames
+
+
+def test_whoever_sends_to_a_lost_peer_is_told_at_the_next_reservation(peer):
+    failures: list[SarathiError] = []
+    sender = in_turn(peer, failures)
+    sender.reserve()
+    peer.gone = True
+    sender.send(ResultFrame(StepResult(0, (), ())))
+    assert "closed its connection" in str(failures[0])
+    for _ in range(5):
+        with pytest.raises(PeerLostError, match="stage 1 closed its connection"):
+            sender.reserve()
+    sender.close()
 
 
 class Posted:

@@ -279,3 +279,20 @@ def test_results_are_heeded_in_their_order_though_a_head_waits():
     assert all(stage.closing_error < 1e-9 for stage in measured.stages)
     causes = explain(timeline, run.cost())
     assert causes.unexplained_s == pytest.approx(0, abs=1e-6)
+
+
+def test_a_head_takes_the_time_of_the_stage_that_computes_it():
+    workload = parse_workload("fixed:n=4,prompt=1,output=9")
+    for slow, seconds in (({1: 3.0}, 0.5), ({0: 3.0}, 1.5)):
+        run = Experiment(
+            profile=profile(with_head(0.5), device="cpu"), workload=workload, policy="sarathi", chunk_size=1, slow=slow
+        )
+        heads = simulate(run).stages[0].heads.seconds()
+        assert {round(head_s, 9) for head_s in heads.values() if head_s} == {seconds}, "but of prompts alone"
+
+
+def test_heads_stay_where_they_are_where_that_was_asked_for():
+    asked = dict(profile=profile(with_head(0.5), device="cpu"), policy="sarathi", chunk_size=4)
+    workload = parse_workload("fixed:n=4,prompt=1,output=9")
+    auto, last = (simulate(Experiment(workload=workload, head=head, **asked)) for head in ("auto", "last"))
+    assert auto.stages[0].heads.microbatches and not last.stages[0].heads.microbatches

@@ -65,6 +65,9 @@ class Run:
     moved: Callable[[int], bool] = lambda microbatch: False
 
     def timeline(self) -> Timeline:
+        return Timeline.read(self.traces())
+
+    def traces(self) -> list[list[Event]]:
         num_stages = len(self.model.stages)
         traces: list[list[Event]] = [[replace(start(s, num_stages), inflight=self.inflight)] for s in range(num_stages)]
         free = [0.0] * num_stages
@@ -113,7 +116,7 @@ class Run:
                 heads.append(m)
         compute_heads(len(self.loads))
         traces[0] += [Returned(m, at_s) for m, at_s in enumerate(results)]
-        return Timeline.read(traces)
+        return traces
 
     def causes(self) -> Causes:
         timeline = self.timeline()
@@ -341,6 +344,21 @@ def test_a_timeline_that_lacks_or_mixes_up_microbatches_is_refused() -> None:
     refuses(unissued, "were issued, nothing stands where 2 must")
     unreturned.returned = Log(Returned, unreturned.returned[1:])
     refuses(unreturned, "came back, microbatch 1 stands where 0 must")
+
+
+@pytest.mark.parametrize("kept", [19, 18, 16, 14, 1])
+def test_of_a_run_that_goes_on_stage_0_tells_of_heads_that_the_last_one_s_file_does_not_reach(kept: int) -> None:
+    model = with_head(2, 5e-4)
+    run = Run([DECODES] * 20, model, 2, awaits=lambda m: m - 2 if m >= 2 else None, moved=in_turn)
+    first, last = run.traces()
+    cut = [event for event in last if not isinstance(event, Compute) or event.microbatch < kept]
+    timeline = Timeline.read([first, cut])
+    timeline.check_order()
+    assert timeline.num_returned in (kept - 1, kept), "by when the last span of its file ended"
+    assert all(microbatch < timeline.num_returned for microbatch in timeline.stages[0].heads.microbatches)
+    bubbles = measure_bubbles(timeline)
+    assert all(stage.closing_error < 1e-9 for stage in bubbles.stages)
+    assert explain(timeline, model).unexplained_s == pytest.approx(0, abs=1e-9)
 
 
 def test_heads_that_no_run_had_are_refused() -> None:

@@ -6,8 +6,8 @@ from io import StringIO
 import pytest
 from hypothesis import given
 
-from sarathi_pp.trace.events import Compute, Event, Issued, Returned
-from sarathi_pp.trace.rows import COLUMNS, run_begin, write_csv
+from sarathi_pp.trace.events import Compute, Event, Head, Issued, Returned
+from sarathi_pp.trace.rows import COLUMNS, run_begin, stage_rows, write_csv
 from sarathi_pp.trace.timeline import Timeline
 from tests.trace.schedules import Schedule, constant, start
 from tests.trace.strategies import schedules
@@ -88,3 +88,15 @@ def test_lines_are_written_one_by_one() -> None:
     write_csv(Timeline.read(Schedule(50, 2, constant(1.0)).events()), file)
     assert file.writes == 101
     assert tuple(file.getvalue().split("\r\n")[0].split(",")) == COLUMNS
+
+
+def test_a_head_has_a_line_of_its_own() -> None:
+    traces = Schedule(2, 2, constant(1.0)).events()
+    begin = next(event.at_s for event in traces[0] if isinstance(event, Issued))
+    last = max(event.at_s for event in traces[0] if isinstance(event, Returned))
+    traces[0].append(Head(1, last, last + 0.25, last + 0.75))
+    lines = list(stage_rows(Timeline.read(traces)))
+    (head,) = (line for line in lines if line[-1] == "head")
+    at = [f"{instant - begin:.9f}" for instant in (last, last + 0.25, last + 0.75)]
+    assert head == (1, 0, "", *at, "0.500000000", "", "", "", "", "head")
+    assert [line[:2] for line in lines] == [(0, 0), (1, 0), (1, 0), (0, 1), (1, 1)]

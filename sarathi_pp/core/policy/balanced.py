@@ -6,9 +6,9 @@ A pipeline waits where one microbatch takes longer than the next. So:
               computed as fast as outputs end: b decodes go with b * P:D prompt tokens, n = b * (1 + P:D). That is
               SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards, with b what may run at
               once and P:D what finished requests had. The tile around it with the most tokens a second is taken,
-              and no more than the prompts at hand fill evenly over the cycle. Where all that wait can start,
-              there is no such state: then what computes the oldest prompt soonest, if that is more, or where most
-              have their prompts still to be computed, what computes all of these soonest.
+              and no more than prompts at hand fill evenly over a cycle that ends with them. Where all that wait can
+              start, there is no such state: then what computes the oldest prompt soonest, if that is more, or where
+              most have their prompts still to be computed, what computes all of these soonest.
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
@@ -87,9 +87,9 @@ class Balanced:
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """What holds for P microbatches: tokens of each, and most of them in flight while there are prompts.
+    """What holds for so many microbatches: tokens of each, and most of them in flight while there are prompts.
 
-    prompts: whether there have been any all the time.
+    length: of the cycle. prompts: whether there have been any all the time.
     """
 
     size: int

@@ -35,7 +35,20 @@ def test_the_choice_and_its_reason(standings, expected):
 
 
 def test_a_rank_on_cpu_has_no_gpu_whatever_its_torch_can():
-    assert stand(torch.device("cpu"), "here") == Standing("here", None, nccl=False)
+    found = stand(torch.device("cpu"), "here")
+    assert found == Standing("here", None, nccl=False, arithmetic=found.arithmetic)
+
+
+def test_ranks_with_other_threads_do_not_compute_alike() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one, again = (stand(torch.device("cpu"), "here").arithmetic for _ in range(2))
+        torch.set_num_threads(2)
+        two = stand(torch.device("cpu"), "here").arithmetic
+    finally:
+        torch.set_num_threads(before)
+    assert one == again != two
 
 
 def test_nccl_listens_where_gloo_does_unless_the_user_says_otherwise():

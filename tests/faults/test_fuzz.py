@@ -94,6 +94,7 @@ FRAMES = (
     codec.MicroBatchFrame(MicroBatch(7, CHUNKS, (4, 5), 1.5), (StageTime(7, 0.25),), ((3, 0),)),
     codec.MicroBatchFrame(MicroBatch(0, (), (2,), 0.0)),
     codec.ResultFrame(StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, True, 1)), (StageTime(6, 0.5),))),
+    codec.HeadFrame(7, 3, (StageTime(7, 0.25),), ((3, 0),)),
     codec.Heartbeat(12, True),
     codec.Parcel(True),
     codec.Goodbye(),
@@ -116,7 +117,7 @@ def signed(message: bytes) -> bytes:
 def test_the_frame_decoder_survives_any_bytes() -> None:
     rng = random.Random("frames")
     seeds = [codec.encode(frame, number) for number, frame in enumerate(FRAMES)]
-    carriers = [frame for frame in FRAMES if isinstance(frame, codec.MicroBatchFrame | codec.Parcel)]
+    carriers = [frame for frame in FRAMES if isinstance(frame, codec.MicroBatchFrame | codec.HeadFrame | codec.Parcel)]
     for number, frame in enumerate(carriers, 2**40):
         seeds.append(codec.encode(frame, number, len(PAYLOAD)) + PAYLOAD + codec.trailer(number))
     read, kinds = 0, set[tuple[type, bool]]()

@@ -61,14 +61,17 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option(
+    "--work", "names", type=click.Choice(list(WORKS)), multiple=True, default=tuple(WORKS), help="[default: all]"
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every work.")
-def main(model: Path, rounds: int, output: Path | None) -> None:
+def main(model: Path, names: tuple[str, ...], rounds: int, output: Path | None) -> None:
     record, facts = Record.begin(), check_model(model)
     found: dict[str, Mapping[str, Any]] = {}
-    for name, spec in WORKS.items():
+    for name in names:
         with TemporaryDirectory() as scratch:
-            requests = list(parse_workload(spec).requests(vocabulary=facts.vocab_size))
+            requests = list(parse_workload(WORKS[name]).requests(vocabulary=facts.vocab_size))
             work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
             runs = hold(work, entrants(), rounds, _say)
         found[name] = compare(runs)

@@ -196,7 +196,7 @@ class TorchSender:
                 if item is None:
                     return
                 work, buffer = item
-                self._wait(work)
+                _wait(work, self._edge)
                 if buffer is not None:
                     self._spare.append(buffer)
                     self._free.release()
@@ -215,12 +215,6 @@ class TorchSender:
             raise peer_lost(self._edge.peer_name, error) from error
         assert work is not None, "this rank is in the edge's group"
         return work
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise peer_lost(self._edge.peer_name, error) from error
 
     def _queue_heartbeat(self) -> None:
         with self._order:
@@ -281,7 +275,7 @@ class TorchReceiver:
                     buffer = self._free.get()
                     posted.append((self._post(buffer.message), buffer))
                 work, buffer = posted.popleft()
-                self._wait(work)
+                _wait(work, self._edge)
                 if self._deliver(buffer):
                     return
         except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
@@ -294,12 +288,6 @@ class TorchReceiver:
             raise peer_lost(self._edge.peer_name, error) from error
         assert work is not None, "this rank is in the edge's group"
         return work
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise peer_lost(self._edge.peer_name, error) from error
 
     def _deliver(self, buffer: _Buffer) -> bool:
         """Pass one message on; True when it was the last."""
@@ -363,6 +351,13 @@ class TorchReceiver:
     def _fail(self, error: SarathiError) -> None:
         self._inbox.put(error)
         self._on_failure(error)
+
+
+def _wait(work: dist.Work, edge: Edge) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise peer_lost(edge.peer_name, error) from error
 
 
 def _as_sarathi_error(error: BaseException) -> SarathiError:

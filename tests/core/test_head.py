@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.core.head import HeadPlacement, moves_head
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow, StageTime
 
@@ -115,24 +113,6 @@ def test_what_draws_nothing_has_no_head_to_move() -> None:
     placement = HeadPlacement(cost(layers_of_last=12))
     assert [placement.choose(prompt(index, 64)) for index in range(6)] == [False] * 6
     assert placement.choose(prompt(6, 64, ends=True)), "the first that draws finds the last stage far behind"
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 200)), min_size=1, max_size=60),
-    layers=st.integers(6, 10),
-)
-def test_the_ends_differ_by_no_more_than_a_head_in_all(sizes: list[tuple[int, int]], layers: int) -> None:
-    """By the model that nothing has corrected, of heads that are all alike."""
-    model = cost(layers_of_last=layers)
-    placement = HeadPlacement(model)
-    ahead = 0.0
-    for index, (count, tokens) in enumerate(sizes):
-        microbatch = decodes(index, count) if count else prompt(index, 1 + tokens)
-        there = placement.choose(microbatch)
-        off_s, head_s = (layers / 8 - 1) * FIRST.seconds(model.row(Load.of(microbatch))), HEAD_S * max(1, count)
-        ahead += off_s / head_s if abs(off_s) >= head_s / 2 else 0.0
-        assert there == (count > 0 and ahead > 0)
-        ahead = max(-1.0, min(1.0, ahead + (0 if not count else -1 if there else 1)))
 
 
 def test_late_times_of_other_microbatches_are_not_taken_for_this_one() -> None:

@@ -17,6 +17,7 @@ from sarathi_pp.errors import ConfigError, RowError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
+TRANSPORTS = ("auto", "gloo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +124,11 @@ class RunConfig:
     stages: of each replica, and tensor_parallel_size ranks hold each of them. max_num_seqs: of a replica.
     Sizes ending in _bytes are bytes. join_timeout_s: how long a rank waits for the others to come. debug_nan: find
     the first stage whose output is not finite. head: "last" keeps the head on the last stage; "auto" lets the first one
-    compute it too, where that makes their times equal (`moves_head`). enforce_eager: no CUDA graphs. emulate: a profile
-    whose stages sleep their modelled time, in place of a model. profile: what was measured of the model, which then
-    decides layer split, chunk size and inflight where they are None. `sampling_overrides` holds only what the user
-    named on the command line; the model's generation_config.json fills what is left.
+    compute it too, where that makes their times equal (`moves_head`). transport: "gloo" for all activations and
+    headers; "auto" what is quickest between each two ranks. enforce_eager: no CUDA graphs. emulate: a profile whose
+    stages sleep their modelled time, in place of a model. profile: what was measured of the model, which then decides
+    layer split, chunk size and inflight where they are None. `sampling_overrides` holds only what the user named on the
+    command line; the model's generation_config.json fills what is left.
     """
 
     model: str
@@ -152,6 +154,7 @@ class RunConfig:
     debug_nan: bool = False
     enforce_eager: bool = False
     head: str = "auto"
+    transport: str = "auto"
     run_dir: Path | None = None
     emulate: Path | None = None
     profile: Path | None = None
@@ -167,7 +170,8 @@ class RunConfig:
             value = getattr(self, name)
             absent = value is None and name not in sizes
             _demand(absent or (_is_int(value) and value >= 1), name, value, "an integer of at least 1")
-        for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("head", HEADS)):
+        chosen = {"dtype": DTYPES, "device": DEVICES, "head": HEADS, "transport": TRANSPORTS}
+        for name, choices in chosen.items():
             _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
         split = self.layer_split
         _demand(

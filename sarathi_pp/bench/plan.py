@@ -36,9 +36,9 @@ from sarathi_pp.model.tensor import Split, TensorShard
 from sarathi_pp.model.weights import ReadCount, stage_tensors
 from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, resolve
 from sarathi_pp.runtime.fetch import find_model
-from sarathi_pp.runtime.job import choose_device
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
+from sarathi_pp.runtime.standing import choose_device
 from sarathi_pp.runtime.tuning import estimated_cost, profile_mismatch, tuned
 from sarathi_pp.sim.workload import Workload
 

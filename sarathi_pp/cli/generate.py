@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
-from sarathi_pp.config import DEVICES, DTYPES, HEADS, RunConfig, stages_among
+from sarathi_pp.config import DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 
 if TYPE_CHECKING:
@@ -159,6 +159,14 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     "makes their times equal.",
 )
 @click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="auto: memory that ranks of a host have in common where they compute on CPU, NCCL between GPUs, else gloo; "
+    "gloo: that alone.",
+)
+@click.option(
     "--peer-timeout",
     type=float,
     default=60.0,
@@ -292,6 +300,7 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         debug_nan=options["debug_nan"],
         enforce_eager=options["enforce_eager"],
         head=options["head"],
+        transport=options["transport"],
         run_dir=options["run_dir"],
         sampling_overrides=named,
     )

@@ -142,6 +142,10 @@ class PanelLinear(nn.Module):
     def num_bytes(self) -> int:
         return self._panels.numel() * self._panels.itemsize
 
+    def addresses(self) -> tuple[int, int]:
+        """Of the panels, and of the (out_features,) float32 that sums begin with."""
+        return self._panels.data_ptr(), self._begin.data_ptr()
+
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"
         rows, words = x.reshape(-1, self.in_features).contiguous(), self.in_features // 2

@@ -34,6 +34,7 @@ from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.model.paged import PAGED, PagedCall
+from sarathi_pp.model.stack import stack
 from sarathi_pp.model.support import ConfigFile, check_shards, find_family
 from sarathi_pp.model.tensor import Split, TensorShard
 from sarathi_pp.model.weights import ReadCount, stage_tensors
@@ -152,6 +153,7 @@ def load_stage(
         )
     count = ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
+    stack(getattr(module.get_submodule(family.base), family.layers))
     windows = layer_windows(config, family)
     return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes)
 

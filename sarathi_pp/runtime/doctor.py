@@ -32,10 +32,10 @@ from sarathi_pp.runtime.capacity import kv_budget_bytes, room_bytes
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import read_generation_config
 from sarathi_pp.runtime.interface import choose_interface
-from sarathi_pp.runtime.job import choose_device
 from sarathi_pp.runtime.place import Place, expected_place
+from sarathi_pp.runtime.standing import Standing, choose_device, stand
 from sarathi_pp.runtime.text import Tokenizer
-from sarathi_pp.runtime.transport import Standing, choose_transport, has_gloo, has_nccl, stand
+from sarathi_pp.runtime.transport import choose_transport, has_gloo, has_nccl
 
 SCHEMA = 1
 
@@ -173,7 +173,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
 def _transport(device: torch.device) -> Iterator[Finding]:
     """Of stages on this machine, one a GPU where there are any."""
     host, gpus = platform.node(), torch.cuda.device_count() if device.type == "cuda" else 0
-    standings = [stand(torch.device("cuda", index), host) for index in range(gpus)]
+    standings = [stand(torch.device("cuda", index), host, nccl=has_nccl()) for index in range(gpus)]
     chosen = choose_transport(standings if gpus > 1 else [*standings, Standing(host, None, nccl=False)] * 2)
     if not has_gloo():
         lacks = "this torch has none, and ranks agree over it"

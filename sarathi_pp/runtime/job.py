@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,8 +25,9 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.shares import most_held
-from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, SarathiError, error_class
+from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
 from sarathi_pp.model.support import ModelFacts
+from sarathi_pp.runtime.agreement import Agreement
 from sarathi_pp.runtime.align import Offset, align
 from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, resolve
 from sarathi_pp.runtime.cuda_timer import CudaTimer
@@ -34,18 +35,18 @@ from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.emulated import EmulatedStages, over_link
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.gather import gather
-from sarathi_pp.runtime.passport import passport, require_equal, software
-from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.passport import passport, software
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.stage import StageMaker
+from sarathi_pp.runtime.standing import Standing, choose_device, stand
 from sarathi_pp.runtime.topology import Topology
-from sarathi_pp.runtime.transport import Standing, choose_transport, nccl_lanes, stand
+from sarathi_pp.runtime.transport import choose_transport, has_nccl, nccl_lanes
 from sarathi_pp.runtime.tuning import estimated_cost
 from sarathi_pp.runtime.watchdog import Watchdog
-from sarathi_pp.runtime.wires import open_post, open_wires
+from sarathi_pp.runtime.wires import num_buffers, open_post, open_wires
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
@@ -54,10 +55,9 @@ from sarathi_pp.trace.replicas import figures
 from sarathi_pp.trace.summary import Analyse
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.channel import Receiver
+from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.post import Remote
-from sarathi_pp.wire.torch_channel import Payloads
-
-T = TypeVar("T")
+from sarathi_pp.wire.shared_memory import MAX_SLOTS
 
 _log = logging.getLogger(__name__)
 
@@ -97,32 +97,33 @@ class Job:
         self._model_dir = model_dir
         self._watchdog = watchdog
         self._lost: dict[int, SarathiError] = {}
+        ranks = Agreement(topology)
         torch.set_num_threads(place.num_threads())
-        self._agree(lambda: passport(config, facts), must_match=True)
-        standings = [Standing(**found) for found in self._agree(self._choose_device)]
-        own = standings[place.rank]
+        ranks.each(lambda: passport(config, facts), must_match=True)
+        standings = [Standing(**found) for found in ranks.each(self._choose_device)]
+        own, self._on_cpu = standings[place.rank], all(one.gpu is None for one in standings)
         self._sharers = sum((one.host, one.gpu) == (own.host, own.gpu) for one in standings)
-        self._transport = choose_transport(standings)
+        self._transport = choose_transport(standings, config.transport)
         _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
         mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
-        first = self._agree(lambda: mine)[0]
+        first = ranks.each(lambda: mine)[0]
         self._run_dir = run_dir.joining(
             Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
         )
         located(self._run_dir)
-        layers = self._alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
+        layers = ranks.alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
         self._moves_head = self._may_move_head(standings)
         self._shards = topology.open_shards(config.peer_timeout_s, self._transport.name)
-        self._agree(self._choose_stages)
+        ranks.each(self._choose_stages)
         maker = self._maker
         self.layers = layers[seat.stage]
-        loaded = self._agree(lambda: self._load(self.layers))
+        loaded = ranks.each(lambda: self._load(self.layers))
         self._moves_head = all(loaded[mesh.leader(replica)]["head"] for replica in range(mesh.replicas))
-        stages = self._agree(lambda: {"pages": maker.count_pages(self.layers)})
+        stages = ranks.each(lambda: {"pages": maker.count_pages(self.layers)})
         self._max_pages = min(stage["pages"] for stage in stages)
-        self.run: ResolvedRun = self._alike(
+        self.run: ResolvedRun = ranks.alike(
             lambda: resolve(
                 config,
                 facts,
@@ -135,12 +136,12 @@ class Job:
                 moves_head=self._moves_head,
             )
         )
-        self._agree(self._make_stage)
+        ranks.each(self._make_stage)
         longest = self.run.max_model_len
         self._stage.warm_up(min(self.run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS))
-        homes = self._agree(lambda: {"identity": self._run_dir.identity()})
+        homes = ranks.each(lambda: {"identity": self._run_dir.identity()})
         self._sends_trace = homes[0] != homes[place.rank]
-        self._agree(lambda: self._open_trace(alone=self._sends_trace))
+        ranks.each(lambda: self._open_trace(alone=self._sends_trace))
         self._offset = align(self._topology, clock.now, range(mesh.replicas))
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
@@ -249,7 +250,12 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""
         hosts = [self._topology.hosts[rank] for rank in self.mesh.ranks]
-        found = {"hosts": hosts, "transport": self._transport.name, **self._memory()}
+        found = {
+            "hosts": hosts,
+            "transport": self._transport.name,
+            "shared_memory_edges": self._topology.shared_edges,
+            **self._memory(),
+        }
         return {**dataclasses.asdict(self.run), **found, **software(), "fingerprint": self.facts.fingerprint}
 
     def serve(self) -> None:
@@ -318,17 +324,16 @@ class Job:
     def _choose_device(self) -> dict[str, Any]:
         """Whose memory the device has: the same of ranks that share it, whoever started them."""
         self.device = choose_device("cpu" if self._profile is not None else self._config.device, self.place)
-        return dataclasses.asdict(stand(self.device, os.uname().nodename))
+        return dataclasses.asdict(stand(self.device, os.uname().nodename, nccl=has_nccl()))
 
     def _may_move_head(self, standings: Sequence[Standing]) -> bool:
         """As far as is known before the first stage has loaded it."""
         mesh, profile, head = self.mesh, self._profile, self._config.head
         if profile is not None:
             return moves_head(head, profile.device, mesh.stages, profile.tensor_parallel_size)
-        on_cpu = all(standing.gpu is None for standing in standings)
         # Else last bits would show whose product it was, which hangs on times.
         alike = len({standing.arithmetic for standing in standings}) == 1
-        return moves_head(head, "cpu" if on_cpu else "cuda", mesh.stages, mesh.shards) and alike
+        return moves_head(head, "cpu" if self._on_cpu else "cuda", mesh.stages, mesh.shards) and alike
 
     def _choose_stages(self) -> dict[str, Any]:
         """What an attention backend needs may be installed on some hosts alone."""
@@ -362,34 +367,13 @@ class Job:
         self._stage = self._maker.make(self.run, self.layers, self.dtype)
         return {}
 
-    def _alike(self, work: Callable[[], T]) -> T:
-        """What every rank does alike; an error is then the same on all of them, and rank 0's to show."""
-        try:
-            return work()
-        except SarathiError as error:
-            error.agreed = True
-            raise
-
-    def _agree(self, work: Callable[[], dict[str, Any]], *, must_match: bool = False) -> list[dict[str, Any]]:
-        """Every rank's answer; an error on any of them is raised on all, so that none waits for one that left."""
-        try:
-            mine: dict[str, Any] = {"answer": work()}
-        except SarathiError as error:
-            mine = {"error": str(error), "class": type(error).__name__}
-        answers = self._topology.exchange(mine)
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                raise _agreed_error(self.mesh.title(rank), answer, self.place)
-        facts = [answer["answer"] for answer in answers]
-        if must_match:
-            require_equal(facts)
-        return facts
-
     def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
         """The way in, and what computes and sends."""
         run, clock, mesh = self.run, self._clock, self.mesh
         by_nccl = self._transport.name == "nccl"
-        self._topology.open_edges(run.peer_timeout_s, nccl_lanes(self.device, clock) if by_nccl else None)
+        self._topology.open_edges(
+            run.peer_timeout_s, nccl_lanes(self.device, clock) if by_nccl else None, share=self._may_share(run)
+        )
         # The senders' heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
         runner: list[StageRunner] = []
         activations = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
@@ -417,6 +401,10 @@ class Job:
             )
         )
         return over_link(wires.way_in, self._profile, self.seat.stage, mesh.stages, clock), runner[0]
+
+    def _may_share(self, run: ResolvedRun) -> bool:
+        """Whether edges are to go through memory that two ranks of a host have in common: what lies there is on CPU."""
+        return self._config.transport == "auto" and self._on_cpu and num_buffers(run) <= MAX_SLOTS
 
     def _spent_in_sums(self) -> float:
         assert self._shards is not None
@@ -470,24 +458,6 @@ class Job:
         if self._profile is None:
             held = kv_cache_bytes(self.run, self.facts.sharded(self.mesh.shards), self.dtype)
         return {"kv_cache_bytes": held, "max_pages": self._max_pages}
-
-
-def choose_device(wish: str, place: Place) -> torch.device:
-    """The device of this rank. Ranks share a GPU where there are more of them than GPUs."""
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if wish == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _agreed_error(title: str, answer: dict[str, Any], place: Place) -> SarathiError:
-    where = f"{title}: " if place.world_size > 1 else ""
-    error = error_class(answer["class"])(where + answer["error"])
-    error.agreed = True
-    return error
 
 
 def _peak_rss_bytes() -> int:

@@ -24,22 +24,28 @@ from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place, variable
 from sarathi_pp.runtime.store import open_store
 from sarathi_pp.runtime.transport import Lanes, surroundings
 from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.channel import Receiver, Sender
+from sarathi_pp.wire.codec import SMALL_FRAME_BYTES
 from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.mesh import Mesh
-from sarathi_pp.wire.order import edges, forward_edges
+from sarathi_pp.wire.message import Payloads
+from sarathi_pp.wire.order import edges, forward_edges, stage_edges
 from sarathi_pp.wire.shard_group import ShardGroup
-from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
+from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, knock
+from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
 # How long a store may take to tell who has come: that of a host which is gone would take for ever.
 _TOLD_S = 2.0
 _PIECE_BYTES = 4 << 20
 _LOOK_EVERY_S = 0.001
+# For heartbeats and a goodbye.
+_BESIDE_BUFFERS = 2
 
 
 class Topology:
     """The run's processes: one control group for set-up and the end, one group per directed edge in between.
 
-    mesh: who sits where, on what was joined. hosts: of the ranks, by rank.
+    mesh: who sits where, on what was joined. hosts: of the ranks, by rank. shared_edges: those through shared memory.
     """
 
     def __init__(self, place: Place, join_timeout_s: float, peer_timeout_s: float, mesh: Mesh | None = None) -> None:
@@ -57,6 +63,8 @@ class Topology:
         self.hosts = [socket.gethostname()]
         self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
+        self._ways: dict[tuple[int, int], socket.socket] = {}
+        self.shared_edges: list[tuple[int, int]] = []
         if place.world_size == 1:
             return
         clock = SystemClock()
@@ -89,21 +97,43 @@ class Topology:
         """With its host and pid, for messages."""
         return self._names[rank]
 
-    def open_edges(self, peer_timeout_s: float, lanes: Lanes | None = None) -> None:
+    def open_edges(self, peer_timeout_s: float, lanes: Lanes | None = None, *, share: bool = False) -> None:
         """Fresh communicators for every edge, on which a peer may be silent for peer_timeout_s.
 
-        lanes: of activations, beside the edges that carry any. Raises PeerLostError where one does not open.
+        lanes: of activations, beside the edges that carry any. share: memory, where ranks have it in common. Raises
+        PeerLostError where one does not open.
         """
         for edge in edges(self.mesh):
             group = self._new_group(edge, peer_timeout_s, "gloo")
             if self.place.rank in edge:
                 self._edge_groups[edge] = group
+        if share:
+            self._open_ways()
         if lanes is None:
             return
         for edge in forward_edges(self.mesh):
             group = self._new_group(edge, peer_timeout_s, lanes.backend)
             if self.place.rank in edge:
                 self._lanes[edge] = self._open_lane(edge, group, lanes)
+
+    def _open_ways(self) -> None:
+        """Between ranks that reach each other's sockets. Afterwards all know which do."""
+        mine, wanted = self.place.rank, stage_edges(self.mesh)
+        doors = {source: Door() for source, target in wanted if target == mine}
+        told = self.exchange({"doors": {source: door.name for source, door in doors.items()}})
+        reached = []
+        for source, target in wanted:
+            if source == mine and (way := knock(told[target]["doors"][str(mine)])) is not None:
+                self._ways[source, target] = way
+                reached.append(target)
+        by_rank = self.exchange({"reached": reached})
+        self.shared_edges = [(source, target) for source, target in wanted if target in by_rank[source]["reached"]]
+        for source, door in doors.items():
+            if (source, mine) in self.shared_edges:
+                if (came := door.admit(self._patience_s)) is None:
+                    raise PeerLostError(f"{self._names[source]} has not come within {self._patience_s:g} s")
+                self._ways[source, mine] = came
+            door.close()
 
     def open_shards(self, peer_timeout_s: float, backend: str) -> ShardGroup | None:
         """This rank's part in its stage; None where it holds one alone. Every rank calls it."""
@@ -175,10 +205,23 @@ class Topology:
         num_buffers: int,
         progress: Callable[[], tuple[int, bool]],
         on_failure: Callable[[SarathiError], None],
-    ) -> TorchSender:
+    ) -> Sender[torch.Tensor]:
         """This rank's end of the edge to that one."""
-        edge = self._edge(self.place.rank, target, target, frame_bytes, payloads)
-        return TorchSender(edge, num_buffers=num_buffers, progress=progress, on_failure=on_failure)
+        name, way = self._names[target], self._ways.get((self.place.rank, target))
+        if way is None:
+            edge = self._edge(self.place.rank, target, target, frame_bytes, payloads)
+            return TorchSender(edge, num_buffers=num_buffers, progress=progress, on_failure=on_failure)
+        beside = self._edge(self.place.rank, target, target, SMALL_FRAME_BYTES, Payloads.none())
+        return SharedSender(
+            way,
+            name,
+            lambda failed: TorchSender(beside, num_buffers=1, progress=progress, on_failure=failed),
+            on_failure,
+            num_slots=num_buffers,
+            slot_bytes=payloads.max_bytes(frame_bytes),
+            now=SystemClock().now,
+            timeout_s=self._patience_s,
+        )
 
     def receiver(
         self,
@@ -189,11 +232,28 @@ class Topology:
         now: Callable[[], float],
         peer_timeout_s: float,
         on_failure: Callable[[SarathiError], None],
-    ) -> TorchReceiver:
+    ) -> Receiver[torch.Tensor]:
         """This rank's end of the edge from that one."""
-        edge = self._edge(source, self.place.rank, source, frame_bytes, payloads)
-        return TorchReceiver(
-            edge, num_buffers=num_buffers, now=now, peer_timeout_s=peer_timeout_s, on_failure=on_failure
+        name, way = self._names[source], self._ways.get((source, self.place.rank))
+
+        def over_gloo(edge: Edge, num_buffers: int, failed: Callable[[SarathiError], None]) -> TorchReceiver:
+            return TorchReceiver(
+                edge, num_buffers=num_buffers, now=now, peer_timeout_s=peer_timeout_s, on_failure=failed
+            )
+
+        if way is None:
+            edge = self._edge(source, self.place.rank, source, frame_bytes, payloads)
+            return over_gloo(edge, num_buffers, on_failure)
+        beside = self._edge(source, self.place.rank, source, SMALL_FRAME_BYTES, Payloads.none())
+        return SharedReceiver(
+            way,
+            name,
+            lambda failed: over_gloo(beside, _BESIDE_BUFFERS, failed),
+            on_failure,
+            num_slots=num_buffers,
+            frame_bytes=frame_bytes,
+            payloads=payloads,
+            now=now,
         )
 
     def _edge(self, source: int, target: int, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:
@@ -233,6 +293,8 @@ class Topology:
                 file.write(piece.numpy().tobytes())
 
     def leave(self) -> None:
+        for way in self._ways.values():
+            way.close()
         if self.place.world_size > 1:
             dist.destroy_process_group()
 

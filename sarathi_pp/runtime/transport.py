@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from sarathi_pp.runtime.cuda_timer import CudaMark, CudaTimer
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE
+from sarathi_pp.runtime.standing import Standing
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Landing
 from sarathi_pp.wire.lane import SideStream
@@ -23,18 +19,6 @@ from sarathi_pp.wire.lane import SideStream
 # What a lost peer means is told by the edge beside the lane. Left alone, a thread of torch's would abort the process
 # before it has said so, and another one a process whose device is slow.
 _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a rank computes. gpu: its uuid, None on CPU. nccl: whether its torch has it. arithmetic: where this is the
-    same, the same product has the same bits.
-    """
-
-    host: str
-    gpu: str | None
-    nccl: bool
-    arithmetic: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +38,12 @@ class Lanes:
     new_stream: Callable[[], SideStream]
 
 
-def choose_transport(standings: Sequence[Standing]) -> Transport:
+def choose_transport(standings: Sequence[Standing], wish: str = "auto") -> Transport:
     """NCCL where every rank has a GPU to itself, which it insists on; the host's memory and gloo otherwise."""
     if len(standings) == 1:
         return Transport("gloo", "one stage sends nothing")
+    if wish == "gloo":
+        return Transport("gloo", "--transport gloo")
     seen: dict[tuple[str, str], int] = {}
     for rank, standing in enumerate(standings):
         if standing.gpu is None:
@@ -68,23 +54,6 @@ def choose_transport(standings: Sequence[Standing]) -> Transport:
         if other != rank:
             return Transport("gloo", f"ranks {other} and {rank} share a GPU")
     return Transport("nccl", "every rank has a GPU to itself")
-
-
-def stand(device: torch.device, host: str) -> Standing:
-    """Of a rank that computes on this device."""
-    if device.type != "cuda":
-        return Standing(host, None, nccl=False, arithmetic=_arithmetic())
-    return Standing(host, str(torch.cuda.get_device_properties(device).uuid), dist.is_nccl_available())
-
-
-def _arithmetic() -> str:
-    """What a CPU's kernels are chosen by: its instructions, threads, and numba, with which some are compiled."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    features = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    numba = version("numba") if find_spec("numba") is not None else ""
-    capability = torch.backends.cpu.get_cpu_capability()
-    told = f"{platform.machine()} {features} {capability} {torch.get_num_threads()} {numba}"
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def has_gloo() -> bool:

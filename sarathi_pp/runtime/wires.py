@@ -13,9 +13,9 @@ from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire import codec, post
 from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender
+from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.order import downstream, forward_edges, upstream
 from sarathi_pp.wire.post import PostReceiver, PostSender, Remote
-from sarathi_pp.wire.torch_channel import Payloads
 
 # Parcels under way between rank 0 and the leader of another replica.
 _POST_BUFFERS = 8
@@ -37,6 +37,11 @@ class Wires:
     shards: tuple[Sender[Tensor], ...]
 
 
+def num_buffers(run: ResolvedRun) -> int:
+    """Messages for which an edge has room: all microbatches in flight, and a goodbye."""
+    return run.inflight + 1
+
+
 def open_wires(
     topology: Topology,
     run: ResolvedRun,
@@ -51,7 +56,7 @@ def open_wires(
     A leader that is the last stage too is its own neighbour.
     """
     mesh, rank = topology.mesh, topology.place.rank
-    seat, num_buffers = mesh.seat(rank), run.inflight + 1
+    seat, buffers = mesh.seat(rank), num_buffers(run)
     returning = mesh.rank(seat.replica, mesh.stages - 1), mesh.leader(seat.replica)
     frame_bytes = codec.max_frame_bytes(
         max_tokens=run.max_microbatch_tokens,
@@ -69,16 +74,16 @@ def open_wires(
         return rows if edge == returning and run.moves_head else Payloads.none()
 
     def sender(to: int) -> Sender[Tensor]:
-        return topology.sender(to, frame_bytes, payloads((rank, to)), num_buffers, progress, on_loss)
+        return topology.sender(to, frame_bytes, payloads((rank, to)), buffers, progress, on_loss)
 
     source, target = upstream(mesh, seat), downstream(mesh, seat)
     if source == rank:
-        channel: QueueChannel[Tensor] = QueueChannel(clock.now, num_buffers)
+        channel: QueueChannel[Tensor] = QueueChannel(clock.now, buffers)
         way_in: Receiver[Tensor] = channel
         way_out: Sender[Tensor] = channel
     else:
         way_in = topology.receiver(
-            source, frame_bytes, payloads((source, rank)), num_buffers, clock.now, run.peer_timeout_s, on_loss
+            source, frame_bytes, payloads((source, rank)), buffers, clock.now, run.peer_timeout_s, on_loss
         )
         way_out = NoSender() if target is None else sender(target)
     others = mesh.shard_ranks(seat.replica, 0)[1:] if seat.leads else ()

@@ -19,7 +19,12 @@ Edges = tuple[tuple[int, int], ...]
 
 def edges(mesh: Mesh) -> Edges:
     """(sender, receiver) of every edge between different ranks."""
-    return (*forward_edges(mesh), *_return_edges(mesh), *_header_edges(mesh), *_request_edges(mesh))
+    return (*stage_edges(mesh), *_request_edges(mesh))
+
+
+def stage_edges(mesh: Mesh) -> Edges:
+    """Those that microbatches and their results take."""
+    return (*forward_edges(mesh), *_return_edges(mesh), *_header_edges(mesh))
 
 
 def forward_edges(mesh: Mesh) -> Edges:

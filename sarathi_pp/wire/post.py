@@ -17,7 +17,7 @@ from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import Receiver, Sender
 from sarathi_pp.wire.codec import Goodbye, Parcel
-from sarathi_pp.wire.torch_channel import Payloads
+from sarathi_pp.wire.message import Payloads
 
 _PARCEL_BYTES = 64 << 10
 

@@ -13,7 +13,6 @@ lane. Texts are taken out of their buffers as they come: what is under way is bo
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from collections import deque
@@ -23,35 +22,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
-from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, Heartbeat, MicroBatchFrame, Parcel
+from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
 from sarathi_pp.wire.lane import Lane
+from sarathi_pp.wire.message import Payloads, announced_rows, read, write
 
 HEARTBEAT_S = 1.0
 GOODBYE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Payloads:
-    """Activations as an edge carries them: up to max_tokens rows of row_shape, on this rank's device.
-
-    Of an edge of texts, the largest parcel. Where nothing but frames travels rows are empty.
-    """
-
-    max_tokens: int
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def none(cls) -> Payloads:
-        return cls(0, (0,), torch.uint8, torch.device("cpu"))
-
-    def num_bytes(self, num_tokens: int) -> int:
-        return num_tokens * math.prod(self.row_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +54,7 @@ class Edge:
         """The largest legal message: a frame, and the payload where that travels behind it."""
         if self.lane is not None:
             return self.frame_bytes
-        return self.frame_bytes + self.payloads.num_bytes(self.payloads.max_tokens) + codec.TRAILER_BYTES
+        return self.payloads.max_bytes(self.frame_bytes)
 
     def buffer(self) -> torch.Tensor:
         """One message's bytes. On CPU untouched until used, so that a large bound costs no memory by itself.
@@ -152,23 +131,12 @@ class TorchSender:
         """
         lane = self._edge.lane
         behind = payload if lane is None else None
-        payload_bytes = 0 if behind is None else behind.numel() * behind.element_size()
         if behind is not None and behind.device.type == "cuda":
             # Copying it to the host waits for the device in any case; heartbeats must not wait with it.
             torch.cuda.current_stream(behind.device).synchronize()
         with self._order:
-            head = codec.encode(frame, self._number, payload_bytes)
-            end = len(head) + payload_bytes
-            size = end + (codec.TRAILER_BYTES if payload_bytes else 0)
-            if size > self._edge.message_bytes:  # gloo would abort the peer
-                raise ProtocolError(
-                    f"a message of {size} bytes, and {self._edge.peer_name} takes {self._edge.message_bytes}"
-                )
             buffer = self._spare.popleft()
-            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-            if behind is not None:
-                buffer[len(head) : end].view(behind.dtype).view(behind.shape).copy_(behind)
-                buffer[end:size] = torch.frombuffer(bytearray(codec.trailer(self._number)), dtype=torch.uint8)
+            size = write(buffer, frame, self._number, behind)  # more than that, and gloo would abort the peer
             self._number += 1
             try:
                 self._outbox.put((self._begin(buffer[:size]), buffer))
@@ -291,47 +259,37 @@ class TorchReceiver:
 
     def _deliver(self, buffer: _Buffer) -> bool:
         """Pass one message on; True when it was the last."""
-        envelope = codec.decode(memoryview(buffer.message.numpy()))  # type: ignore[arg-type]
+        envelope, behind = read(buffer.message)
         self._numbers.check(envelope.number)
-        frame, start = envelope.frame, envelope.payload_start
-        behind = buffer.message[start : start + envelope.payload_bytes]
-        if not isinstance(frame, (MicroBatchFrame, HeadFrame, Parcel)) and behind.numel():
-            raise ProtocolError(f"a {type(frame).__name__} with {behind.numel()} bytes of payload")
+        frame = envelope.frame
         if isinstance(frame, Heartbeat):
             self._watch(frame)
             self._free.put(buffer)
             return False
         self._stalled_since = None
-        payload = landed = None
         if isinstance(frame, Parcel):
             # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
             self._inbox.put(Message(frame, behind.clone(), self._now(), lambda: None))
             self._free.put(buffer)
             return False
-        if isinstance(frame, MicroBatchFrame):
-            payload, landed = self._payload(frame.microbatch, frame.microbatch.num_tokens, behind, buffer.rows)
-        elif isinstance(frame, HeadFrame):
-            payload, landed = self._payload(frame, frame.num_rows, behind, buffer.rows)
+        payload, landed = self._payload(frame, behind, buffer.rows)
         self._inbox.put(Message(frame, payload, self._now(), lambda: self._free.put(buffer), landed))
         return isinstance(frame, Goodbye)
 
     def _payload(
-        self, what: MicroBatch | HeadFrame, num_rows: int, behind: torch.Tensor, rows: torch.Tensor | None
+        self, frame: Frame, behind: torch.Tensor, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Landing | None]:
-        """The activations as (rows, *row_shape): of the bytes behind the frame a view on CPU and a copy on devices;
-        or what comes by the lane, and when. None where the edge carries none.
-        """
-        lane, payloads = self._edge.lane, self._edge.payloads
-        expected = payloads.num_bytes(num_rows) if lane is None else 0
-        if behind.numel() != expected:
-            raise ProtocolError(f"{what} came with {behind.numel()} bytes of activations, not {expected}")
+        """The activations, and when they are there, where they come by the lane."""
+        lane = self._edge.lane
         if lane is None or rows is None:
-            if not payloads.num_bytes(1):
-                return None, None
-            shape = (num_rows, *payloads.row_shape)
-            return behind.view(payloads.dtype).view(shape).to(payloads.device, non_blocking=True), None
+            return self._edge.payloads.rows(frame, behind), None
+        num_rows = announced_rows(frame)
+        if behind.numel():
+            raise ProtocolError(f"{frame} came with {behind.numel()} bytes of activations, not 0")
         if num_rows > len(rows):
-            raise ProtocolError(f"{what} has {num_rows} rows; {len(rows)} are legal")
+            raise ProtocolError(f"{frame} has {num_rows} rows; {len(rows)} are legal")
+        if not num_rows:
+            return None, None
         filled = rows[:num_rows]
         return filled, lane.receive(filled)
 

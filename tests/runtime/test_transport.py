@@ -11,8 +11,9 @@ from sarathi_pp.errors import PeerLostError
 from sarathi_pp.runtime import topology
 from sarathi_pp.runtime.interface import Interface
 from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.standing import Standing, stand
 from sarathi_pp.runtime.topology import Topology
-from sarathi_pp.runtime.transport import Lanes, Standing, Transport, choose_transport, stand, surroundings
+from sarathi_pp.runtime.transport import Lanes, Transport, choose_transport, surroundings
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.mesh import Mesh
 
@@ -34,8 +35,12 @@ def test_the_choice_and_its_reason(standings, expected):
     assert choose_transport(standings) == expected
 
 
+def test_who_asks_for_gloo_gets_it():
+    assert choose_transport(ALONE, "gloo") == Transport("gloo", "--transport gloo")
+
+
 def test_a_rank_on_cpu_has_no_gpu_whatever_its_torch_can():
-    found = stand(torch.device("cpu"), "here")
+    found = stand(torch.device("cpu"), "here", nccl=True)
     assert found == Standing("here", None, nccl=False, arithmetic=found.arithmetic)
 
 
@@ -43,9 +48,9 @@ def test_ranks_with_other_threads_do_not_compute_alike() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one, again = (stand(torch.device("cpu"), "here").arithmetic for _ in range(2))
+        one, again = (stand(torch.device("cpu"), "here", nccl=True).arithmetic for _ in range(2))
         torch.set_num_threads(2)
-        two = stand(torch.device("cpu"), "here").arithmetic
+        two = stand(torch.device("cpu"), "here", nccl=True).arithmetic
     finally:
         torch.set_num_threads(before)
     assert one == again != two

@@ -71,7 +71,7 @@ class NumbaAttention:
         """See AttentionBackend. Scores, softmax and sums are float32; in lanes weights are rounded to bfloat16."""
         chunks, tiles = self._halves(inputs, query.dtype == torch.float32)
         limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
-        in_lanes = query.dtype == torch.bfloat16 and self._fits_lanes(kv)
+        in_lanes = query.dtype == torch.bfloat16 and self.fits_lanes(kv)
         rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits, in_lanes)
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
             query = query.contiguous()
@@ -96,7 +96,8 @@ class NumbaAttention:
             self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
         return self._split[1:]
 
-    def _fits_lanes(self, kv: KVShard) -> bool:
+    def fits_lanes(self, kv: KVShard) -> bool:
+        """Whether the kernels that are written with lanes read these pages."""
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
         return fits and self._has_lanes and kv.dtype == torch.bfloat16
 

@@ -1,0 +1,44 @@
+"""Calling a kernel's machine code from another kernel, by its address.
+
+A kernel that is called by name is optimised once more together with its caller, and then sums up in another order where
+it may. By its address it stays what it is: every bit is that of the kernel called alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+
+def address_of(kernel: Any, signature: Any) -> int:
+    """Of a compiled kernel's code for arguments of these types, which lives as long as the kernel."""
+    kernel.compile(signature)
+    found = kernel.overloads[tuple(signature.args)]
+    return int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+
+
+def caller(signature: Any) -> Any:
+    """call(address, arguments) for code of that signature, which returns nothing; arguments: a tuple of them."""
+
+    def call(typing: Any, address: Any, arguments: Any) -> Any:
+        if len(arguments) != len(signature.args):
+            raise TypingError(f"{len(arguments)} arguments for {signature}")
+
+        def generate(context: Any, builder: Any, own: Any, given: Any) -> Any:
+            values = cgutils.unpack_tuple(builder, given[1], len(signature.args))
+            cast = [
+                context.cast(builder, value, found, wanted)
+                for value, found, wanted in zip(values, own.args[1], signature.args, strict=True)
+            ]
+            kind = context.call_conv.get_function_type(types.none, signature.args).as_pointer()
+            code = builder.inttoptr(given[0], kind)
+            context.call_conv.call_function(builder, code, types.none, signature.args, cast)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, arguments), generate
+
+    return intrinsic(call)

@@ -1,0 +1,183 @@
+"""The layers of a stage as one module, which runs them in one compiled call where it can; put in from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from sarathi_pp.model.fused import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.packed import PanelLinear
+from sarathi_pp.model.paged import PagedCall
+
+if TYPE_CHECKING:
+    from sarathi_pp.model.stack_kernel import Shape, Work
+
+
+def stack(layers: nn.ModuleList) -> bool:
+    """Makes one module of those that hold a stage's layers, if all are Llama's and alike; whether it did.
+
+    It stands in the place of the first; in those of the others nothing is done.
+    """
+    held = [index for index, layer in enumerate(layers) if isinstance(layer, Block)]
+    blocks = [layers[index] for index in held]
+    if not blocks or held != list(range(held[0], held[-1] + 1)) or len({_likeness(block) for block in blocks}) != 1:
+        return False
+    if _likeness(blocks[0]) is None:
+        return False
+    layers[held[0]] = Stack(blocks)
+    for index in held[1:]:
+        layers[index] = _Done()
+    return True
+
+
+def _likeness(block: Any) -> tuple[object, ...] | None:
+    """What must be the same of all layers; None where a part is none that the compiled call knows."""
+    attention, mlp, norms = block.self_attn, block.mlp, (block.input_layernorm, block.post_attention_layernorm)
+    known = type(attention) is RotaryAttention and type(mlp) is GatedMLP and all(type(n) is RowNorm for n in norms)
+    if not known:
+        return None
+    linears = attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj
+    if any(type(linear) is not PanelLinear for linear in linears):  # a tensor shard's are not all there is
+        return None
+    epsilons = {norm.epsilon for norm in norms}
+    if len(epsilons) != 1:
+        return None
+    has_norms = attention.query_norm is not None
+    sizes = tuple((linear.in_features, linear.out_features) for linear in linears)
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    return (*sizes, *heads, attention.scaling, *epsilons, has_norms, attention.epsilon)
+
+
+class _Done(nn.Module):
+    """In the place of a layer that another module has run."""
+
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return hidden
+
+
+class Stack(nn.Module):
+    """Blocks one after the other, bit for bit: in one call where a single thread computes and attention is numba's."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        super().__init__()
+        from sarathi_pp.model import stack_kernel  # numba is an optional package, and a slow import
+        from sarathi_pp.model.attention.numba import NumbaAttention
+
+        self._code = stack_kernel
+        self._numba = NumbaAttention
+        self.blocks = nn.ModuleList(blocks)
+        first = blocks[0]
+        self._attention = first.self_attn
+        self._inner_size = first.mlp.width
+        self._epsilon = first.input_layernorm.epsilon
+        self._layers: tuple[KVShard, NDArray[np.void]] | None = None
+        self._work: dict[str, Tensor] = {}
+        self._sinks = torch.full((first.self_attn.num_heads,), -torch.inf)
+
+    def forward(self, hidden_states: Tensor, **call: Any) -> Tensor:
+        paged: PagedCall = call["paged"]
+        if not self._in_one_call(paged):
+            for block in self.blocks:
+                hidden_states = block(hidden_states, **call)
+            return hidden_states
+        assert call.get("attention_mask") is None, "a mask was made; it would be T x T"
+        return self._run(hidden_states.contiguous(), call["position_embeddings"], paged)
+
+    def _in_one_call(self, paged: PagedCall) -> bool:
+        backend = paged.backend
+        return torch.get_num_threads() == 1 and isinstance(backend, self._numba) and backend.fits_lanes(paged.kv)
+
+    def _run(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: PagedCall) -> Tensor:
+        kv, inputs = paged.kv, paged.inputs
+        shape, num_rows = self._shape(kv.page_size), inputs.num_tokens
+        cos, sin = (one.contiguous() for one in position_embeddings)
+        # All goes by addresses: nothing behind it would notice.
+        assert x.shape == (1, num_rows, shape.hidden_size), f"{x.shape}, {num_rows} rows"
+        assert cos.shape == sin.shape == (1, num_rows, shape.head_dim), f"{cos.shape}, {sin.shape}"
+        assert {x.dtype, cos.dtype, sin.dtype, kv.dtype} == {torch.bfloat16}, f"{x.dtype}, {cos.dtype}, {kv.dtype}"
+        assert (kv.num_kv_heads, kv.head_dim) == (shape.num_kv_heads, shape.head_dim)
+        chunks = [
+            (span.first_row, span.num_tokens, span.start, span.first_page)
+            for span in inputs.spans
+            if span.num_tokens > 1
+        ]
+        decodes = [(span.first_row, span.end, span.first_page) for span in inputs.spans if span.num_tokens == 1]
+        places, ends, tables = np.array(decodes, np.int64).reshape(-1, 3).T.copy()
+        most_keys = max((end for _, end, _ in decodes), default=0)
+        most_chunk = max((rows for _, rows, _, _ in chunks), default=0)
+        call = self._code.Call(
+            num_rows=num_rows,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            write_pages=inputs.write_pages.data_ptr(),
+            write_offsets=inputs.write_offsets.data_ptr(),
+            pages=inputs.pages.data_ptr(),
+            num_decodes=len(decodes),
+            places=places.ctypes.data,
+            ends=ends.ctypes.data,
+            tables=tables.ctypes.data,
+            sinks=self._sinks.data_ptr(),
+        )
+        work = self._addresses(self._code.work_bytes(num_rows, most_keys, most_chunk, shape))
+        out, group = torch.empty_like(x), shape.num_heads // shape.num_kv_heads
+        code = self._code.code_for(shape.head_dim, group, kv.page_size)
+        told_of_chunks = np.array(chunks, np.int64).reshape(-1, 4)
+        layers = self._told_of_layers(kv, paged.windows)
+        self._code.run_stack(layers, code, shape, call, told_of_chunks, work, x.data_ptr(), out.data_ptr())
+        return out
+
+    def _shape(self, page_size: int) -> Shape:
+        attention = self._attention
+        return self._code.Shape(
+            hidden_size=attention.qkv.in_features,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            page_size=page_size,
+            inner_size=self._inner_size,
+            epsilon=self._epsilon,
+            head_epsilon=attention.epsilon,
+            scaling=np.float32(attention.scaling),
+            most_rows=self._code.rows_at_once(attention.num_heads // attention.num_kv_heads),
+            most_high_rows=attention.qkv.most_high_rows,  # of all products, when they have been tried
+        )
+
+    def _told_of_layers(self, kv: KVShard, windows: tuple[int | None, ...]) -> NDArray[np.void]:
+        """Made once for a KV shard."""
+        if self._layers is None or self._layers[0] is not kv:
+            told = [_layer(block, kv, windows) for block in self.blocks]
+            names = self._code.LAYER.names or ()
+            self._layers = kv, np.array([tuple(one[name] for name in names) for one in told], self._code.LAYER)
+        return self._layers[1]
+
+    def _addresses(self, needed: Work) -> Work:
+        """Memory that is kept: fresh one would be page faults at every call."""
+        for name, size in needed._asdict().items():
+            held = self._work.get(name)
+            if held is None or held.numel() < size:
+                self._work[name] = torch.empty(size, dtype=torch.uint8)
+        return self._code.Work(**{name: memory.data_ptr() for name, memory in self._work.items()})
+
+
+def _layer(block: Any, kv: KVShard, windows: tuple[int | None, ...]) -> dict[str, int]:
+    attention, mlp = block.self_attn, block.mlp
+    index = attention.layer_idx
+    found = {
+        "input_norm": block.input_layernorm.weight.data_ptr(),
+        "query_norm": 0 if attention.query_norm is None else attention.query_norm.data_ptr(),
+        "key_norm": 0 if attention.key_norm is None else attention.key_norm.data_ptr(),
+        "keys": kv.keys(index).data_ptr(),
+        "values": kv.values(index).data_ptr(),
+        "window": windows[index] or 0,
+        "norm": block.post_attention_layernorm.weight.data_ptr(),
+    }
+    linears = {"qkv": attention.qkv, "output": attention.o_proj, "gate_up": mlp.gate_up, "down": mlp.down_proj}
+    for name, linear in linears.items():
+        found[name], found[f"{name}_bias"] = linear.addresses()
+    return found

@@ -1,0 +1,286 @@
+"""Stage edges between ranks of one host, through memory that both map.
+
+    sender                                                 receiver
+      reserve, write -->  | slot | slot | slot |  --> read, release        a memfd
+                      --- slot 1, filled at t --->                         a Unix socket
+                      <-- slot 1 is free ---------
+
+Whoever waits for a message waits in the kernel for its own socket: nothing but the thread that computes need wake up
+for it, where over torch.distributed three threads do, one after the other. A message lies in its slot as it would
+travel, see wire/message.py. Saying that a slot is full, and hearing it, are system calls, which order what either side
+has written and reads: no fences are needed here.
+
+Sockets find each other by abstract names, which are of one network namespace: who can reach the other shares its
+memory, and ranks that cannot, on whatever host, have the other edge. Neither names nor memory outlive the processes.
+Beside it stays an edge of torch_channel. It carries heartbeats and a goodbye, and tells who is lost or hangs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.wire.channel import Message, NumberCheck
+from sarathi_pp.wire.codec import Frame, Goodbye
+from sarathi_pp.wire.message import Payloads, read, write
+
+# What is said over the socket, each a datagram: which slot is filled, since when on the host's clock; which is free.
+_FILLED = struct.Struct("<Id")
+_FREED = struct.Struct("<I")
+_SHAPE = struct.Struct("<II")
+# SO_PEERCRED: pid, uid, gid.
+_CREDENTIALS = struct.Struct("iII")
+
+
+# More than this many slots, and the socket might not hold what is said of all of them: kernels take at least 256.
+MAX_SLOTS = 128
+
+OnFailure = Callable[[SarathiError], None]
+
+
+class Beside(Protocol):
+    """An end of the other edge between the same two ranks."""
+
+    def close(self) -> None: ...
+
+
+MakeBeside = Callable[[OnFailure], Beside]
+
+
+class Door:
+    """Where the rank that will receive waits for the one that will send. name: how that one finds it."""
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.name = f"sarathi-pp-{secrets.token_hex(16)}"
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+
+    def admit(self, timeout_s: float) -> socket.socket | None:
+        """The first of this user's processes that has knocked; None where there is none within that time each."""
+        self._listener.settimeout(timeout_s)
+        try:
+            while True:
+                found, _ = self._listener.accept()
+                if _is_ours(found):
+                    return found
+                found.close()
+        except TimeoutError:
+            return None
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def knock(name: str) -> socket.socket | None:
+    """A way to the door of that name, None where none of this user's is to be found from here."""
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        found.connect(f"\0{name}")
+    except OSError:
+        found.close()
+        return None
+    if _is_ours(found):
+        return found
+    found.close()
+    return None
+
+
+def _is_ours(end: socket.socket) -> bool:
+    """Whether the other end is a process of this user's: anybody may use an abstract name."""
+    _, uid, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(uid == os.geteuid())
+
+
+class _End:
+    """What both have: the socket, the slots, and how the edge ended. See `SharedSender` and `SharedReceiver`.
+
+    way: stays open, to be closed when both ends have closed: the kernel breaks what is closed with something unread.
+    """
+
+    def __init__(self, way: socket.socket, peer_name: str, beside: MakeBeside, on_failure: OnFailure) -> None:
+        self._way = way
+        self._peer_name = peer_name
+        self._on_failure = on_failure
+        self._failure: SarathiError | None = None
+        self._beside = beside(self._fail)
+
+    def _fail(self, error: SarathiError) -> None:
+        """The edge has ended so, as the one beside found out on a thread of its own: whoever waits here wakes up."""
+        self._failure = error
+        with suppress(OSError):
+            self._way.shutdown(socket.SHUT_RDWR)
+        self._on_failure(error)
+
+    def _hear(self, timeout_s: float | None, form: struct.Struct) -> tuple[int | float, ...] | None:
+        """What the other end says next; None where nothing comes in time. Raises what ended the edge."""
+        self._way.settimeout(timeout_s)
+        try:
+            said = self._way.recv(form.size + 1)
+        except (TimeoutError, BlockingIOError):
+            return None
+        except OSError as error:
+            raise self._ended() from error
+        if not said:
+            raise self._ended()
+        if len(said) != form.size:
+            raise ProtocolError(f"{self._peer_name} said {len(said)} bytes where {form.size} are legal")
+        return form.unpack(said)
+
+    def _say(self, what: bytes) -> None:
+        """Who is no longer there to hear it has ended the edge, which whoever waits next is told."""
+        self._way.settimeout(None)
+        with suppress(OSError):
+            self._way.send(what)
+
+    def _ended(self) -> SarathiError:
+        return self._failure or PeerLostError(f"{self._peer_name} closed its connection: it died or left")
+
+
+class SharedSender(_End):
+    """The sending end; a Sender. One thread uses it.
+
+    way: to the receiving end. num_slots, slot_bytes: of the memory, as the other end makes it. now: the host's clock.
+    beside, on_failure: makes this end of the edge beside, whose end `on_failure` is told. timeout_s: how long the
+    receiving end may take to come. Raises PeerLostError, ProtocolError.
+    """
+
+    def __init__(
+        self,
+        way: socket.socket,
+        peer_name: str,
+        beside: MakeBeside,
+        on_failure: OnFailure,
+        *,
+        num_slots: int,
+        slot_bytes: int,
+        now: Callable[[], float],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(way, peer_name, beside, on_failure)
+        self._now = now
+        self._slots = self._take_slots(num_slots, _whole_pages(slot_bytes), timeout_s)
+        self._slot_bytes = slot_bytes
+        # The last one that became free is the first to be filled: it is the likeliest to be in a cache.
+        self._free = list(range(num_slots))
+        self._number = 0
+
+    def _take_slots(self, num_slots: int, slot_bytes: int, timeout_s: float) -> torch.Tensor:
+        self._way.settimeout(timeout_s)
+        try:
+            said, (memory, *_), _, _ = socket.recv_fds(self._way, _SHAPE.size, 1)
+        except (OSError, ValueError) as error:
+            raise PeerLostError(f"{self._peer_name} shares no memory within {timeout_s:g} s: {error}") from error
+        try:
+            if _SHAPE.unpack(said) != (num_slots, slot_bytes):
+                raise ProtocolError(
+                    f"{self._peer_name} shares {_SHAPE.unpack(said)} slots and bytes of each, not "
+                    f"{num_slots, slot_bytes}"
+                )
+            return _map(memory, num_slots, slot_bytes)
+        finally:
+            os.close(memory)
+
+    def reserve(self) -> None:
+        while (freed := self._hear(0 if self._free else None, _FREED)) is not None:
+            self._free.append(int(freed[0]))
+
+    def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
+        slot = self._free.pop()
+        write(self._slots[slot][: self._slot_bytes], frame, self._number, payload)
+        self._number += 1
+        self._say(_FILLED.pack(slot, self._now()))
+
+    def close(self) -> None:
+        if self._failure is None:
+            self.reserve()
+            self.send(Goodbye())
+        self._beside.close()
+
+
+class SharedReceiver(_End):
+    """The receiving end; a Receiver, whose messages' memory it makes. One thread uses it.
+
+    payloads, frame_bytes: of the largest legal message. The rest is as in SharedSender. Raises CapacityError where
+    there is no room.
+    """
+
+    def __init__(
+        self,
+        way: socket.socket,
+        peer_name: str,
+        beside: MakeBeside,
+        on_failure: OnFailure,
+        *,
+        num_slots: int,
+        frame_bytes: int,
+        payloads: Payloads,
+        now: Callable[[], float],
+    ) -> None:
+        super().__init__(way, peer_name, beside, on_failure)
+        self._payloads = payloads
+        self._now = now
+        self._numbers = NumberCheck()
+        self._slots = self._share_slots(num_slots, _whole_pages(payloads.max_bytes(frame_bytes)))
+
+    def _share_slots(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
+        """Untouched until used, so that a large bound costs no memory by itself."""
+        memory = os.memfd_create("sarathi-pp edge")
+        try:
+            os.ftruncate(memory, num_slots * slot_bytes)
+            slots = _map(memory, num_slots, slot_bytes)
+            with suppress(OSError):  # who has left meanwhile is missed at the first wait
+                socket.send_fds(self._way, [_SHAPE.pack(num_slots, slot_bytes)], [memory])
+            return slots
+        except OSError as error:
+            raise CapacityError(
+                f"no memory for {num_slots} messages of up to {slot_bytes} bytes; try a smaller --chunk-size"
+            ) from error
+        finally:
+            os.close(memory)
+
+    def receive(self, timeout_s: float | None = None) -> Message[torch.Tensor] | None:
+        said = self._hear(0, _FILLED)
+        waited = said is None and timeout_s != 0
+        if waited:
+            said = self._hear(timeout_s, _FILLED)
+        if said is None:
+            return None
+        slot, filled_s = int(said[0]), said[1]
+        # What was there before it was asked for was so from the moment on in which it was filled.
+        arrived_s = self._now() if waited else filled_s
+        try:
+            return self._message(slot, arrived_s)
+        except ProtocolError as error:
+            self._fail(error)
+            raise
+
+    def _message(self, slot: int, arrived_s: float) -> Message[torch.Tensor]:
+        if slot >= len(self._slots):
+            raise ProtocolError(f"{self._peer_name} filled slot {slot} of {len(self._slots)}")
+        envelope, behind = read(self._slots[slot])
+        self._numbers.check(envelope.number)
+        rows = self._payloads.rows(envelope.frame, behind)
+        return Message(envelope.frame, rows, arrived_s, lambda: self._say(_FREED.pack(slot)))
+
+    def close(self) -> None:
+        self._beside.close()
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _map(memory: int, num_slots: int, slot_bytes: int) -> torch.Tensor:
+    """(num_slots, slot_bytes) uint8."""
+    mapped = mmap.mmap(memory, num_slots * slot_bytes)
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(num_slots, slot_bytes)

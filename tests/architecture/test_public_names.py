@@ -35,6 +35,7 @@ GENERATE_OPTIONS = {
         "--debug-nan",
         "--enforce-eager",
         "--head",
+        "--transport",
     ),
 }
 

@@ -33,7 +33,7 @@ WITHOUT: dict[str, Replaced] = {
     "packed weights and fused layers": ((slice, "fuse", lambda module: 0),),
     "the choice of tiles": ((packed, "_most_high_rows", lambda linears, now: 112),),
     "own attention of chunks and decodes": (),
-    "registers in attention": ((numba.NumbaAttention, "_fits_lanes", lambda self, kv: False),),
+    "registers in attention": ((numba.NumbaAttention, "fits_lanes", lambda self, kv: False),),
 }
 TORCH_ATTENTION = "own attention of chunks and decodes"
 

@@ -97,7 +97,7 @@ def test_a_hybrid_microbatch_at_full_size_is_exact(backend: str, window: int | N
 def test_bfloat16_has_kernels_of_its_own_where_the_processor_can() -> None:
     """Else the tests below try the others twice."""
     shard = KVShard((0, 1), 1, 16, 1, 16, torch.bfloat16, CPU)
-    assert NumbaAttention()._fits_lanes(shard) == has_lanes()
+    assert NumbaAttention().fits_lanes(shard) == has_lanes()
 
 
 @settings(max_examples=80)

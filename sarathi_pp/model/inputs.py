@@ -10,10 +10,10 @@ Rows are the tokens of all spans, one after the other. A span of a prompt chunk 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +22,8 @@ from torch import Tensor
 class Span:
     """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
 
-    pages: the sequence's page table so far, first page first; it may be longer than needed. Anything with the
-    buffer protocol (`array("q")`, numpy) is read several times faster than a list.
+    pages: the sequence's page table so far, first page first; it may be longer than needed. An `array("q")` is read
+    several times faster than a list.
     """
 
     start: int
@@ -35,15 +35,21 @@ class Span:
 class SpanRows:
     """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens).
 
-    pages: (n,) int64, exactly the ceil(end / page_size) pages that hold keys [0, end). first_page: where they begin in
-    those of the microbatch.
+    first_page, num_pages: where among the pages of the microbatch, `of_all`, lie exactly the ceil(end / page_size) ones
+    that hold keys [0, end).
     """
 
     start: int
     num_tokens: int
     first_row: int
-    pages: Tensor
     first_page: int
+    num_pages: int
+    of_all: Tensor
+
+    @property
+    def pages(self) -> Tensor:
+        """(num_pages,) int64."""
+        return self.of_all[self.first_page : self.first_page + self.num_pages]
 
     @property
     def end(self) -> int:
@@ -73,14 +79,14 @@ class StageInputs:
 
 
 def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device) -> StageInputs:
-    """All index tensors of one microbatch, vectorised over rows and moved to the device in one copy.
+    """All index tensors of one microbatch, moved to the device in one copy.
 
     A span whose pages do not reach its last token is a bug of the caller and asserts: it would otherwise
     write into a neighbour's pages.
     """
     laid = _Layout.of(spans, page_size)
-    parts = [laid.positions, laid.write_pages, laid.write_offsets, np.asarray(logit_rows, np.int64), laid.pages]
-    packed = on_device(torch.from_numpy(np.concatenate(parts)), device)
+    parts = [laid.positions, laid.write_pages, laid.write_offsets, array("q", logit_rows), laid.pages]
+    packed = on_device(_tensor(parts), device)
     positions, pages, offsets, logits, page_ids = torch.split_with_sizes(packed, [len(part) for part in parts])
     return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids)
 
@@ -107,58 +113,74 @@ class FixedInputs:
         laid = _Layout.of(spans, self._page_size)
         num_tokens, num_logit_rows = self._sizes[0], self._sizes[4]
         parts = [
-            _filled(np.asarray(token_ids, np.int64), num_tokens),
+            _filled(token_ids, num_tokens),
             _filled(laid.positions, num_tokens),
             _filled(laid.write_pages, num_tokens, self._spare_page),
             _filled(laid.write_offsets, num_tokens),
-            _filled(np.asarray(logit_rows, np.int64), num_logit_rows),
+            _filled(logit_rows, num_logit_rows),
             laid.pages,
         ]
-        packed = pinned(torch.from_numpy(np.concatenate(parts)), self._packed.device)
+        packed = pinned(_tensor(parts), self._packed.device)
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
         return replace(self.inputs, spans=laid.rows(spans, self.inputs.pages[: len(laid.pages)]))
 
 
-def _filled(numbers: np.ndarray, length: int, number: int = 0) -> np.ndarray:
-    return np.pad(numbers, (0, length - len(numbers)), constant_values=number)
+def _filled(numbers: Sequence[int], length: int, number: int = 0) -> array[int]:
+    return array("q", [*numbers, *[number] * (length - len(numbers))])
+
+
+def _tensor(parts: Sequence[array[int]]) -> Tensor:
+    """One after the other."""
+    packed = array("q")
+    for part in parts:
+        packed.extend(part)
+    return torch.frombuffer(packed, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """Where the rows of some spans go. positions, write_pages, write_offsets: of each row; pages: see StageInputs;
     used: pages of each span.
+
+    Made by Python's own arrays, a page at a time: what comes between microbatches finds the caches full of weights, and
+    two dozen operations on small numpy arrays then take half as long again as these loops.
     """
 
-    positions: np.ndarray
-    write_pages: np.ndarray
-    write_offsets: np.ndarray
-    pages: np.ndarray
-    used: np.ndarray
+    positions: array[int]
+    write_pages: array[int]
+    write_offsets: array[int]
+    pages: array[int]
+    used: list[int]
 
     @classmethod
     def of(cls, spans: Sequence[Span], page_size: int) -> _Layout:
-        starts = np.array([span.start for span in spans], dtype=np.int64)
-        counts = np.array([span.num_tokens for span in spans], dtype=np.int64)
-        tables = [np.asarray(span.pages, dtype=np.int64) for span in spans]
-        used = (starts + counts + page_size - 1) // page_size
-        for span, table, needed in zip(spans, tables, used.tolist(), strict=True):
-            assert span.num_tokens > 0 and span.start >= 0, f"span {span.start}+{span.num_tokens} has no tokens"
-            assert len(table) >= needed, f"{span.start}+{span.num_tokens} needs {needed} pages, has {len(table)}"
-        pages = np.concatenate([table[:needed] for table, needed in zip(tables, used, strict=True)])
-        first_rows = np.cumsum(counts) - counts
-        first_pages = np.cumsum(used) - used
-        positions = np.arange(int(counts.sum())) + np.repeat(starts - first_rows, counts)
-        page_index, write_offsets = np.divmod(positions, page_size)
-        return cls(positions, pages[page_index + np.repeat(first_pages, counts)], write_offsets, pages, used)
+        positions, write_pages, write_offsets, pages = array("q"), array("q"), array("q"), array("q")
+        used: list[int] = []
+        for span in spans:
+            at, table = span.start, span.pages
+            end = at + span.num_tokens
+            needed = -(-end // page_size)
+            assert span.num_tokens > 0 and at >= 0, f"span {at}+{span.num_tokens} has no tokens"
+            assert len(table) >= needed, f"{at}+{span.num_tokens} needs {needed} pages, has {len(table)}"
+            used.append(needed)
+            pages.extend(table[:needed])
+            positions.extend(range(at, end))
+            while at < end:
+                offset = at % page_size
+                count = min(page_size - offset, end - at)
+                write_pages.extend([table[at // page_size]] * count)
+                write_offsets.extend(range(offset, offset + count))
+                at += count
+        return cls(positions, write_pages, write_offsets, pages, used)
 
     def rows(self, spans: Sequence[Span], page_ids: Tensor) -> tuple[SpanRows, ...]:
         """page_ids: the pages, on the device."""
         made: list[SpanRows] = []
         first_row = first_page = 0
-        for span, table in zip(spans, torch.split_with_sizes(page_ids, self.used.tolist()), strict=True):
-            made.append(SpanRows(span.start, span.num_tokens, first_row, table, first_page))
+        for span, used in zip(spans, self.used, strict=True):
+            made.append(SpanRows(span.start, span.num_tokens, first_row, first_page, used, page_ids))
             first_row += span.num_tokens
-            first_page += table.shape[0]
+            first_page += used
         return tuple(made)
 
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sarathi_pp.model.stack_kernel import Shape, Work
 
 
+# Bytes by which memory to work in grows: with a decode's context, but not at every token.
+_WORK_STEP = 1 << 20
+
+
 def stack(layers: nn.ModuleList) -> bool:
     """Makes one module of those that hold a stage's layers, if all are Llama's and alike; whether it did.
 
@@ -62,7 +66,10 @@ class _Done(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after the other, bit for bit: in one call where a single thread computes and attention is numba's."""
+    """Blocks one after the other, bit for bit: in one call where a single thread computes and attention is numba's.
+
+    One thread at a time may run it. It keeps the memory that its largest microbatch took.
+    """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         super().__init__()
@@ -76,7 +83,7 @@ class Stack(nn.Module):
         self._attention = first.self_attn
         self._inner_size = first.mlp.width
         self._epsilon = first.input_layernorm.epsilon
-        self._layers: tuple[KVShard, NDArray[np.void]] | None = None
+        self._table: tuple[KVShard, NDArray[np.void]] | None = None
         self._work: dict[str, Tensor] = {}
         self._sinks = torch.full((first.self_attn.num_heads,), -torch.inf)
 
@@ -128,7 +135,7 @@ class Stack(nn.Module):
         out, group = torch.empty_like(x), shape.num_heads // shape.num_kv_heads
         code = self._code.code_for(shape.head_dim, group, kv.page_size)
         told_of_chunks = np.array(chunks, np.int64).reshape(-1, 4)
-        layers = self._told_of_layers(kv, paged.windows)
+        layers = self._layer_table(kv, paged.windows)
         self._code.run_stack(layers, code, shape, call, told_of_chunks, work, x.data_ptr(), out.data_ptr())
         return out
 
@@ -148,20 +155,20 @@ class Stack(nn.Module):
             most_high_rows=attention.qkv.most_high_rows,  # of all products, when they have been tried
         )
 
-    def _told_of_layers(self, kv: KVShard, windows: tuple[int | None, ...]) -> NDArray[np.void]:
+    def _layer_table(self, kv: KVShard, windows: tuple[int | None, ...]) -> NDArray[np.void]:
         """Made once for a KV shard."""
-        if self._layers is None or self._layers[0] is not kv:
+        if self._table is None or self._table[0] is not kv:
             told = [_layer(block, kv, windows) for block in self.blocks]
             names = self._code.LAYER.names or ()
-            self._layers = kv, np.array([tuple(one[name] for name in names) for one in told], self._code.LAYER)
-        return self._layers[1]
+            self._table = kv, np.array([tuple(one[name] for name in names) for one in told], self._code.LAYER)
+        return self._table[1]
 
     def _addresses(self, needed: Work) -> Work:
         """Memory that is kept: fresh one would be page faults at every call."""
         for name, size in needed._asdict().items():
-            held = self._work.get(name)
-            if held is None or held.numel() < size:
-                self._work[name] = torch.empty(size, dtype=torch.uint8)
+            if name not in self._work or self._work[name].numel() < size:
+                self._work.pop(name, None)
+                self._work[name] = torch.empty(-(-size // _WORK_STEP) * _WORK_STEP, dtype=torch.uint8)
         return self._code.Work(**{name: memory.data_ptr() for name, memory in self._work.items()})
 
 

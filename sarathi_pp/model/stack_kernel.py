@@ -1,7 +1,7 @@
 """All layers of a stage in one compiled call: Llama's decoder layers in bfloat16 on one thread.
 
-The steps are those of fused.py, each by the same kernel in the same order, so that no bit differs. What falls away is
-what Python does between them.
+The steps are those of fused.py, each by the same kernel's code in the same order, so that no bit differs. What falls
+away is what Python does between them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ LAYER = np.dtype(
 class Shape(NamedTuple):
     """What all layers have in common. head_epsilon: of the norms of heads. most_rows: see `attend`.
     most_high_rows: see panels.py.
-
     """
 
     hidden_size: int
@@ -57,8 +56,7 @@ class Call(NamedTuple):
     """One microbatch: counts, and addresses of int64 arrays; but for cos and sin, (num_rows, head_dim) bfloat16, and
     sinks, (num_heads,) float32.
 
-    chunks: of each the first row, rows, start, and where its pages begin in `pages`. places, ends, tables: of decodes,
-    see `_Tiles` in attention/numba.py.
+    places, ends, tables: of decodes, see `_Tiles` in attention/numba.py.
     """
 
     num_rows: int
@@ -163,7 +161,7 @@ def _linear(code, x, num_rows, inputs, weight, bias, outputs, high, tiles, out):
 
 @inlined
 def _add(x, added, out, num_rows, width, scratch):  # type: ignore[no-untyped-def]
-    """out = x + added."""
+    """out = x + added, each sum rounded once; `out` may be `added`."""
     for row in range(num_rows):
         begin = row * width * 2
         for at in range(width):
@@ -174,8 +172,8 @@ def _add(x, added, out, num_rows, width, scratch):  # type: ignore[no-untyped-de
 @compiled()
 def run_stack(layers, code, shape, call, chunks, work, x, out):  # type: ignore[no-untyped-def]
     """layers: an array of LAYER. code: `code_for` the stage's heads. shape, call, work: see Shape, Call, and Work with
-    addresses. chunks: (n, 4) int64, see Call. x, out: addresses of (num_rows, hidden_size) bfloat16, each in its own
-    memory.
+    addresses. chunks: (n, 4) int64, of each the first row, rows, start, and where its pages begin in `call.pages`. x,
+    out: addresses of (num_rows, hidden_size) bfloat16, each in its own memory.
     """
     hidden, inner, heads, kv_heads = shape.hidden_size, shape.inner_size, shape.num_heads, shape.num_kv_heads
     head_dim, epsilon, floats = shape.head_dim, shape.epsilon, work.floats
@@ -229,11 +227,9 @@ def run_stack(layers, code, shape, call, chunks, work, x, out):  # type: ignore[
         )  # fmt: skip
         _silu_multiply(code.silu_multiply, (work.both, work.gated, 0, num_rows, inner, floats))
         _linear(code, work.gated, num_rows, inner, layer.down, layer.down_bias, hidden, high, work.tiles, work.after)
-        if index + 1 < len(layers):
+        last = index + 1 == len(layers)
+        before = out if last else work.after
+        _add(work.middle, work.after, before, num_rows, hidden, floats)
+        if not last:
             norm = layers[index + 1].input_norm
-            _add_rms_norm(
-                code.add_rms_norm, (work.middle, work.after, norm, work.normed, 0, num_rows, hidden, epsilon, floats)
-            )  # fmt: skip
-            before = work.after
-        else:
-            _add(work.middle, work.after, out, num_rows, hidden, floats)
+            _rms_norm(code.rms_norm, (before, norm, work.normed, 0, num_rows, hidden, epsilon, floats))

@@ -35,7 +35,8 @@ from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.place import Place, expected_place
 from sarathi_pp.runtime.standing import Standing, choose_device, stand
 from sarathi_pp.runtime.text import Tokenizer
-from sarathi_pp.runtime.transport import choose_transport, has_gloo, has_nccl
+from sarathi_pp.runtime.transport import Transport, choose_transport, has_gloo, has_nccl
+from sarathi_pp.wire.shared_memory import can_share
 
 SCHEMA = 1
 
@@ -179,12 +180,22 @@ def _transport(device: torch.device) -> Iterator[Finding]:
         lacks = "this torch has none, and ranks agree over it"
         yield Finding("transport", "gloo", "refused", lacks, SarathiError.exit_code)
     else:
-        carried = f"frames, and activations: {chosen.reason}" if chosen.name == "gloo" else "frames"
-        yield Finding("transport", "gloo", "used", carried)
+        yield Finding("transport", "gloo", "used", _carried(chosen, on_cpu=device.type == "cpu"))
+    shares = device.type == "cpu" and can_share()
+    why_not = "stages compute on GPUs" if device.type != "cpu" else "processes here cannot reach each other's sockets"
+    detail = "frames and activations between stages of this host" if shares else why_not
+    yield Finding("transport", "shared memory", "used" if shares else "unused", detail)
     if chosen.name == "nccl":
         yield Finding("transport", "nccl", "used", f"activations: {chosen.reason}")
     else:
         yield Finding("transport", "nccl", "unused", chosen.reason if has_nccl() else "this torch has none")
+
+
+def _carried(chosen: Transport, *, on_cpu: bool) -> str:
+    """By gloo."""
+    if chosen.name != "gloo":
+        return "frames"
+    return "what no memory is shared for" if on_cpu else f"frames, and activations: {chosen.reason}"
 
 
 def _host(device: torch.device) -> Iterator[Finding]:

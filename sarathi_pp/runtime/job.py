@@ -97,33 +97,33 @@ class Job:
         self._model_dir = model_dir
         self._watchdog = watchdog
         self._lost: dict[int, SarathiError] = {}
-        ranks = Agreement(topology)
+        agreement = Agreement(topology)
         torch.set_num_threads(place.num_threads())
-        ranks.each(lambda: passport(config, facts), must_match=True)
-        standings = [Standing(**found) for found in ranks.each(self._choose_device)]
+        agreement.each(lambda: passport(config, facts), must_match=True)
+        standings = [Standing(**found) for found in agreement.each(self._choose_device)]
         own, self._on_cpu = standings[place.rank], all(one.gpu is None for one in standings)
         self._sharers = sum((one.host, one.gpu) == (own.host, own.gpu) for one in standings)
         self._transport = choose_transport(standings, config.transport)
         _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
         mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
-        first = ranks.each(lambda: mine)[0]
+        first = agreement.each(lambda: mine)[0]
         self._run_dir = run_dir.joining(
             Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
         )
         located(self._run_dir)
-        layers = ranks.alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
+        layers = agreement.alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
         self._moves_head = self._may_move_head(standings)
         self._shards = topology.open_shards(config.peer_timeout_s, self._transport.name)
-        ranks.each(self._choose_stages)
+        agreement.each(self._choose_stages)
         maker = self._maker
         self.layers = layers[seat.stage]
-        loaded = ranks.each(lambda: self._load(self.layers))
+        loaded = agreement.each(lambda: self._load(self.layers))
         self._moves_head = all(loaded[mesh.leader(replica)]["head"] for replica in range(mesh.replicas))
-        stages = ranks.each(lambda: {"pages": maker.count_pages(self.layers)})
+        stages = agreement.each(lambda: {"pages": maker.count_pages(self.layers)})
         self._max_pages = min(stage["pages"] for stage in stages)
-        self.run: ResolvedRun = ranks.alike(
+        self.run: ResolvedRun = agreement.alike(
             lambda: resolve(
                 config,
                 facts,
@@ -136,16 +136,18 @@ class Job:
                 moves_head=self._moves_head,
             )
         )
-        ranks.each(self._make_stage)
+        agreement.each(self._make_stage)
         longest = self.run.max_model_len
         self._stage.warm_up(min(self.run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS))
-        homes = ranks.each(lambda: {"identity": self._run_dir.identity()})
+        homes = agreement.each(lambda: {"identity": self._run_dir.identity()})
         self._sends_trace = homes[0] != homes[place.rank]
-        ranks.each(lambda: self._open_trace(alone=self._sends_trace))
+        agreement.each(lambda: self._open_trace(alone=self._sends_trace))
         self._offset = align(self._topology, clock.now, range(mesh.replicas))
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
         self._upstream, self._runner = self._connect()
+        shared = ", ".join(f"{source} to {target}" for source, target in topology.shared_edges)
+        _log.info("edges through shared memory, between ranks: %s", shared or "none")
         self._remotes = [self._remote(rank) for rank in self._others_to_talk_to()]
         self._topology.exchange({})
 
@@ -403,8 +405,9 @@ class Job:
         return over_link(wires.way_in, self._profile, self.seat.stage, mesh.stages, clock), runner[0]
 
     def _may_share(self, run: ResolvedRun) -> bool:
-        """Whether edges are to go through memory that two ranks of a host have in common: what lies there is on CPU."""
-        return self._config.transport == "auto" and self._on_cpu and num_buffers(run) <= MAX_SLOTS
+        """Whether edges go through memory where two ranks have some in common: what lies there is on CPU."""
+        by_gloo = self._transport.name == "gloo" and self._config.transport == "auto"
+        return by_gloo and self._on_cpu and num_buffers(run) <= MAX_SLOTS
 
     def _spent_in_sums(self) -> float:
         assert self._shards is not None

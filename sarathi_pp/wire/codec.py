@@ -23,7 +23,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 7
+VERSION = 8
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")

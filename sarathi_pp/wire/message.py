@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 
@@ -68,10 +69,14 @@ def write(buffer: torch.Tensor, frame: Frame, number: int, payload: torch.Tensor
     size = end + (codec.TRAILER_BYTES if payload_bytes else 0)
     if size > buffer.numel():
         raise ProtocolError(f"a message of {size} bytes, where {buffer.numel()} are legal")
-    buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    to = buffer.data_ptr()
+    ctypes.memmove(to, head, len(head))
     if payload is not None and payload_bytes:
-        buffer[len(head) : end].view(payload.dtype).view(payload.shape).copy_(payload)
-        buffer[end:size] = torch.frombuffer(bytearray(codec.trailer(number)), dtype=torch.uint8)
+        if payload.is_cpu and payload.is_contiguous():
+            ctypes.memmove(to + len(head), payload.data_ptr(), payload_bytes)
+        else:
+            buffer[len(head) : end].view(payload.dtype).view(payload.shape).copy_(payload)
+        ctypes.memmove(to + end, codec.trailer(number), codec.TRAILER_BYTES)
     return size
 
 

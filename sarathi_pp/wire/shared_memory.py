@@ -36,11 +36,10 @@ from sarathi_pp.wire.message import Payloads, read, write
 # What is said over the socket, each a datagram: which slot is filled, since when on the host's clock; which is free.
 _FILLED = struct.Struct("<Id")
 _FREED = struct.Struct("<I")
-_SHAPE = struct.Struct("<II")
+_SHAPE = struct.Struct("<IQ")
 # SO_PEERCRED: pid, uid, gid.
 _CREDENTIALS = struct.Struct("iII")
-
-
+_KNOCK_S = 5.0
 # More than this many slots, and the socket might not hold what is said of all of them: kernels take at least 256.
 MAX_SLOTS = 128
 
@@ -57,13 +56,20 @@ MakeBeside = Callable[[OnFailure], Beside]
 
 
 class Door:
-    """Where the rank that will receive waits for the one that will send. name: how that one finds it."""
+    """Where the rank that will receive waits for the one that will send. name: how that one finds it.
+
+    Raises OSError where there are no such sockets.
+    """
 
     def __init__(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.name = f"sarathi-pp-{secrets.token_hex(16)}"
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
+        try:
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen()
+        except OSError:
+            self._listener.close()
+            raise
 
     def admit(self, timeout_s: float) -> socket.socket | None:
         """The first of this user's processes that has knocked; None where there is none within that time each."""
@@ -74,7 +80,7 @@ class Door:
                 if _is_ours(found):
                     return found
                 found.close()
-        except TimeoutError:
+        except OSError:
             return None
 
     def close(self) -> None:
@@ -84,6 +90,8 @@ class Door:
 def knock(name: str) -> socket.socket | None:
     """A way to the door of that name, None where none of this user's is to be found from here."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Names are anybody's to see, and where too many have knocked one waits.
+    found.settimeout(_KNOCK_S)
     try:
         found.connect(f"\0{name}")
     except OSError:
@@ -93,6 +101,19 @@ def knock(name: str) -> socket.socket | None:
         return found
     found.close()
     return None
+
+
+def can_share() -> bool:
+    """Whether this process could share memory with another one of this user's here."""
+    try:
+        door = Door()
+    except OSError:
+        return False
+    way = knock(door.name)
+    if way is not None:
+        way.close()
+    door.close()
+    return way is not None
 
 
 def _is_ours(end: socket.socket) -> bool:
@@ -125,7 +146,7 @@ class _End:
         """What the other end says next; None where nothing comes in time. Raises what ended the edge."""
         self._way.settimeout(timeout_s)
         try:
-            said = self._way.recv(form.size + 1)
+            said = self._receive(form.size + 1)
         except (TimeoutError, BlockingIOError):
             return None
         except OSError as error:
@@ -133,14 +154,27 @@ class _End:
         if not said:
             raise self._ended()
         if len(said) != form.size:
-            raise ProtocolError(f"{self._peer_name} said {len(said)} bytes where {form.size} are legal")
+            raise self._broken(f"said {len(said)} bytes where {form.size} are legal")
         return form.unpack(said)
+
+    def _receive(self, size: int) -> bytes:
+        try:
+            return self._way.recv(size)
+        except ConnectionResetError:
+            # Who left had not read all that was said to it, and the kernel tells so once, before what it had said.
+            return self._way.recv(size)
 
     def _say(self, what: bytes) -> None:
         """Who is no longer there to hear it has ended the edge, which whoever waits next is told."""
         self._way.settimeout(None)
         with suppress(OSError):
             self._way.send(what)
+
+    def _broken(self, what: str) -> ProtocolError:
+        """The other end does what no peer of this version does: the edge ends."""
+        error = ProtocolError(f"{self._peer_name} {what}")
+        self._fail(error)
+        return error
 
     def _ended(self) -> SarathiError:
         return self._failure or PeerLostError(f"{self._peer_name} closed its connection: it died or left")
@@ -177,22 +211,31 @@ class SharedSender(_End):
     def _take_slots(self, num_slots: int, slot_bytes: int, timeout_s: float) -> torch.Tensor:
         self._way.settimeout(timeout_s)
         try:
-            said, (memory, *_), _, _ = socket.recv_fds(self._way, _SHAPE.size, 1)
-        except (OSError, ValueError) as error:
-            raise PeerLostError(f"{self._peer_name} shares no memory within {timeout_s:g} s: {error}") from error
+            said, descriptors, _, _ = socket.recv_fds(self._way, _SHAPE.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError as error:
+            raise PeerLostError(f"{self._peer_name} shares no memory within {timeout_s:g} s") from error
+        except OSError as error:
+            raise self._ended() from error
+        if not said:
+            raise self._ended()
         try:
-            if _SHAPE.unpack(said) != (num_slots, slot_bytes):
-                raise ProtocolError(
-                    f"{self._peer_name} shares {_SHAPE.unpack(said)} slots and bytes of each, not "
-                    f"{num_slots, slot_bytes}"
-                )
-            return _map(memory, num_slots, slot_bytes)
+            if len(said) != _SHAPE.size or len(descriptors) != 1:
+                raise self._broken(f"shares {len(descriptors)} memories in {len(said)} bytes")
+            if (found := _SHAPE.unpack(said)) != (num_slots, slot_bytes):
+                raise self._broken(f"shares {found} slots and bytes of each, not {num_slots, slot_bytes}")
+            return _map(descriptors[0], num_slots, slot_bytes)
+        except OSError as error:
+            raise _no_room(num_slots, slot_bytes) from error
         finally:
-            os.close(memory)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def reserve(self) -> None:
         while (freed := self._hear(0 if self._free else None, _FREED)) is not None:
-            self._free.append(int(freed[0]))
+            slot = int(freed[0])
+            if slot >= len(self._slots) or slot in self._free:
+                raise self._broken(f"freed slot {slot}, which it does not hold")
+            self._free.append(slot)
 
     def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
         slot = self._free.pop()
@@ -242,9 +285,7 @@ class SharedReceiver(_End):
                 socket.send_fds(self._way, [_SHAPE.pack(num_slots, slot_bytes)], [memory])
             return slots
         except OSError as error:
-            raise CapacityError(
-                f"no memory for {num_slots} messages of up to {slot_bytes} bytes; try a smaller --chunk-size"
-            ) from error
+            raise _no_room(num_slots, slot_bytes) from error
         finally:
             os.close(memory)
 
@@ -256,6 +297,8 @@ class SharedReceiver(_End):
         if said is None:
             return None
         slot, filled_s = int(said[0]), said[1]
+        if slot >= len(self._slots):
+            raise self._broken(f"filled slot {slot} of {len(self._slots)}")
         # What was there before it was asked for was so from the moment on in which it was filled.
         arrived_s = self._now() if waited else filled_s
         try:
@@ -265,8 +308,6 @@ class SharedReceiver(_End):
             raise
 
     def _message(self, slot: int, arrived_s: float) -> Message[torch.Tensor]:
-        if slot >= len(self._slots):
-            raise ProtocolError(f"{self._peer_name} filled slot {slot} of {len(self._slots)}")
         envelope, behind = read(self._slots[slot])
         self._numbers.check(envelope.number)
         rows = self._payloads.rows(envelope.frame, behind)
@@ -274,6 +315,10 @@ class SharedReceiver(_End):
 
     def close(self) -> None:
         self._beside.close()
+
+
+def _no_room(num_slots: int, slot_bytes: int) -> CapacityError:
+    return CapacityError(f"no memory for {num_slots} messages of up to {slot_bytes} bytes; try a smaller --chunk-size")
 
 
 def _whole_pages(size: int) -> int:

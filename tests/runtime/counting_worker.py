@@ -16,14 +16,19 @@ from tests.runtime import families_worker
 LATE_S = 1.0
 
 
+def say(what: str) -> None:
+    """In one piece: both ranks write to the same pipe."""
+    sys.stderr.write(f"{what} at {time.monotonic()}\n")
+
+
 def load_late(self: ModelStages, layers: tuple[int, int]) -> None:
     load(self, layers)
     time.sleep(LATE_S * int(os.environ["RANK"]))
-    print(f"loaded at {time.monotonic()}", file=sys.stderr)
+    say("loaded")
 
 
 def count_and_say(self: ModelStages, layers: tuple[int, int]) -> int:
-    print(f"counts at {time.monotonic()}", file=sys.stderr)
+    say("counts")
     return count_pages(self, layers)
 
 

@@ -50,6 +50,44 @@ def test_generate_starts_its_own_stages(stages, reference, tmp_path):
     assert printed == files.report()
 
 
+def shared_edges(files: Files) -> list[list[int]]:
+    found: list[list[int]] = json.loads((files.run / "run.json").read_text())["shared_memory_edges"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "shards", "options", "expected"),
+    [
+        (3, 1, (), [[0, 1], [1, 2], [2, 0]]),
+        (2, 2, (), [[0, 2], [1, 3], [2, 0], [0, 1]]),
+        (3, 1, ("--transport", "gloo"), []),
+        (2, 1, ("--inflight", "128"), []),
+    ],
+    ids=["stages", "shards", "asked for gloo", "too many in flight"],
+)
+def test_stages_of_a_host_share_memory_unless_told_otherwise(stages, shards, options, expected, reference, tmp_path):
+    known, files = reference("llama"), Files(tmp_path)
+    files.write_prompts(known.prompts)
+    shape = ("--stages", str(stages), "--tensor-parallel-size", str(shards))
+    run((*COMMAND, *files.options(known.directory, *shape, *options, *GREEDY)), tmp_path)
+    assert files.tokens() == list(known.outputs)
+    assert shared_edges(files) == expected
+
+
+def test_stages_that_do_not_find_each_others_sockets_send_by_gloo(reference, tmp_path):
+    known, plan, answers = reference("llama"), tmp_path / "plan.json", tmp_path / "answers.json"
+    case = {
+        "model": str(known.directory),
+        "run_dir": str(tmp_path / "run"),
+        "prompts": known.prompts,
+        "new_tokens": NEW_TOKENS,
+    }
+    plan.write_text(json.dumps([case]))
+    said = run((*torchrun(3, WORKER.with_name("apart_worker.py")), str(plan), str(answers)), tmp_path).stderr
+    assert json.loads(answers.read_text()) == [list(map(list, known.outputs))]
+    assert said.count("shares no edge") == 3
+
+
 @pytest.mark.parametrize(
     "stages", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(4, marks=pytest.mark.full)]
 )

@@ -1,4 +1,7 @@
-"""The two ends of an edge through shared memory: in one process, and in two of which one is killed or stopped."""
+"""The two ends of an edge through shared memory: in one process, and in two of which one is killed.
+
+That processes which are stopped are found out is the other edge's affair, and the fault tests'.
+"""
 
 from __future__ import annotations
 
@@ -294,8 +297,63 @@ def test_what_is_not_the_message_that_was_written_ends_the_edge(tamper, says, pa
 )
 def test_what_no_sender_says_ends_the_edge(said, says, pair):
     pair.ways[0].send(said)
-    with pytest.raises(ProtocolError, match=says):
+    for _ in range(2):  # whoever asks again too
+        with pytest.raises(ProtocolError, match=says):
+            pair.receiver.receive(BLOCKED_S)
+    assert [type(one) for one in pair.failures] == [ProtocolError]
+
+
+@pytest.mark.parametrize(
+    ("freed", "says"),
+    [
+        ([struct.pack("<I", SLOTS)], f"freed slot {SLOTS}, which it does not hold"),
+        ([struct.pack("<I", 1)], "freed slot 1, which it does not hold"),
+        ([struct.pack("<I", SLOTS - 1)] * 2, f"freed slot {SLOTS - 1}, which it does not hold"),
+        ([b"12345"], "said 5 bytes where 4 are legal"),
+    ],
+    ids=["no such slot", "never filled", "twice", "long"],
+)
+def test_what_no_receiver_says_ends_the_edge(freed, says, pair):
+    """Else two messages would lie in the same memory."""
+    send(pair, result_of(0))
+    for said in freed:
+        pair.ways[1].send(said)
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match=says):
+            pair.sender.reserve()
+
+
+def test_who_leaves_with_something_unread_is_lost_behind_its_last_message(pair):
+    """The kernel tells the other end so before what was sent."""
+    for index in range(SLOTS):
+        send(pair, result_of(index))
+    first = pair.receiver.receive(BLOCKED_S)
+    assert first is not None
+    first.release()
+    pair.ways[0].close()
+    for index in range(1, SLOTS):
+        message = pair.receiver.receive(BLOCKED_S)
+        assert message is not None and message.frame == result_of(index)
+    with pytest.raises(PeerLostError, match="stage 0 closed its connection"):
         pair.receiver.receive(BLOCKED_S)
+
+
+def test_memory_of_more_than_4_gib_a_slot_costs_nothing_until_it_is_used():
+    to, came = introduced()
+    rows = Payloads(1 << 20, (4096,), torch.bfloat16, torch.device("cpu"))
+    with to, came:
+        answer(came, payloads=rows)
+        sender = connect(to, slot_bytes=rows.max_bytes(FRAME_BYTES), timeout_s=BLOCKED_S)
+        sender.reserve()
+        sender.send(result_of(0))
+    assert rows.max_bytes(FRAME_BYTES) > 2**33
+
+
+def test_a_receiver_that_leaves_at_once_is_lost():
+    to, came = introduced()
+    came.close()
+    with to, pytest.raises(PeerLostError, match="stage 1 closed its connection"):
+        connect(to)
 
 
 def test_a_frame_of_other_rows_than_it_brings_ends_the_edge(pair):
@@ -342,7 +400,7 @@ def connect(way: socket.socket, *, num_slots: int = SLOTS, slot_bytes: int = 1, 
     )
 
 
-def answer(way: socket.socket, name: str = "stage 0") -> SharedReceiver:
+def answer(way: socket.socket, name: str = "stage 0", payloads: Payloads = PAYLOADS) -> SharedReceiver:
     return SharedReceiver(
         way,
         name,
@@ -350,7 +408,7 @@ def answer(way: socket.socket, name: str = "stage 0") -> SharedReceiver:
         [].append,
         num_slots=SLOTS,
         frame_bytes=FRAME_BYTES,
-        payloads=PAYLOADS,
+        payloads=payloads,
         now=time.monotonic,
     )
 

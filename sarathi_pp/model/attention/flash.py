@@ -167,7 +167,7 @@ class _Rows:
         """In one copy to the device; page ids, which are there, are gathered."""
         counts = np.array([span.num_tokens for span in spans])
         ends = np.array([span.end for span in spans])
-        held = np.array([span.pages.shape[0] for span in spans])
+        held = np.array([span.num_pages for span in spans])
         first_pages = np.array([span.first_page for span in spans])
         # Behind a sequence's pages its last one, which is not read there.
         places = first_pages[:, None] + np.minimum(np.arange(held.max())[None, :], held[:, None] - 1)

@@ -231,7 +231,7 @@ class _Tiles:
                 (span.first_row + row, min(height, span.num_tokens - row), span.start + row + 1, table)
                 for row in range(0, span.num_tokens, height)
             ]
-            table += span.pages.shape[0]
+            table += span.num_pages
         places, counts, ends, tables = np.array(tiles, np.int64).T.copy()
         pages = torch.cat([span.pages for span in spans]).numpy()
         return cls(places, counts, ends, pages, tables, by_keys(ends * counts, torch.get_num_threads()))

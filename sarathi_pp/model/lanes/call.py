@@ -16,9 +16,11 @@ from numba.extending import intrinsic
 
 def address_of(kernel: Any, signature: Any) -> int:
     """Of a compiled kernel's code for arguments of these types, which lives as long as the kernel."""
-    kernel.compile(signature)
+    kernel.compile(tuple(signature.args))
     found = kernel.overloads[tuple(signature.args)]
-    return int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+    address = int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+    assert address, f"{found.fndesc.llvm_func_name} is not there"
+    return address
 
 
 def caller(signature: Any) -> Any:
@@ -36,6 +38,7 @@ def caller(signature: Any) -> Any:
             ]
             kind = context.call_conv.get_function_type(types.none, signature.args).as_pointer()
             code = builder.inttoptr(given[0], kind)
+            # Kernels raise nothing, so what it says of that is not looked at.
             context.call_conv.call_function(builder, code, types.none, signature.args, cast)
             return context.get_dummy_value()
 

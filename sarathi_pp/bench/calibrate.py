@@ -24,6 +24,7 @@ from sarathi_pp.bench.profile import (
     Vector,
     assess,
     fit_spans,
+    measure_host,
     measure_link,
     measure_links,
     without_outliers,
@@ -65,7 +66,7 @@ class Measurement:
     fit: the cost model and its error over the microbatches kept from it, of which there are `held_out`.
     microbatches: measured ones. disturbed: share of spans in which the thread did not have a core of its own; None
     where that was not recorded. throughput: prompt tokens of a microbatch, and tokens a second on the slowest stage.
-    link: one for all edges; links: each by itself, empty for a single stage.
+    link: one for all edges; links: each by itself, empty for a single stage. host_s: see Profile.
     """
 
     fit: Fit
@@ -76,6 +77,7 @@ class Measurement:
     drift: Drift
     link: EdgeLink
     links: tuple[EdgeLink, ...]
+    host_s: float
     throughput: tuple[tuple[int, float], ...]
 
 
@@ -124,6 +126,7 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
         ),
         link=measure_link(timeline, counted, row_bytes),
         links=tuple(measure_links(timeline, counted, row_bytes)) if len(traces) > 1 else (),
+        host_s=measure_host(timeline, counted),
         throughput=_throughput(model, measured),
     )
 
@@ -191,6 +194,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: tor
         error=found.fit.error,
         page_size=run.page_size,
         tensor_parallel_size=run.tensor_parallel_size,
+        host_s=found.host_s,
     )
 
 

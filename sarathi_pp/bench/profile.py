@@ -154,6 +154,16 @@ def measure_links(timeline: Timeline, counted: Mask, row_bytes: int) -> list[Edg
     return [*forward, EdgeLink(max(0.0, float(np.median(back[counted]))), _MOST_BYTES_PER_S)]
 
 
+def measure_host(timeline: Timeline, counted: Mask) -> float:
+    """Seconds that a stage lets pass before it computes what is there: sends, reads and prepares. The median."""
+    gaps = []
+    for stage in timeline.stages:
+        arrived, starts, ends = (np.array(of[: len(counted)]) for of in (stage.arrived, stage.starts, stage.ends))
+        could = np.maximum(arrived, np.concatenate([[-np.inf], ends[:-1]]))
+        gaps.append((starts - could)[counted])
+    return max(0.0, float(np.median(np.concatenate(gaps))))
+
+
 def fit_links(timeline: Timeline) -> Links:
     """The links of one run, by tokens, whatever one of them weighs. Each by itself: those between hosts are slow."""
     found = measure_links(timeline, np.ones(timeline.num_returned, dtype=bool), row_bytes=1)

@@ -43,7 +43,8 @@ class Profile:
     link_latency_s, link_bytes_per_s: one way between neighbouring stages. links: the same of each edge by itself, in
     the order of `wire.order.edges`, the return edge last; empty where all are alike. Those of these stages: another
     number of stages has the one link. jitter_cv: coefficient of variation of
-    equal microbatches near each other; drift: of the stages' speed. pages: KV pages of the stage that holds fewest,
+    equal microbatches near each other; drift: of the stages' speed. host_s: from when a stage could begin with a
+    microbatch until it computes. pages: KV pages of the stage that holds fewest,
     each of page_size tokens. tensor_parallel_size: ranks that held each stage together; times contain their sums, and
     pages are of one of them.
     error: mean absolute relative error of the fit, None where it was not fitted.
@@ -65,6 +66,7 @@ class Profile:
     page_size: int = 16
     links: tuple[EdgeLink, ...] = ()
     tensor_parallel_size: int = 1
+    host_s: float = 0.0
 
     def edge_links(self, num_stages: int) -> tuple[EdgeLink, ...]:
         """One for each edge of a pipeline of so many stages."""
@@ -85,6 +87,7 @@ class Profile:
             "link": {"latency_s": self.link_latency_s, "bytes_per_s": self.link_bytes_per_s},
             "jitter_cv": self.jitter_cv,
             "drift": asdict(self.drift),
+            "host_s": self.host_s,
             "pages": self.pages,
             "page_size": self.page_size,
             "max_num_seqs": self.max_num_seqs,
@@ -122,6 +125,7 @@ class Profile:
             page_size=_whole(data, "page_size") if "page_size" in data else 16,
             links=_links(data.get("links", []), len(stages)),
             tensor_parallel_size=_whole(data, "tensor_parallel_size") if "tensor_parallel_size" in data else 1,
+            host_s=_real(data, "host_s") if "host_s" in data else 0.0,
         )
         _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
         return profile

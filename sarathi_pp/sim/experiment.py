@@ -121,6 +121,7 @@ def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Re
         links_of(experiment.profile, len(true_stages)),
         _noise(experiment, len(true_stages), replica),
         head_factor=experiment.slow.get(0, 1.0) / experiment.slow.get(len(true_stages) - 1, 1.0),
+        host_s=experiment.profile.host_s,
     )
     known = cost if wants_cost(experiment.policy) else None
     profile = experiment.profile

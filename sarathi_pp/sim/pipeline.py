@@ -5,7 +5,7 @@ from the microbatch before and the stage before; no event queue is needed:
 
     arrived[s] = max(end[s - 1], when the microbatch before has left the link) + tokens / bandwidth + latency,
                  each of the edge from s - 1 to s
-    start[s]   = max(end[s] of the microbatch before, arrived[s])
+    start[s]   = max(end[s] of the microbatch before, arrived[s]) + what the host takes
     end[s]     = start[s] + modelled time x noise
 
 A head that the first stage computes for the last one takes the first one's time between two microbatches.
@@ -57,14 +57,17 @@ class StageSpan:
 
 class VirtualPipeline:
     """links: see Links. noise: multiplies every modelled time; none by default. head_factor: of a head's time on the
-    first stage to that on the last.
+    first stage to that on the last. host_s: see Profile.
     """
 
-    def __init__(self, cost: CostModel, links: Links, noise: Noise | None = None, head_factor: float = 1.0) -> None:
+    def __init__(
+        self, cost: CostModel, links: Links, noise: Noise | None = None, head_factor: float = 1.0, host_s: float = 0.0
+    ) -> None:
         if len(links) != len(cost.stages):
             raise ValueError(f"{len(cost.stages)} stages have as many edges, not {len(links)}")
         self._cost = cost
         self._head_factor = head_factor
+        self._host_s = host_s
         self._bare = (*cost.stages[:-1], cost.stages[-1].without_head())
         self._links = links
         self._noise = None if noise is None or noise.quiet else noise
@@ -82,14 +85,14 @@ class VirtualPipeline:
         """
         load = Load.of(microbatch)
         row = self._cost.row(load)
-        num_tokens, link_free_s = load.num_tokens, self._link_free_s
+        num_tokens, link_free_s, host_s = load.num_tokens, self._link_free_s, self._host_s
         spans = []
         arrived_s = microbatch.issued_s
         costs = self._bare if microbatch.head_on_first else self._cost.stages
         stages = zip(costs, self._free_s, self._links, strict=True)
         for stage, (cost, free_s, link) in enumerate(stages):
             # Written out: a call of max() here takes a tenth of the clock's speed.
-            start_s = free_s if free_s > arrived_s else arrived_s
+            start_s = (free_s if free_s > arrived_s else arrived_s) + host_s
             seconds = cost.seconds(row)
             if self._noise is not None:
                 seconds *= self._noise.factor(stage, start_s)

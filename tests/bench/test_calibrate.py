@@ -42,12 +42,13 @@ def traces_of(
     drift: Drift = NO_DRIFT,
     seed: int = 1,
     limits: Limits = LIMITS,
+    host_s: float = 0.0,
 ):
     """A calibration run on a virtual clock: the traces of its stages, and how many microbatches warm it up."""
     timetable = make_timetable(limits)
     traces: list[list[Event]] = [[start(stage, len(cost.stages))] for stage in range(len(cost.stages))]
     pipeline = VirtualPipeline(
-        cost, links or (link,) * len(cost.stages), Noise(len(cost.stages), jitter_cv, drift, seed)
+        cost, links or (link,) * len(cost.stages), Noise(len(cost.stages), jitter_cv, drift, seed), host_s=host_s
     )
     simulation = Simulation(
         limits, make_policy("calibration"), pipeline, lambda stage, event: traces[stage].append(event)
@@ -70,6 +71,12 @@ def test_a_known_pipeline_is_measured_exactly() -> None:
     assert (found.link.latency_s, found.link.bytes_per_s) == pytest.approx((4e-4, 2e9), rel=1e-3)
     assert found.jitter_cv < 1e-3 and found.drift.cv < 1e-3 and found.disturbed is None
     assert found.microbatches == pytest.approx(5 * found.held_out, abs=5)
+
+
+def test_what_the_host_takes_is_measured_and_is_in_no_other_figure() -> None:
+    found = measured(host_s=2e-3)
+    assert found.host_s == pytest.approx(2e-3) and measured().host_s == pytest.approx(0.0, abs=1e-9)
+    assert found.fit.error < 1e-3 and found.link.latency_s == pytest.approx(4e-4, rel=1e-3)
 
 
 @pytest.mark.parametrize("jitter_cv", [0.02, 0.08])

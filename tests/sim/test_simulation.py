@@ -49,6 +49,16 @@ def test_the_spans_of_two_microbatches_on_unequal_stages():
     assert back == 8.5
 
 
+def test_the_host_takes_its_time_before_every_span():
+    """Stages of 1 s, half a second each before it, nothing on the way."""
+    pipeline = VirtualPipeline(flat(2), (Link(),) * 2, host_s=0.5)
+    runs = [pipeline.run(MicroBatch(i, (Chunk(i, 0, 0, 1),))) for i in range(2)]
+    assert [[(span.arrived_s, span.start_s, span.end_s) for span in spans] for spans, _ in runs] == [
+        [(0, 0.5, 1.5), (1.5, 2, 3)],
+        [(0, 2, 3), (3, 3.5, 4.5)],
+    ]
+
+
 def test_a_link_carries_one_microbatch_after_the_other():
     """Stages of 1 s with a link that a microbatch takes up for 3 s: they arrive 3 s apart, half a second later."""
     pipeline = VirtualPipeline(flat(2), (Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=24),) * 2)

@@ -28,6 +28,7 @@ ALL = "all"
 # What is taken away, by what has to be replaced for it while a stage is loaded.
 WITHOUT: dict[str, Replaced] = {
     ALL: (),
+    "one call of all layers": ((slice, "stack", lambda layers: False),),
     "fused layers": ((fuse, "_part", lambda kit, child: None), (fuse, "_layer", lambda child: None)),
     "own products and fused layers": ((fuse, "has_panels", bool), (packed, "has_panels", bool)),
     "packed weights and fused layers": ((slice, "fuse", lambda module: 0),),

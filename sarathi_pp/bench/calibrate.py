@@ -241,50 +241,80 @@ def _by_stage(traces: Sequence[Sequence[Event]]) -> list[list[Compute]]:
 
 
 def _jitter(model: CostModel, spans: Spans) -> float:
-    """Coefficient of variation of equal microbatches: the usual difference of two of them, by the model's error.
+    """Coefficient of variation of equal microbatches: the usual difference of two of them, by a stage's own error.
 
-    Of near ones, so that a machine that slows down is no jitter; medians, so that a few disturbed spans are none.
+    Of near ones, so that a machine that slows down is no jitter; medians, so that a few disturbed spans are none, and
+    by the time that they took: small ones vary most, and a stage that waits for one waits for little.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, load in enumerate(spans.loads):
         groups.setdefault((load.prefill_tokens, load.decodes), []).append(index)
     found = []
-    for stage, ratios in enumerate(spans.ratios(model)):
-        modelled = ratios * spans.seconds[stage]
-        differences = [
-            abs(ratios[a] - ratios[b]) / (ratios[a] + ratios[b]) * 2
+    for modelled, off in zip(_modelled(model, spans), _own_errors(model, spans), strict=True):
+        pairs = [
+            (a, b)
             for members in groups.values()
             for place, a in enumerate(members)
             for b in members[place + 1 :]
             if b - a <= _NEAR and abs(modelled[a] / modelled[b] - 1) < _EQUAL
         ]
-        if differences:
-            found.append(MEDIAN_TO_SIGMA * float(np.median(differences)) / 2**0.5)
+        if pairs:
+            first, second = np.array(pairs).T
+            usual = _weighted_median(np.abs(off[first] - off[second]), modelled[first])
+            found.append(MEDIAN_TO_SIGMA * usual / 2**0.5)
     return sum(found) / len(found) if found else 0.0
 
 
+def _modelled(model: CostModel, spans: Spans) -> list[Vector]:
+    """Seconds of each span, by stage."""
+    return [ratios * seconds for ratios, seconds in zip(spans.ratios(model), spans.seconds, strict=True)]
+
+
+def _own_errors(model: CostModel, spans: Spans) -> list[Vector]:
+    """By how much of the modelled time each span took longer than others of its stage, less what all stages share.
+
+    That is the model's error for such a microbatch, or the machine's speed: it makes no stage wait for another, and on
+    two cores of a virtual machine it is most of what spans vary by. A single stage has nobody to share with.
+    """
+    errors = []
+    for ratios in spans.ratios(model):
+        off = 1 / ratios - 1
+        errors.append(without_outliers(off - np.median(off)))
+    if len(errors) == 1:
+        return errors
+    shared = np.mean(errors, axis=0)
+    taken_out = (1 - 1 / len(errors)) ** 0.5  # of each stage's own, a part is in the mean
+    return [(off - shared) / taken_out for off in errors]
+
+
+def _weighted_median(values: Vector, weights: Vector) -> float:
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+
+
 def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) -> Drift:
-    """How the stages' speed moves, by how the model's errors on the spans of a stage go together in time.
+    """How the stages' speed moves, by how their own errors on their spans go together in time.
 
     starts_s: of the spans, by stage. Two spans of like load err together because the model is off for both, so only
-    pairs of unlike ones count; the timetable has shuffled them.
+    pairs of unlike ones count, by the time that they took; the timetable has shuffled them.
     """
     sizes = np.array([(load.prefill_tokens, load.decodes) for load in spans.loads])
     unlike = np.triu((sizes[:, None] != sizes[None]).any(axis=2), 1)
-    lags, products = [], []
-    for ratios, at_s in zip(spans.ratios(model), starts_s, strict=True):
-        off = 1 / ratios - 1
-        off = without_outliers(off - np.median(off))
+    lags, products, weights = [], [], []
+    for modelled, off, at_s in zip(_modelled(model, spans), _own_errors(model, spans), starts_s, strict=True):
         lag_s = at_s[None] - at_s[:, None]
         counted = unlike & (lag_s < _FAR_S)
         lags.append(lag_s[counted])
         products.append((off[:, None] * off[None])[counted])
-    lag, product = np.concatenate(lags), np.concatenate(products)
+        weights.append((modelled[:, None] * modelled[None])[counted])
+    lag, product, weight = np.concatenate(lags), np.concatenate(products), np.concatenate(weights)
     fits = []
     for seconds in _DRIFTS_S:
         kept = np.exp(-lag / seconds)
-        variance = max(0.0, float(product @ kept) / float(kept @ kept)) if len(kept) else 0.0
-        fits.append((float(np.square(product - variance * kept).sum()), variance, seconds))
+        told = float((weight * kept) @ kept)
+        variance = max(0.0, float((weight * product) @ kept) / told) if told else 0.0
+        fits.append((float(weight @ np.square(product - variance * kept)), variance, seconds))
     _, variance, seconds = min(fits)
     return Drift(variance**0.5, seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from statistics import fmean, median
 
 import pytest
@@ -94,6 +95,20 @@ def test_a_speed_that_moves_is_a_drift(cv: float, seconds: float) -> None:
     drifts = [measured(drift=Drift(cv, seconds), seed=seed).drift for seed in range(6)]
     assert fmean(drift.cv for drift in drifts) == pytest.approx(cv, rel=0.35)
     assert seconds / 4 <= median(drift.seconds for drift in drifts) <= 4 * seconds
+
+
+def test_what_all_stages_share_is_no_noise_of_a_stage() -> None:
+    """A model that is off for a microbatch is off for it on every stage, and none waits for another for that."""
+    traces, warm_up = traces_of(jitter_cv=0.02)
+    draw = Random(5)
+    factors = [draw.uniform(0.8, 1.2) for _ in traces[0]]
+    off = [
+        [slowed(event, factors[event.microbatch]) if isinstance(event, Compute) else event for event in trace]
+        for trace in traces
+    ]
+    found = measure(off, warm_up, LINK.token_bytes)
+    assert found.fit.error > 0.07
+    assert found.jitter_cv == pytest.approx(0.02, rel=0.5) and found.drift.cv < 0.02
 
 
 def test_a_machine_that_slows_down_over_the_run_has_no_jitter() -> None:

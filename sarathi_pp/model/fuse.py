@@ -84,15 +84,15 @@ def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -
 
 def _part(kit: _Kit, child: Any) -> Rewrite | None:
     """Of a layer."""
-    if _runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
+    if runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
         fits = kit.takes_products(child.gate_proj, child.up_proj) and kit.takes_products(child.down_proj)
         return kit.gated_mlp if fits else None
     if _is_row_norm(kit, child):
         return kit.row_norm
     # All but Llama's hand a window to the attention function too, which knows it from the stage.
-    if any(_runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
+    if any(runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
         return kit.attention if _fits_one_pass(kit, child) else None
-    if _runs(child, Qwen3Attention):
+    if runs(child, Qwen3Attention):
         norms = child.q_norm, child.k_norm
         fits = all(_is_row_norm(kit, norm) and norm.weight.numel() == child.head_dim for norm in norms)
         same = norms[0].variance_epsilon == norms[1].variance_epsilon
@@ -101,11 +101,11 @@ def _part(kit: _Kit, child: Any) -> Rewrite | None:
 
 
 def _is_row_norm(kit: _Kit, child: Any) -> bool:
-    return _runs(child, llama.LlamaRMSNorm) and kit.takes_norm(child.weight)
+    return runs(child, llama.LlamaRMSNorm) and kit.takes_norm(child.weight)
 
 
 def _layer(child: Any) -> Rewrite | None:
-    fits = _runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) in (
+    fits = runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) in (
         RowNorm,
         fused_cuda.RowNorm,
     )
@@ -133,7 +133,8 @@ def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
     return all(_same_code(names[name], getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half"))
 
 
-def _runs(module: nn.Module, known: type[nn.Module]) -> bool:
+def runs(module: nn.Module, known: type[nn.Module]) -> bool:
+    """Whether a module's forward is that of a known one, instruction by instruction."""
     return _same_code(type(module).forward, known.forward)
 
 

@@ -64,6 +64,7 @@ class StageInputs:
     write_pages, write_offsets: (T,) int64, page and place in the page for each row's K and V.
     logit_rows: (n,) int64, rows whose logits are wanted.
     pages: (n,) int64, the spans' pages one after the other.
+    all_logits: whether logit_rows are all rows in order.
     """
 
     position_ids: Tensor
@@ -72,6 +73,7 @@ class StageInputs:
     logit_rows: Tensor
     spans: tuple[SpanRows, ...]
     pages: Tensor
+    all_logits: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -85,10 +87,12 @@ def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: in
     write into a neighbour's pages.
     """
     laid = _Layout.of(spans, page_size)
-    parts = [laid.positions, laid.write_pages, laid.write_offsets, array("q", logit_rows), laid.pages]
+    wanted = array("q", logit_rows)
+    parts = [laid.positions, laid.write_pages, laid.write_offsets, wanted, laid.pages]
     packed = on_device(_tensor(parts), device)
     positions, pages, offsets, logits, page_ids = torch.split_with_sizes(packed, [len(part) for part in parts])
-    return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids)
+    every = len(wanted) == len(laid.positions) and wanted == array("q", range(len(wanted)))
+    return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids, every)
 
 
 class FixedInputs:

@@ -9,11 +9,23 @@ from __future__ import annotations
 import numpy as np
 
 from sarathi_pp.model.lanes.compile import compiled, inlined
-from sarathi_pp.model.lanes.memory import load_bf16, load_index, load_word, round_lines, store_float, store_word
+from sarathi_pp.model.lanes.memory import (
+    load_bf16,
+    load_half,
+    load_index,
+    load_word,
+    round_lines,
+    store_float,
+    store_index,
+    store_word,
+)
 from sarathi_pp.model.lanes.rotary import rotate_lines
 from sarathi_pp.model.lanes.softmax import exponential
 
 _FLOAT = np.float32
+# Of bfloat16: all but the sign, and infinity, beyond which is no number.
+_SIZE_BITS, _INFINITY = 0x7FFF, 0x7F80
+_BLOCK = 256
 
 
 @compiled()
@@ -47,6 +59,39 @@ def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-
     for at in range(width):
         store_float(scratch, at, load_bf16(to, at) * load_bf16(weight, at))
     round_lines(scratch, to, width // 16)
+
+
+@inlined
+def _ordered(rows, at):  # type: ignore[no-untyped-def]
+    """A bfloat16 as a whole number, in the order of the values; zero has one, whatever its sign."""
+    half = np.int64(load_half(rows, at))
+    size = half & _SIZE_BITS
+    return size if half <= _SIZE_BITS else -size
+
+
+@compiled()
+def largest(rows, found, num_rows, width):  # type: ignore[no-untyped-def]
+    """found[r] = the lowest index of the largest value of row r, -1 where one is not finite. found: int64.
+
+    By blocks, whose largest fill the lanes: only one of them is searched.
+    """
+    for row in range(num_rows):
+        begin = rows + row * width * 2
+        top, lowest, block = np.int64(-_INFINITY), np.int64(_INFINITY), np.int64(0)
+        for first in range(0, width, _BLOCK):
+            of_block = np.int64(-_INFINITY)
+            for at in range(first, min(width, first + _BLOCK)):
+                number = _ordered(begin, at)
+                of_block = max(of_block, number)
+                lowest = min(lowest, number)
+            if of_block > top:
+                top, block = of_block, np.int64(first)
+        index = np.int64(-1)
+        if -_INFINITY < lowest and top < _INFINITY:
+            index = block
+            while _ordered(begin, index) != top:
+                index += 1
+        store_index(found, row, index)
 
 
 @compiled()

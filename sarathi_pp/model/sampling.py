@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.model.kernels import has_kernels
+from sarathi_pp.model.packed import has_panels
 
 
 class Row(Protocol):
@@ -46,15 +47,12 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
         return [], []
     if has_kernels(logits.device) if by_kernels is None else by_kernels:
         return _sample_by_kernels(logits, rows)
-    values = logits.float()  # on CPU reductions of bfloat16 take five times as long
-    top, greedy = _largest(values)
-    # a NaN anywhere in a row is its minimum and its maximum
-    finite = (values.amin(-1).isfinite() & top.isfinite()).tolist()
+    greedy = _scanned(logits) if logits.dtype == torch.bfloat16 and logits.is_cpu and has_panels() else _largest(logits)
     token_ids = [
-        0 if not ok else token if row.temperature == 0 else _draw(logits[index], row)
-        for index, (row, ok, token) in enumerate(zip(rows, finite, greedy.tolist(), strict=True))
+        max(token, 0) if token < 0 or row.temperature == 0 else _draw(logits[index], row)
+        for index, (row, token) in enumerate(zip(rows, greedy, strict=True))
     ]
-    return token_ids, [not ok for ok in finite]
+    return token_ids, [token < 0 for token in greedy]
 
 
 def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
@@ -78,14 +76,30 @@ def _parameters(row: Row) -> tuple[float, ...]:
     return row.temperature, row.top_k, row.top_p, row.min_p, number
 
 
-def _largest(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, and the lowest index that has it; NaN counts as the largest."""
+def _scanned(logits: Tensor) -> list[int]:
+    """What `_largest` gives, in one pass and a part of another over bfloat16 on CPU."""
+    from sarathi_pp.model import rows  # numba is an optional package, and a slow import
+
+    logits = logits.contiguous()
+    num_rows, width = logits.shape
+    found = np.empty(num_rows, np.int64)
+    rows.largest(logits.data_ptr(), found.ctypes.data, num_rows, width)
+    return found.tolist()
+
+
+def _largest(logits: Tensor) -> list[int]:
+    """Of each row the lowest index of its largest value, -1 where one is not finite."""
+    values = logits.float()  # on CPU reductions of bfloat16 take five times as long
     if values.device.type != "cpu":
         top, index = values.max(-1)
-        return top, index
-    # torch's takes ten times as long as numpy's, which fills the lanes.
-    index = torch.from_numpy(values.detach().numpy().argmax(-1))
-    return values.gather(-1, index[:, None])[:, 0], index
+    else:
+        # torch's takes ten times as long as numpy's, which fills the lanes.
+        index = torch.from_numpy(values.detach().numpy().argmax(-1))
+        top = values.gather(-1, index[:, None])[:, 0]
+    # a NaN anywhere in a row is its minimum and its maximum
+    finite = values.amin(-1).isfinite() & top.isfinite()
+    found: list[int] = torch.where(finite, index, -1).tolist()
+    return found
 
 
 def uniform(seed: int, position: int) -> float:

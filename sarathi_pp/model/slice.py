@@ -26,10 +26,12 @@ from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
+from sarathi_pp.model.body import embody
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.filled import steady_rows
 from sarathi_pp.model.fuse import fuse
+from sarathi_pp.model.hole import Hole
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
@@ -88,7 +90,9 @@ class StageModel:
         call = self._call(x, inputs, kv, backend)
         with self._rows:
             if self.head:
-                return cast(Tensor, self.module(**call, logits_to_keep=inputs.logit_rows).logits[0])
+                # 0 is for all of them, and takes no index.
+                kept = 0 if inputs.all_logits else inputs.logit_rows
+                return cast(Tensor, self.module(**call, logits_to_keep=kept).logits[0])
             return cast(Tensor, self.module.base_model(**call).last_hidden_state[0])
 
     @torch.inference_mode()
@@ -96,7 +100,7 @@ class StageModel:
         """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
         with self._rows:
             y = self.module.base_model(**self._call(x, inputs, kv)).last_hidden_state[0]
-        return cast(Tensor, y[inputs.logit_rows])
+        return cast(Tensor, y if inputs.all_logits else y.index_select(0, inputs.logit_rows))
 
     def _call(
         self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None
@@ -154,6 +158,7 @@ def load_stage(
     count = ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
     stack(getattr(module.get_submodule(family.base), family.layers))
+    embody(module, family.base)
     windows = layer_windows(config, family)
     return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes)
 
@@ -240,13 +245,6 @@ def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
     )
 
 
-class _Absent(nn.Module):
-    """In the place of a module another stage owns: what comes in goes out."""
-
-    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return hidden
-
-
 class _NoPositions(nn.Module):
     """In the place of learned positions on a stage that does not embed: adds nothing."""
 
@@ -267,7 +265,7 @@ def _with_holes(
         blocks = getattr(base, family.layers)
         for index in range(num_layers):
             if not first <= index < end:
-                blocks[index] = _Absent()
+                blocks[index] = Hole()
         if split is not None:
             split.narrow(blocks)
         if not embeds:
@@ -290,17 +288,17 @@ def _with_holes(
 
 def _dig_end(model: Any, base: Any, family: Family, *, keep_head: bool) -> None:
     """Take out what turns activations into logits, or all of that but the head."""
-    setattr(base, family.norm, _Absent())
+    setattr(base, family.norm, Hole())
     if family.project_out is not None:
         setattr(base, family.project_out, None)
     if not keep_head:
-        setattr(model, family.head, _Absent())
+        setattr(model, family.head, Hole())
 
 
 def _dig_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
     """Take out what turns token ids into activations; a tied head still needs the embedding's weight."""
     if not keep_tied:
-        setattr(base, family.embed, _Absent())
+        setattr(base, family.embed, Hole())
     if family.positions is not None:
         setattr(base, family.positions, _NoPositions())
     if family.project_in is not None:

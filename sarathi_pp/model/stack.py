@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sarathi_pp.model.fused import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.hole import Hole
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.packed import PanelLinear
 from sarathi_pp.model.paged import PagedCall
 
 if TYPE_CHECKING:
-    from sarathi_pp.model.stack_kernel import Shape, Work
+    from sarathi_pp.model.stack_kernel import Code, Shape, Work
 
 
 # Bytes by which memory to work in grows: with a decode's context, but not at every token.
 _WORK_STEP = 1 << 20
+_NO_CHUNKS = np.zeros((0, 4), np.int64)
 
 
 def stack(layers: nn.ModuleList) -> bool:
@@ -36,7 +39,7 @@ def stack(layers: nn.ModuleList) -> bool:
         return False
     layers[held[0]] = Stack(blocks)
     for index in held[1:]:
-        layers[index] = _Done()
+        layers[index] = Hole()
     return True
 
 
@@ -58,13 +61,6 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
     return (*sizes, *heads, attention.scaling, *epsilons, has_norms, attention.epsilon)
 
 
-class _Done(nn.Module):
-    """In the place of a layer that another module has run."""
-
-    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return hidden
-
-
 class Stack(nn.Module):
     """Blocks one after the other, bit for bit: in one call where a single thread computes and attention is numba's.
 
@@ -83,6 +79,8 @@ class Stack(nn.Module):
         self._attention = first.self_attn
         self._inner_size = first.mlp.width
         self._epsilon = first.input_layernorm.epsilon
+        self._made: tuple[Shape, Code] | None = None
+        self._made_for = (0, 0)
         self._table: tuple[KVShard, NDArray[np.void]] | None = None
         self._work: dict[str, Tensor] = {}
         self._sinks = torch.full((first.self_attn.num_heads,), -torch.inf)
@@ -102,22 +100,23 @@ class Stack(nn.Module):
 
     def _run(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: PagedCall) -> Tensor:
         kv, inputs = paged.kv, paged.inputs
-        shape, num_rows = self._shape(kv.page_size), inputs.num_tokens
+        shape, code = self._shape_and_code(kv.page_size)
+        num_rows = inputs.num_tokens
         cos, sin = (one.contiguous() for one in position_embeddings)
         # All goes by addresses: nothing behind it would notice.
         assert x.shape == (1, num_rows, shape.hidden_size), f"{x.shape}, {num_rows} rows"
         assert cos.shape == sin.shape == (1, num_rows, shape.head_dim), f"{cos.shape}, {sin.shape}"
         assert {x.dtype, cos.dtype, sin.dtype, kv.dtype} == {torch.bfloat16}, f"{x.dtype}, {cos.dtype}, {kv.dtype}"
         assert (kv.num_kv_heads, kv.head_dim) == (shape.num_kv_heads, shape.head_dim)
-        chunks = [
-            (span.first_row, span.num_tokens, span.start, span.first_page)
-            for span in inputs.spans
-            if span.num_tokens > 1
-        ]
-        decodes = [(span.first_row, span.end, span.first_page) for span in inputs.spans if span.num_tokens == 1]
-        places, ends, tables = np.array(decodes, np.int64).reshape(-1, 3).T.copy()
-        most_keys = max((end for _, end, _ in decodes), default=0)
-        most_chunk = max((rows for _, rows, _, _ in chunks), default=0)
+        chunks: list[tuple[int, int, int, int]] = []
+        places, ends, tables = array("q"), array("q"), array("q")
+        for span in inputs.spans:
+            if span.num_tokens > 1:
+                chunks.append((span.first_row, span.num_tokens, span.start, span.first_page))
+            else:
+                places.append(span.first_row)
+                ends.append(span.end)
+                tables.append(span.first_page)
         call = self._code.Call(
             num_rows=num_rows,
             cos=cos.data_ptr(),
@@ -125,35 +124,42 @@ class Stack(nn.Module):
             write_pages=inputs.write_pages.data_ptr(),
             write_offsets=inputs.write_offsets.data_ptr(),
             pages=inputs.pages.data_ptr(),
-            num_decodes=len(decodes),
-            places=places.ctypes.data,
-            ends=ends.ctypes.data,
-            tables=tables.ctypes.data,
+            num_decodes=len(places),
+            places=_address(places),
+            ends=_address(ends),
+            tables=_address(tables),
             sinks=self._sinks.data_ptr(),
         )
-        work = self._addresses(self._code.work_bytes(num_rows, most_keys, most_chunk, shape))
-        out, group = torch.empty_like(x), shape.num_heads // shape.num_kv_heads
-        code = self._code.code_for(shape.head_dim, group, kv.page_size)
-        told_of_chunks = np.array(chunks, np.int64).reshape(-1, 4)
+        most_chunk = max((rows for _, rows, _, _ in chunks), default=0)
+        work = self._addresses(self._code.work_bytes(num_rows, max(ends, default=0), most_chunk, shape))
+        out = torch.empty_like(x)
+        told_of_chunks = np.array(chunks, np.int64) if chunks else _NO_CHUNKS
         layers = self._layer_table(kv, paged.windows)
         self._code.run_stack(layers, code, shape, call, told_of_chunks, work, x.data_ptr(), out.data_ptr())
         return out
 
-    def _shape(self, page_size: int) -> Shape:
+    def _shape_and_code(self, page_size: int) -> tuple[Shape, Code]:
+        """Made anew only where they have changed."""
         attention = self._attention
-        return self._code.Shape(
-            hidden_size=attention.qkv.in_features,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            page_size=page_size,
-            inner_size=self._inner_size,
-            epsilon=self._epsilon,
-            head_epsilon=attention.epsilon,
-            scaling=np.float32(attention.scaling),
-            most_rows=self._code.rows_at_once(attention.num_heads // attention.num_kv_heads),
-            most_high_rows=attention.qkv.most_high_rows,  # of all products, when they have been tried
-        )
+        most_high_rows = attention.qkv.most_high_rows  # of all products, when they have been tried
+        if self._made is None or self._made_for != (page_size, most_high_rows):
+            group = attention.num_heads // attention.num_kv_heads
+            shape = self._code.Shape(
+                hidden_size=attention.qkv.in_features,
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                page_size=page_size,
+                inner_size=self._inner_size,
+                epsilon=self._epsilon,
+                head_epsilon=attention.epsilon,
+                scaling=np.float32(attention.scaling),
+                most_rows=self._code.rows_at_once(group),
+                most_high_rows=most_high_rows,
+            )
+            self._made = shape, self._code.code_for(attention.head_dim, group, page_size)
+            self._made_for = page_size, most_high_rows
+        return self._made
 
     def _layer_table(self, kv: KVShard, windows: tuple[int | None, ...]) -> NDArray[np.void]:
         """Made once for a KV shard."""
@@ -170,6 +176,11 @@ class Stack(nn.Module):
                 self._work.pop(name, None)
                 self._work[name] = torch.empty(-(-size // _WORK_STEP) * _WORK_STEP, dtype=torch.uint8)
         return self._code.Work(**{name: memory.data_ptr() for name, memory in self._work.items()})
+
+
+def _address(numbers: array[int]) -> int:
+    address, _ = numbers.buffer_info()
+    return address
 
 
 def _layer(block: Any, kv: KVShard, windows: tuple[int | None, ...]) -> dict[str, int]:

@@ -79,6 +79,7 @@ class StageRunner:
         self._clock = clock
         self._timer = timer
         self._unsettled: deque[_Span] = deque()
+        self._settled: deque[tuple[_Span, ComputeSpan]] = deque()
         self._untold: deque[StageTime] = deque()
         self._num_done = 0
         self._busy = False
@@ -157,6 +158,7 @@ class StageRunner:
             self._downstream.send(ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)))
         # Sending may have waited for the device, so that it tells now, with the least room for doubt.
         self._settle()
+        self._record()
 
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
         """The output, and whether it took a second attempt: the coordinator then asks for less at a time.
@@ -190,7 +192,7 @@ class StageRunner:
         )
 
     def _settle(self) -> None:
-        """Record the spans that the device has ended."""
+        """Take the times of the spans that the device has ended."""
         while self._unsettled:
             span = self._unsettled[0]
             start_s, end_s = span.start.at_s(), span.end.at_s()
@@ -198,13 +200,18 @@ class StageRunner:
             if arrived_s is None or start_s is None or end_s is None:
                 return
             self._unsettled.popleft()
-            span.release()
             index, issued_s = span.microbatch.index, span.microbatch.issued_s
             arrived_s = min(arrived_s, start_s)
-            self._recorder.record(
-                ComputeSpan(index, issued_s, arrived_s, start_s, end_s, span.cpu_s, span.collective_s)
-            )
+            told = ComputeSpan(index, issued_s, arrived_s, start_s, end_s, span.cpu_s, span.collective_s)
+            self._settled.append((span, told))
             self._untold.append(StageTime(index, end_s - start_s))
+
+    def _record(self) -> None:
+        """What nobody waits for: the next stage has its input by then."""
+        while self._settled:
+            span, told = self._settled.popleft()
+            span.release()
+            self._recorder.record(told)
 
     def _reserve(self) -> None:
         asked_s = self._clock.now()
@@ -224,6 +231,7 @@ class StageRunner:
         for span in self._unsettled:
             span.end.wait()
         self._settle()
+        self._record()
 
     def serve(self, upstream: Receiver[Tensor]) -> None:
         """Run what comes from upstream until it says goodbye, then say goodbye too."""

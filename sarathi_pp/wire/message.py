@@ -39,19 +39,19 @@ class Payloads:
         """Of the largest legal message; frame_bytes: of its frame."""
         return frame_bytes + self.num_bytes(self.max_tokens) + codec.TRAILER_BYTES
 
-    def rows(self, frame: Frame, behind: torch.Tensor) -> torch.Tensor | None:
+    def rows(self, frame: Frame, behind: memoryview) -> torch.Tensor | None:
         """The activations as (rows, *row_shape): of the bytes behind the frame a view on CPU and a copy on devices.
 
         None where there are none. Raises ProtocolError where the frame announces others.
         """
         announced = announced_rows(frame)
         expected = self.num_bytes(announced)
-        if behind.numel() != expected:
-            raise ProtocolError(f"{_title(frame)} came with {behind.numel()} bytes of activations, not {expected}")
+        if len(behind) != expected:
+            raise ProtocolError(f"{_title(frame)} came with {len(behind)} bytes of activations, not {expected}")
         if not expected:
             return None
-        shape = (announced, *self.row_shape)
-        return behind.view(self.dtype).view(shape).to(self.device, non_blocking=True)
+        rows = torch.frombuffer(behind, dtype=self.dtype).view(announced, *self.row_shape)
+        return rows if self.device.type == "cpu" else rows.to(self.device, non_blocking=True)
 
 
 def announced_rows(frame: Frame) -> int:
@@ -80,12 +80,22 @@ def write(buffer: torch.Tensor, frame: Frame, number: int, payload: torch.Tensor
     return size
 
 
-def read(buffer: torch.Tensor) -> tuple[Envelope, torch.Tensor]:
+def bytes_of(buffer: torch.Tensor) -> memoryview:
+    """The same memory, for `read`: made once for each buffer."""
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]
+
+
+def copied(behind: memoryview) -> torch.Tensor:
+    """Bytes as a tensor of their own."""
+    return torch.frombuffer(bytearray(behind), dtype=torch.uint8) if behind else torch.empty(0, dtype=torch.uint8)
+
+
+def read(buffer: memoryview) -> tuple[Envelope, memoryview]:
     """What lies in a buffer: the frame, and the bytes behind it. Raises ProtocolError for what is none."""
-    envelope = codec.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+    envelope = codec.decode(buffer)
     behind = buffer[envelope.payload_start : envelope.payload_start + envelope.payload_bytes]
-    if behind.numel() and not isinstance(envelope.frame, (MicroBatchFrame, HeadFrame, Parcel)):
-        raise ProtocolError(f"a {type(envelope.frame).__name__} with {behind.numel()} bytes of payload")
+    if behind and not isinstance(envelope.frame, (MicroBatchFrame, HeadFrame, Parcel)):
+        raise ProtocolError(f"a {type(envelope.frame).__name__} with {len(behind)} bytes of payload")
     return envelope, behind
 
 

@@ -17,9 +17,11 @@ Beside it stays an edge of torch_channel. It carries heartbeats and a goodbye, a
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -31,7 +33,7 @@ import torch
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire.channel import Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye
-from sarathi_pp.wire.message import Payloads, read, write
+from sarathi_pp.wire.message import Payloads, bytes_of, read, write
 
 # What is said over the socket, each a datagram: which slot is filled, since when on the host's clock; which is free.
 _FILLED = struct.Struct("<Id")
@@ -134,6 +136,10 @@ class _End:
         self._on_failure = on_failure
         self._failure: SarathiError | None = None
         self._beside = beside(self._fail)
+        # Nobody asks the socket itself to wait: to tell it for how long would be a system call each time.
+        way.settimeout(None)
+        self._waiting = select.poll()
+        self._waiting.register(way, select.POLLIN)
 
     def _fail(self, error: SarathiError) -> None:
         """The edge has ended so, as the one beside found out on a thread of its own: whoever waits here wakes up."""
@@ -144,10 +150,9 @@ class _End:
 
     def _hear(self, timeout_s: float | None, form: struct.Struct) -> tuple[int | float, ...] | None:
         """What the other end says next; None where nothing comes in time. Raises what ended the edge."""
-        self._way.settimeout(timeout_s)
         try:
-            said = self._receive(form.size + 1)
-        except (TimeoutError, BlockingIOError):
+            said = self._receive(form.size + 1, timeout_s)
+        except BlockingIOError:
             return None
         except OSError as error:
             raise self._ended() from error
@@ -157,16 +162,19 @@ class _End:
             raise self._broken(f"said {len(said)} bytes where {form.size} are legal")
         return form.unpack(said)
 
-    def _receive(self, size: int) -> bytes:
+    def _receive(self, size: int, timeout_s: float | None) -> bytes:
+        """Raises BlockingIOError where nothing comes in time."""
+        if timeout_s:
+            self._waiting.poll(math.ceil(1000 * timeout_s))
+        flags = 0 if timeout_s is None else socket.MSG_DONTWAIT
         try:
-            return self._way.recv(size)
+            return self._way.recv(size, flags)
         except ConnectionResetError:
             # Who left had not read all that was said to it, and the kernel tells so once, before what it had said.
-            return self._way.recv(size)
+            return self._way.recv(size, flags)
 
     def _say(self, what: bytes) -> None:
         """Who is no longer there to hear it has ended the edge, which whoever waits next is told."""
-        self._way.settimeout(None)
         with suppress(OSError):
             self._way.send(what)
 
@@ -202,8 +210,8 @@ class SharedSender(_End):
     ) -> None:
         super().__init__(way, peer_name, beside, on_failure)
         self._now = now
-        self._slots = self._take_slots(num_slots, _whole_pages(slot_bytes), timeout_s)
-        self._slot_bytes = slot_bytes
+        slots = self._take_slots(num_slots, _whole_pages(slot_bytes), timeout_s)
+        self._slots = [slot[:slot_bytes] for slot in slots]
         # The last one that became free is the first to be filled: it is the likeliest to be in a cache.
         self._free = list(range(num_slots))
         self._number = 0
@@ -227,6 +235,7 @@ class SharedSender(_End):
         except OSError as error:
             raise _no_room(num_slots, slot_bytes) from error
         finally:
+            self._way.settimeout(None)
             for descriptor in descriptors:
                 os.close(descriptor)
 
@@ -239,7 +248,7 @@ class SharedSender(_End):
 
     def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
         slot = self._free.pop()
-        write(self._slots[slot][: self._slot_bytes], frame, self._number, payload)
+        write(self._slots[slot], frame, self._number, payload)
         self._number += 1
         self._say(_FILLED.pack(slot, self._now()))
 
@@ -274,6 +283,7 @@ class SharedReceiver(_End):
         self._now = now
         self._numbers = NumberCheck()
         self._slots = self._share_slots(num_slots, _whole_pages(payloads.max_bytes(frame_bytes)))
+        self._bytes = [bytes_of(slot) for slot in self._slots]
 
     def _share_slots(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
         """Untouched until used, so that a large bound costs no memory by itself."""
@@ -308,7 +318,7 @@ class SharedReceiver(_End):
             raise
 
     def _message(self, slot: int, arrived_s: float) -> Message[torch.Tensor]:
-        envelope, behind = read(self._slots[slot])
+        envelope, behind = read(self._bytes[slot])
         self._numbers.check(envelope.number)
         rows = self._payloads.rows(envelope.frame, behind)
         return Message(envelope.frame, rows, arrived_s, lambda: self._say(_FREED.pack(slot)))

@@ -27,7 +27,7 @@ from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
 from sarathi_pp.wire.lane import Lane
-from sarathi_pp.wire.message import Payloads, announced_rows, read, write
+from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
 
 HEARTBEAT_S = 1.0
 GOODBYE_S = 10.0
@@ -83,9 +83,10 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """What one message is received into. rows: of its payload, where that comes by a lane."""
+    """What one message is received into, and its bytes. rows: of its payload, where that comes by a lane."""
 
     message: torch.Tensor
+    bytes: memoryview
     rows: torch.Tensor | None
 
 
@@ -213,7 +214,8 @@ class TorchReceiver:
         self._inbox: queue.Queue[Message[torch.Tensor] | SarathiError] = queue.Queue()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for _ in range(num_buffers):
-            self._free.put(_Buffer(edge.buffer(), edge.rows()))
+            message = edge.buffer()
+            self._free.put(_Buffer(message, bytes_of(message), edge.rows()))
         self._numbers = NumberCheck()
         self._stalled_since: tuple[int, float] | None = None
         self._thread = threading.Thread(target=self._run, name=f"{COMMUNICATING}from {edge.peer_name}", daemon=True)
@@ -259,7 +261,7 @@ class TorchReceiver:
 
     def _deliver(self, buffer: _Buffer) -> bool:
         """Pass one message on; True when it was the last."""
-        envelope, behind = read(buffer.message)
+        envelope, behind = read(buffer.bytes)
         self._numbers.check(envelope.number)
         frame = envelope.frame
         if isinstance(frame, Heartbeat):
@@ -269,7 +271,7 @@ class TorchReceiver:
         self._stalled_since = None
         if isinstance(frame, Parcel):
             # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
-            self._inbox.put(Message(frame, behind.clone(), self._now(), lambda: None))
+            self._inbox.put(Message(frame, copied(behind), self._now(), lambda: None))
             self._free.put(buffer)
             return False
         payload, landed = self._payload(frame, behind, buffer.rows)
@@ -277,15 +279,15 @@ class TorchReceiver:
         return isinstance(frame, Goodbye)
 
     def _payload(
-        self, frame: Frame, behind: torch.Tensor, rows: torch.Tensor | None
+        self, frame: Frame, behind: memoryview, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Landing | None]:
         """The activations, and when they are there, where they come by the lane."""
         lane = self._edge.lane
         if lane is None or rows is None:
             return self._edge.payloads.rows(frame, behind), None
         num_rows = announced_rows(frame)
-        if behind.numel():
-            raise ProtocolError(f"{frame} came with {behind.numel()} bytes of activations, not 0")
+        if behind:
+            raise ProtocolError(f"{frame} came with {len(behind)} bytes of activations, not 0")
         if num_rows > len(rows):
             raise ProtocolError(f"{frame} has {num_rows} rows; {len(rows)} are legal")
         if not num_rows:

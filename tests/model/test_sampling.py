@@ -15,6 +15,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.model import sampling
+from sarathi_pp.model.packed import has_panels
 from sarathi_pp.model.sampling import sample, uniform
 
 
@@ -123,6 +124,24 @@ def test_greedy_ignores_filters_and_takes_the_first_of_equal_logits() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
     rows = [Draw(temperature=0, top_k=1, min_p=0.5), Draw(temperature=0, top_p=0.1)]
     assert sample(logits, rows) == ([1, 0], [False, False])
+
+
+@pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here")
+@given(st.integers(1, 4), st.integers(1, 700), st.integers(0, 2**32 - 1), st.sampled_from(["few", "any", "finite"]))
+@settings(max_examples=300, deadline=None)
+def test_one_pass_over_bfloat16_finds_what_torch_does(num_rows: int, width: int, seed: int, kind: str) -> None:
+    """Of few values, with ties, zeros of either sign and some that are not finite; of any bits; of finite ones."""
+    random = torch.Generator().manual_seed(seed)
+    if kind == "few":
+        values = torch.tensor([-1.0, -0.0, 0.0, 0.0, -0.0, 1.0, -3e38, torch.inf, -torch.inf, torch.nan, -torch.nan])
+        last = 5 if seed % 3 else 7 + seed % 5
+        logits = values[torch.randint(0, last, (num_rows, width), generator=random)].bfloat16()
+    else:
+        bits = torch.randint(-(2**15), 2**15, (num_rows, width), generator=random).to(torch.int16)
+        logits = bits.view(torch.bfloat16)
+        if kind == "finite":
+            logits = logits.nan_to_num()
+    assert sampling._scanned(logits) == sampling._largest(logits)
 
 
 def test_seed_and_position_both_matter_and_nothing_global_does() -> None:

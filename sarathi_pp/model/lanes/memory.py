@@ -61,7 +61,7 @@ def _nearest_bf16(builder: Any, value: Any) -> Any:
 load_word, store_word = _loader(I32, types.uint32), _storer(I32, types.uint32)
 load_half = _loader(I16, types.uint16)
 load_float, store_float = _loader(F32, types.float32), _storer(F32, types.float32)
-load_index = _loader(I64, types.int64)
+load_index, store_index = _loader(I64, types.int64), _storer(I64, types.int64)
 # bfloat16 in memory, float32 as a value; stores round to nearest, and NaN stays NaN.
 load_bf16 = _loader(
     I16,

@@ -271,10 +271,12 @@ def _modelled(model: CostModel, spans: Spans) -> list[Vector]:
 
 
 def _own_errors(model: CostModel, spans: Spans) -> list[Vector]:
-    """By how much of the modelled time each span took longer than others of its stage, less what all stages share.
+    """By how much of the modelled time each span took longer than others of its stage, less what the same microbatch
+    took longer on all stages.
 
-    That is the model's error for such a microbatch, or the machine's speed: it makes no stage wait for another, and on
-    two cores of a virtual machine it is most of what spans vary by. A single stage has nobody to share with.
+    That is the model's error for such a microbatch, or the machine's speed where it moves slowly: it makes no stage
+    wait for another, and on two cores of a virtual machine it is most of what spans vary by. A single stage has nobody
+    to share with, and keeps both.
     """
     errors = []
     for ratios in spans.ratios(model):

@@ -42,11 +42,10 @@ class Profile:
 
     link_latency_s, link_bytes_per_s: one way between neighbouring stages. links: the same of each edge by itself, in
     the order of `wire.order.edges`, the return edge last; empty where all are alike. Those of these stages: another
-    number of stages has the one link. jitter_cv: coefficient of variation of
-    equal microbatches near each other; drift: of the stages' speed; both without what all stages share. host_s: from
-    when a stage could begin with a microbatch until it computes. pages: KV pages of the stage that holds fewest,
-    each of page_size tokens. tensor_parallel_size: ranks that held each stage together; times contain their sums, and
-    pages are of one of them.
+    number of stages has the one link. jitter_cv: coefficient of variation of equal microbatches near each other; drift:
+    of the stages' speed; both without what all stages share, where there are several. host_s: from when a stage could
+    begin with a microbatch until it computes. pages: KV pages of the stage that holds fewest, each of page_size tokens.
+    tensor_parallel_size: ranks that held each stage together; times contain their sums, and pages are of one of them.
     error: mean absolute relative error of the fit, None where it was not fitted.
     """
 

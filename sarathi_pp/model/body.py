@@ -9,6 +9,7 @@ Python takes.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class Body(nn.Module):
         super().__init__()
         self.embed_tokens, self.layers = base.embed_tokens, base.layers
         self.norm, self.rotary_emb = base.norm, base.rotary_emb
+        # As they are now: what takes a layer's place later is not called.
         self._held = tuple(layer for layer in base.layers if not isinstance(layer, Hole))
         stacked = len(self._held) == 1 and isinstance(self._held[0], Stack)
         self._rotation = Rotation(base.rotary_emb) if stacked and Rotation.fits(base.rotary_emb) else None
@@ -77,13 +79,22 @@ class Body(nn.Module):
         return self._rotation.of(inputs.position_ids, max(span.end for span in inputs.spans), hidden)
 
 
+def _is(base: nn.Module, known: type[nn.Module]) -> bool:
+    """Whether the forward is that one and means the same: what it names outside of itself is the same too."""
+    if not runs(base, known):
+        return False
+    ours, theirs = inspect.unwrap(type(base).forward), inspect.unwrap(known.forward)
+    names = [name for name in theirs.__code__.co_names if name in theirs.__globals__]
+    return all(ours.__globals__.get(name) is theirs.__globals__[name] for name in names)
+
+
 def embody(module: nn.Module, name: str) -> bool:
     """Puts a body in the place of the submodule of that name, if its forward is a known one; whether it did.
 
     Of a module whose holes are made and whose layers are as they will run.
     """
     base: Any = module.get_submodule(name)
-    if not any(runs(base, known) for known in _KNOWN) or type(base.embed_tokens) not in (nn.Embedding, Hole):
+    if not any(_is(base, known) for known in _KNOWN) or type(base.embed_tokens) not in (nn.Embedding, Hole):
         return False
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, Body(base))

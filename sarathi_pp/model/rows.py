@@ -1,7 +1,8 @@
-"""Passes over rows in bfloat16 on CPU: what a model does between its products, without a trip to memory for each step.
+"""Passes over rows in bfloat16 on CPU: what a model does between its products, without a trip to memory for each step,
+and what greedy sampling does behind the last one.
 
 Values are float32 within a step and rounded to bfloat16 where the model's own operations round. Addresses; widths are
-multiples of 16; scratch holds one row of float32.
+multiples of 16, but of logits; scratch holds one row of float32.
 """
 
 from __future__ import annotations

@@ -82,6 +82,7 @@ def _scanned(logits: Tensor) -> list[int]:
 
     logits = logits.contiguous()
     num_rows, width = logits.shape
+    assert width, "there is nothing to draw from"
     found = np.empty(num_rows, np.int64)
     rows.largest(logits.data_ptr(), found.ctypes.data, num_rows, width)
     return found.tolist()

@@ -8,7 +8,8 @@ the meta device, where it costs nothing) a hole is put in the place of every mod
     the head       -      -       -       -       -       -       -     head
 
 transformers then loads, converts and initialises what is left as usual, so layers keep their global index
-and whatever depends on it. Attention reaches the pages as paged.py says.
+and whatever depends on it. Attention reaches the pages as paged.py says. Then what is there is rewritten from outside:
+fused and packed (fuse.py), layers in one call (stack.py), without what transformers does around them (body.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from sarathi_pp.model.weights import ReadCount, stage_tensors
 class StageModel:
     """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the head at the end.
 
-    module: the transformers model with holes; fusions work on it from outside.
+    module: the transformers model with holes, as the rewrites have left it.
     windows: per global layer, how many tokens back it sees (itself included), None for all.
     bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
     """

@@ -25,7 +25,7 @@ from sarathi_pp.trace.events import SendWait
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import Instant, Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
 
 # A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
 _INSTANT_S = 20e-6
@@ -145,20 +145,27 @@ class StageRunner:
         self._settle()
         own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
         stage_times = (*frame.stage_times, own)
-        self._reserve()
+        try:
+            self._reserve()
+            self._downstream.send(*self._message(frame, output, stage_times, short))
+        finally:  # what was computed is in the trace, whoever is lost
+            # Sending may have waited for the device, so that it tells now, with the least room for doubt.
+            self._settle()
+            self._record()
+
+    def _message(
+        self, frame: MicroBatchFrame, output: StageOutput, stage_times: tuple[StageTime, ...], short: bool
+    ) -> tuple[Frame, Tensor | None]:
+        """What goes downstream: activations, the rows of a head that is left to the first stage, or tokens."""
+        microbatch = frame.microbatch
         if output.hidden is not None:
             known = {sequence for sequence, _ in frame.bad}
             bad = (*frame.bad, *((sequence, self._index) for sequence in output.bad if sequence not in known))
-            self._downstream.send(MicroBatchFrame(microbatch, stage_times, bad, short), output.hidden)
-        elif output.rows is not None:
-            head = HeadFrame(microbatch.index, len(output.rows), stage_times, frame.bad, short)
-            self._downstream.send(head, output.rows)
-        else:
-            tokens = _blamed(output.tokens, dict(frame.bad), self._index) if self._debug_nan else output.tokens
-            self._downstream.send(ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)))
-        # Sending may have waited for the device, so that it tells now, with the least room for doubt.
-        self._settle()
-        self._record()
+            return MicroBatchFrame(microbatch, stage_times, bad, short), output.hidden
+        if output.rows is not None:
+            return HeadFrame(microbatch.index, len(output.rows), stage_times, frame.bad, short), output.rows
+        tokens = _blamed(output.tokens, dict(frame.bad), self._index) if self._debug_nan else output.tokens
+        return ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)), None
 
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
         """The output, and whether it took a second attempt: the coordinator then asks for less at a time.

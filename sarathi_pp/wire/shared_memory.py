@@ -165,7 +165,7 @@ class _End:
     def _receive(self, size: int, timeout_s: float | None) -> bytes:
         """Raises BlockingIOError where nothing comes in time."""
         if timeout_s:
-            self._waiting.poll(math.ceil(1000 * timeout_s))
+            self._waiting.poll(math.ceil(1000 * max(0.0, timeout_s)))
         flags = 0 if timeout_s is None else socket.MSG_DONTWAIT
         try:
             return self._way.recv(size, flags)

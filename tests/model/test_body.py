@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def load(directory: Path, dtype: torch.dtype, bounds: tuple[int, ...]) -> list[S
     return [load_stage(directory, layers, NUM_LAYERS, dtype, CPU, backend) for layers in pairwise(bounds)]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", sorted(EMBODIED))
 def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
@@ -83,18 +85,20 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
         torch.set_num_threads(before)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - EMBODIED))
 def test_others_keep_their_own_forward(family, tmp_path):
     (stage,) = load(checkpoint(tmp_path, family), torch.float32, (0, NUM_LAYERS))
     assert not any(isinstance(module, Body) for module in stage.module.modules())
 
 
-def rotary(**parameters: Any) -> Any:
+def rotary(head_dim: int = 64, **parameters: Any) -> Any:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, **parameters}
-    return LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope))
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope)
+    return LlamaRotaryEmbedding(config)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -106,11 +110,12 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.get("rope_type", "default"))
-def test_angles_looked_up_are_those_computed(kind, dtype):
-    """In whatever order they are asked for; the table grows behind 4,096."""
-    model = rotary(**kind)
+@pytest.mark.parametrize(("head_dim", "kind"), [*((64, kind) for kind in KINDS), (32, {}), (96, {}), (128, {})])
+def test_angles_looked_up_are_those_computed(head_dim, kind, dtype, threads):
+    """In whatever order they are asked for, whatever threads there are; the table grows behind 4,096."""
+    model = rotary(head_dim, **kind)
     assert Rotation.fits(model)
     rotation, like = Rotation(model), torch.zeros(1, dtype=dtype)
 
@@ -125,20 +130,28 @@ def test_angles_looked_up_are_those_computed(kind, dtype):
     check()
 
 
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_angles_that_depend_on_the_longest_are_not_looked_up():
     assert not Rotation.fits(rotary(rope_type="dynamic", factor=2.0))
     factors = [1.0] * 32
     assert not Rotation.fits(
         rotary(rope_type="longrope", short_factor=factors, long_factor=factors, original_max_position_embeddings=64)
     )
-    odd = rotary()
-    odd.inv_freq = odd.inv_freq[:24]  # a head of 48: some of it would be computed one by one
-    assert not Rotation.fits(odd)
+    assert not Rotation.fits(rotary(48)), "some of it would be computed one by one"
 
 
 @pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here")
-def test_a_stack_s_angles_are_looked_up(tmp_path):
-    (stage,) = load(checkpoint(tmp_path, "llama", **WIDE), torch.bfloat16, (0, NUM_LAYERS))
+@pytest.mark.oldest
+@pytest.mark.parametrize("family", sorted(LIKE_LLAMA))
+def test_a_stack_s_angles_are_looked_up(family, tmp_path):
+    (stage,) = load(checkpoint(tmp_path, family, **WIDE), torch.bfloat16, (0, NUM_LAYERS))
     body = stage.module.base_model
     with mock.patch.object(Rotation, "of", side_effect=Rotation.of, autospec=True) as looked_up:
         run([stage], torch.bfloat16)

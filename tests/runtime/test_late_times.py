@@ -18,6 +18,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, Ste
 from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Grant, Limits, View
 from sarathi_pp.core.request import Request
+from sarathi_pp.errors import PeerLostError
 from sarathi_pp.runtime.stage import StageOutput
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock, ManualClock
@@ -146,6 +147,22 @@ def test_where_sending_waits_for_the_device_a_span_is_settled_at_once() -> None:
         chunk = Chunk(0, 0, 3 * index, 3, False, (1, 2, 3), (), None)
         runner.run(MicroBatchFrame(MicroBatch(index, (chunk,), (), clock.now())), None, Instant(clock.now()))
         assert [event.microbatch for event in recorder.events] == list(range(index + 1))
+
+
+class LostChannel(QueueChannel[Tensor]):
+    """Nobody is there any more."""
+
+    def reserve(self) -> None:
+        raise PeerLostError("rank 1 is lost")
+
+
+def test_what_was_computed_is_in_the_trace_though_nobody_takes_it() -> None:
+    clock, recorder, released = ManualClock(), ListRecorder(), []
+    runner = StageRunner(Answers(last=False), LostChannel(clock.now, 1), recorder, clock, LateTimer(clock, behind=0))
+    frame = MicroBatchFrame(MicroBatch(0, (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),), (), clock.now()))
+    with pytest.raises(PeerLostError):
+        runner.run(frame, None, Instant(clock.now()), lambda: released.append(0))
+    assert [event.microbatch for event in recorder.events] == released == [0]
 
 
 @pytest.mark.timeout(60)

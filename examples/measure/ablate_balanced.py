@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import click
-from compare_policies import figures, zipf
+from compare_policies import SLOW, figures, zipf
 from record import Record
 
 from sarathi_pp.core.policy import auto_chunk_size, balanced
@@ -50,17 +50,21 @@ def works(requests: int) -> dict[str, Experiment]:
         "P:D 2, then 20": gpt3(change),
         "8 requests/s": gpt3(f"poisson:rate=8,{zipf(requests, 10, SEED)}"),
         "jitter 5 %": gpt3(zipf(requests, 10, SEED), jitter_cv=0.05),
+        "a slow stage": gpt3(zipf(requests, 10, SEED), slow=SLOW),
         "298M, 32 at once": _experiment(cpu, "uniform:n=32,min=256,max=1024,pd=8,seed=0"),
     }
 
 
-def _experiment(profile: Profile, spec: str, jitter_cv: float = 0.0) -> Experiment:
+def _experiment(
+    profile: Profile, spec: str, jitter_cv: float = 0.0, slow: Mapping[int, float] | None = None
+) -> Experiment:
     return Experiment(
         profile=profile,
         workload=parse_workload(spec),
         policy="balanced",
         chunk_size=auto_chunk_size("balanced"),
         jitter_cv=jitter_cv,
+        slow=slow or {},
         seed=SEED,
     )
 
@@ -101,6 +105,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no microbatch to spare": lambda: patch.object(experiment, "auto_inflight", _no_more_than_stages),
     "always one to spare": lambda: patch.object(balanced, "_fewest", _as_many_as_allowed),
     "one to spare also where seats are short": lambda: patch.object(balanced, "_SPARE_COST", 1.0),
+    "one to spare beside a slow stage too": lambda: patch.object(balanced, "_SLACK", float("inf")),
     "256 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(256)),
     "512 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(512)),
     "P:D of finished requests alone": lambda: patch.object(balanced, "_least_ratio_so_far", _prior_ratio),

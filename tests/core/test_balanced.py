@@ -136,6 +136,15 @@ def test_none_more_where_seats_are_short_and_microbatches_dear(a0, most):
     assert max(count for count, waiting in seen if waiting > 12) == most
 
 
+@pytest.mark.parametrize("slower, most", [(2.1, 2), (1.9, 3)])
+def test_none_more_where_one_stage_sets_the_pace_by_half_a_microbatch(slower, most):
+    """Of two stages the slow one has, for each microbatch, 1 - 1 / slower of its time to spare."""
+    cost = model(16, a1=1e-4)
+    cost = replace(cost, stages=(cost.stages[0], cost.stages[1].scaled(slower)))
+    seen = inflight_counts(cost, requests(40, 600, 15), max_num_seqs=16, chunk_size=128)
+    assert max(count for count, waiting in seen if waiting) == most
+
+
 def test_a_bound_on_the_time_between_tokens_is_kept():
     """Room for four tiles of 16 beside each cohort, where without a bound there are more."""
     cost, work = model(16), requests(30, 400, 20)

@@ -14,8 +14,9 @@ A pipeline waits where one microbatch takes longer than the next. So:
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
               those in flight or, if more, the stages: a sequence's next token comes when they all have.
     in flight One microbatch more than stages while there are prompts: a stage that is done early finds the next one
-              there. Not while outputs alone are left, and not where seats are short and the tokens a second would
-              fall: every cohort that decodes are cut into more costs a microbatch.
+              there. Not while outputs alone are left, not where one stage is so much slower that it finds it there
+              without, and not where seats are short and the tokens a second would fall: every cohort that decodes are
+              cut into more costs a microbatch.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _FIRST_SIZE = 256
 _WORTHWHILE = 1.005
 # One microbatch more in flight may cost this share of the tokens a second: what stages no longer wait makes up for it.
 _SPARE_COST = 0.03
+# With that much slack (see _Slowest) the slowest stage has its next microbatch there anyhow, and sets the pace.
+_SLACK = 0.5
 # Prompts may be computed by this share later than with the size that computes them soonest, by the model: decodes ride
 # along the longer, and a stage that computes many tokens hides some of what a microbatch costs by itself.
 _NEAR_ENOUGH = 0.02
@@ -60,11 +63,11 @@ class Balanced:
     def pick(self, view: View) -> list[Grant]:
         prompts = bool(view.prefills or view.waiting)
         cost = view.cost or _UNKNOWN
-        stage = _slowest_stage(cost, view, self._cycle.size if self._cycle else _FIRST_SIZE)
-        decoding = _Decoding.of(view, stage, cost.tile)
+        slowest = _slowest(cost, view, self._cycle.size if self._cycle else _FIRST_SIZE)
+        decoding = _Decoding.of(view, slowest.stage, cost.tile)
         cycle = self._cycle
         if cycle is None or self._left_in_cycle == 0 or (prompts and not cycle.prompts):
-            cycle = _choose_cycle(view, stage, cost.tile, decoding, cycle)
+            cycle = _choose_cycle(view, slowest, cost.tile, decoding, cycle)
         inflight = cycle.inflight if prompts else _fewest(view.limits)
         if view.num_inflight >= inflight:
             return []
@@ -143,14 +146,16 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
     return decodes
 
 
-def _choose_cycle(view: View, stage: StageCost, tile: int, decoding: _Decoding, before: _Cycle | None) -> _Cycle:
-    limits = view.limits
+def _choose_cycle(view: View, slowest: _Slowest, tile: int, decoding: _Decoding, before: _Cycle | None) -> _Cycle:
+    limits, stage = view.limits, slowest.stage
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
     # No more than so many are ever told of ahead of time: where that many wait, there may be others.
     may_be_more = len(view.waiting) >= limits.max_num_seqs
     all_can_start = not may_be_more and view.waiting_tokens <= sum(s.known for s in view.waiting)
     ratio = _prompt_to_output(view)
     inflight, fewest = limits.inflight, _fewest(limits)
+    if slowest.slack >= _SLACK:
+        inflight = fewest
     size, rate = _sustained(view, stage, tile, decoding, ratio, inflight)
     if not all_can_start and inflight != fewest:
         size_of_fewest, rate_of_fewest = _sustained(view, stage, tile, decoding, ratio, fewest)
@@ -270,9 +275,19 @@ def _attention(chunks: list[Grant]) -> float:
     return sum(grant.num_tokens * (grant.sequence.issued + grant.num_tokens / 2) for grant in chunks)
 
 
-def _slowest_stage(cost: CostModel, view: View, size: int) -> StageCost:
+class _Slowest(NamedTuple):
+    """The stage that takes longest, and of its time, by how much a microbatch is back before P of them are through."""
+
+    stage: StageCost
+    slack: float
+
+
+def _slowest(cost: CostModel, view: View, size: int) -> _Slowest:
     """By a microbatch of `size` tokens with its share of the decodes."""
     num_stages = view.limits.num_stages
     decodes, keys = view.num_past_prompt // num_stages, view.tokens_past_prompt // num_stages
     row = cost.row(Load(max(0, size - decodes), 0.0, decodes, keys))
-    return max(cost.stages, key=lambda stage: stage.seconds(row))
+    seconds = [stage.seconds(row) for stage in cost.stages]
+    longest_s = max(seconds)
+    slack = len(seconds) - sum(seconds) / longest_s if longest_s > 0 else 0.0
+    return _Slowest(cost.stages[seconds.index(longest_s)], slack)

@@ -41,8 +41,9 @@ _FIRST_SIZE = 256
 _WORTHWHILE = 1.005
 # One microbatch more in flight may cost this share of the tokens a second: what stages no longer wait makes up for it.
 _SPARE_COST = 0.03
-# With that much slack (see _Slowest) the slowest stage has its next microbatch there anyhow, and sets the pace.
-_SLACK = 0.5
+# One stage sets the pace where all others are done sooner by this share of its time, and by that much of a microbatch
+# together: then its next one is there without a spare. Stages nearer to each other wait for one another by turns.
+_AHEAD, _SLACK = 0.05, 0.5
 # Prompts may be computed by this share later than with the size that computes them soonest, by the model: decodes ride
 # along the longer, and a stage that computes many tokens hides some of what a microbatch costs by itself.
 _NEAR_ENOUGH = 0.02
@@ -154,7 +155,7 @@ def _choose_cycle(view: View, slowest: _Slowest, tile: int, decoding: _Decoding,
     all_can_start = not may_be_more and view.waiting_tokens <= sum(s.known for s in view.waiting)
     ratio = _prompt_to_output(view)
     inflight, fewest = limits.inflight, _fewest(limits)
-    if slowest.slack >= _SLACK:
+    if slowest.sets_the_pace(limits.num_stages):
         inflight = fewest
     size, rate = _sustained(view, stage, tile, decoding, ratio, inflight)
     if not all_can_start and inflight != fewest:
@@ -276,10 +277,14 @@ def _attention(chunks: list[Grant]) -> float:
 
 
 class _Slowest(NamedTuple):
-    """The stage that takes longest, and of its time, by how much a microbatch is back before P of them are through."""
+    """The stage that takes longest, and by which share of its time every other one is done sooner."""
 
     stage: StageCost
-    slack: float
+    ahead: float
+
+    def sets_the_pace(self, num_stages: int) -> bool:
+        """Whether a microbatch is back well before P of them are through this stage, what noise there may be."""
+        return self.ahead >= _AHEAD and (num_stages - 1) * self.ahead >= _SLACK
 
 
 def _slowest(cost: CostModel, view: View, size: int) -> _Slowest:
@@ -289,5 +294,6 @@ def _slowest(cost: CostModel, view: View, size: int) -> _Slowest:
     row = cost.row(Load(max(0, size - decodes), 0.0, decodes, keys))
     seconds = [stage.seconds(row) for stage in cost.stages]
     longest_s = max(seconds)
-    slack = len(seconds) - sum(seconds) / longest_s if longest_s > 0 else 0.0
-    return _Slowest(cost.stages[seconds.index(longest_s)], slack)
+    slowest = seconds.index(longest_s)
+    next_s = max(chain(seconds[:slowest], seconds[slowest + 1 :]), default=longest_s)
+    return _Slowest(cost.stages[slowest], 1 - next_s / longest_s if longest_s > 0 else 0.0)

@@ -105,7 +105,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no microbatch to spare": lambda: patch.object(experiment, "auto_inflight", _no_more_than_stages),
     "always one to spare": lambda: patch.object(balanced, "_fewest", _as_many_as_allowed),
     "one to spare also where seats are short": lambda: patch.object(balanced, "_SPARE_COST", 1.0),
-    "one to spare beside a slow stage too": lambda: patch.object(balanced, "_SLACK", float("inf")),
+    "one to spare beside a slow stage too": lambda: patch.object(balanced, "_AHEAD", 1.0),
     "256 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(256)),
     "512 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(512)),
     "P:D of finished requests alone": lambda: patch.object(balanced, "_least_ratio_so_far", _prior_ratio),

@@ -75,8 +75,25 @@ def test_the_variant_about_short_seats_differs_where_seats_are_short(load: Load)
     assert issued() == whole
 
 
+def test_the_variant_about_a_slow_stage_differs_where_there_is_one(load: Load) -> None:
+    ablation = load("ablate_balanced")
+    whole, without = (
+        ablation.measure(variant, "a slow stage", 60)
+        for variant in ("all of it", "one to spare beside a slow stage too")
+    )
+    assert (whole["tokens_per_s"], whole["steady"]) != (without["tokens_per_s"], without["steady"])
+
+
 def result(policy: str, size: int, seed: int, tokens_per_s: float, steady: float | None = 0.02) -> dict[str, Any]:
-    case = {"work": "w", "spec": "s", "policy": policy, "chunk_size": size, "seed": seed, "jitter_cv": 0.0, "slow": 1.0}
+    case = {
+        "work": "w",
+        "spec": "s",
+        "policy": policy,
+        "chunk_size": size,
+        "seed": seed,
+        "jitter_cv": 0.0,
+        "slow": False,
+    }
     seconds = {"request_bubble_p50_s": 1.0, "ttft_p50_s": 1.0, "ttft_p99_s": 2.0, "itl_p50_s": 0.1, "itl_p99_s": 0.2}
     return {**case, "tokens_per_s": tokens_per_s, "steady": steady, "whole": 0.1, "floor": 0.0, **seconds}
 

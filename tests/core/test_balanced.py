@@ -138,11 +138,23 @@ def test_none_more_where_seats_are_short_and_microbatches_dear(a0, most):
 
 @pytest.mark.parametrize("slower, most", [(2.1, 2), (1.9, 3)])
 def test_none_more_where_one_stage_sets_the_pace_by_half_a_microbatch(slower, most):
-    """Of two stages the slow one has, for each microbatch, 1 - 1 / slower of its time to spare."""
+    """Of two stages the quick one is done with a microbatch sooner by 1 - 1 / slower of the slow one's time."""
     cost = model(16, a1=1e-4)
     cost = replace(cost, stages=(cost.stages[0], cost.stages[1].scaled(slower)))
     seen = inflight_counts(cost, requests(40, 600, 15), max_num_seqs=16, chunk_size=128)
     assert max(count for count, waiting in seen if waiting) == most
+
+
+@pytest.mark.parametrize("slow, most", [((3,), 8), ((2, 5), 9)])
+def test_a_stage_sets_the_pace_only_where_no_other_is_as_slow(slow, most):
+    """Two of eight wait for each other."""
+    cost = model(16, a1=1e-4, stages=8)
+    cost = replace(cost, stages=tuple(s.scaled(1.2) if i in slow else s for i, s in enumerate(cost.stages)))
+    run = coordinator(cost, stages=8, inflight=9, max_num_seqs=64, chunk_size=128)
+    for request in requests(150, 600, 15):
+        run.submit(request)
+    seen = [(count, run.num_waiting) for _, count in issued(run)]
+    assert max(count for count, waiting in seen[len(seen) // 4 :] if waiting) == most
 
 
 def test_a_bound_on_the_time_between_tokens_is_kept():

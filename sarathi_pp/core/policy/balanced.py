@@ -283,7 +283,7 @@ class _Slowest(NamedTuple):
     ahead: float
 
     def sets_the_pace(self, num_stages: int) -> bool:
-        """Whether a microbatch is back well before P of them are through this stage, what noise there may be."""
+        """Whether a microbatch is back well before P of them are through this stage."""
         return self.ahead >= _AHEAD and (num_stages - 1) * self.ahead >= _SLACK
 
 

@@ -52,6 +52,7 @@ def works(requests: int) -> dict[str, Experiment]:
         "jitter 5 %": gpt3(zipf(requests, 10, SEED), jitter_cv=0.05),
         "a slow stage": gpt3(zipf(requests, 10, SEED), slow=SLOW),
         "298M, 32 at once": _experiment(cpu, "uniform:n=32,min=256,max=1024,pd=8,seed=0"),
+        "298M, P:D 20": _experiment(cpu, f"uniform:n={requests},min=256,max=1024,pd=20,seed=0"),
     }
 
 
@@ -108,6 +109,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "one to spare beside a slow stage too": lambda: patch.object(balanced, "_AHEAD", 1.0),
     "256 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(256)),
     "512 tokens, whatever the work": lambda: patch.object(balanced, "_choose_cycle", _fixed(512)),
+    "no seat left for the prompt that is computed": lambda: patch.object(balanced, "_PROMPTS_AT_A_TIME", 0),
     "P:D of finished requests alone": lambda: patch.object(balanced, "_least_ratio_so_far", _prior_ratio),
     "P:D taken to be 8": lambda: patch.object(balanced, "_prompt_to_output", _prior_ratio),
     "no larger chunks where all can start": lambda: patch.object(balanced, "_quickest", _never),

@@ -1,6 +1,7 @@
 """What `balanced` promises: equal time, by the cost model it is given. Its tokens are checked with all policies'."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_prompt_tokens_go_with_decodes_as_prompts_to_outputs():
     batches = schedule(model(16, a1=1e-4), requests(60, 150, 10))
     middle = batches[len(batches) // 3 : 2 * len(batches) // 3]
     assert 48 <= sum(m.num_tokens for m in middle) / len(middle) <= 80
+
+
+def test_one_seat_is_for_the_prompt_that_is_computed():
+    """With prompt tokens for as many decodes as there are seats, decodes take them all time and again."""
+    prompts = [Random(i).randrange(80, 240) for i in range(400)]
+    work = [replace(requests(1, prompt, prompt // 20)[0], index=i) for i, prompt in enumerate(prompts)]
+    batches = schedule(model(1, a0=5e-3, a1=5e-4), work, num_pages=10_000)
+    while not batches[-1].num_prefill_tokens:
+        batches.pop()
+    assert sum(m.num_prefill_tokens == 0 for m in batches) < 0.04 * len(batches)
 
 
 def test_decodes_are_shared_by_the_keys_they_read_not_by_count():

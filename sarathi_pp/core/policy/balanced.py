@@ -5,10 +5,11 @@ A pipeline waits where one microbatch takes longer than the next. So:
     size      One total n of tokens, whole tiles, for a cycle of P microbatches. In a steady state prompts are
               computed as fast as outputs end: b decodes go with b * P:D prompt tokens, n = b * (1 + P:D). That is
               SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards, with b what may run at
-              once and P:D what finished requests had. The tile around it with the most tokens a second is taken,
-              and no more than prompts at hand fill evenly over a cycle that ends with them. Where all that wait can
-              start, there is no such state: then what computes the oldest prompt soonest, if that is more, or where
-              most have their prompts still to be computed, what computes all of these soonest.
+              once, less the one whose prompt is computed, and P:D what finished requests had. The tile around it with
+              the most tokens a second is taken, and no more than prompts at hand fill evenly over a cycle that ends
+              with them. Where all that wait can start, there is no such state: then what computes the oldest prompt
+              soonest, if that is more, or where most have their prompts still to be computed, what computes all of
+              these soonest.
     decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
     prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
     tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
@@ -49,6 +50,8 @@ _AHEAD, _SLACK = 0.05, 0.5
 _NEAR_ENOUGH = 0.02
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
 _SLO_SHARE = 0.9
+# Requests whose prompt is being computed, of those that run.
+_PROMPTS_AT_A_TIME = 1
 # Prompt to output tokens, until a request has finished or run for longer than that.
 _PRIOR_RATIO = 8.0
 
@@ -198,12 +201,18 @@ def _sustained(
 ) -> tuple[int, float]:
     """The size for a steady state of what could run, and its tokens a second.
 
+    A request keeps its seat while its prompt is computed, size - b tokens a microbatch, and then for a turn of those in
+    flight per output token: by Little's law as many seats are taken as prompts are computed at a time, one, and
+    b * inflight that decode. With prompt tokens for one decode more, all seats decode in the end, prompts cannot start,
+    and stages wait for one another behind microbatches of decodes alone.
+
     Not so small that the decodes there are leave prompts less than those of them that end make room for, up to one
     prompt token for each: where a microbatch costs nothing by itself, no size would be too small.
     """
     chunk_size = view.limits.chunk_size
     decodes = decoding.count / inflight
-    sustained = (len(view.running) + len(view.waiting)) / inflight * (1 + ratio)
+    seats = len(view.running) + len(view.waiting)
+    sustained = max(1, seats - _PROMPTS_AT_A_TIME) / inflight * (1 + ratio)
     decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
     step = min(max(tile, _LEAST_STEP), chunk_size)
     least = min(chunk_size // step, max(1, math.ceil(decodes * (1 + min(1.0, ratio)) / step))) * step

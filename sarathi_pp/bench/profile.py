@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,12 @@ from sarathi_pp.sim.pipeline import Link, Links
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 # Tokens that linear layers may take at once; 1 is plain proportionality.
-_TILES = (1, 16, 32, 64, 128, 256)
+_NO_TILE, _TILES = 1, (16, 32, 64, 128, 256)
 # A tile must be better than none by this factor: with noise some tile always is, a little, and it takes the place of
-# what a microbatch costs by itself. A stage of a CPU has 12 ms of that without a tile and nothing with one of 16, which
-# fits about as well; told the latter, `balanced` makes half as many microbatches more.
-_TILE_GAIN = 0.9
+# what a microbatch costs by itself. And by this one among microbatches of more than a tile: a CPU takes as long for a
+# few tokens as for 16, which is what reading the weights takes, and no such step follows. A stage there has 5 ms of its
+# own without a tile, nothing with one of 16, and told the latter, `balanced` makes four times as many microbatches.
+_TILE_GAIN, _TILE_GAIN_BEYOND = 0.9, 0.95
 # Fewer microbatches than this say nothing about five coefficients.
 _LEAST_SPANS = 8
 # More than this say nothing new.
@@ -128,9 +130,9 @@ def fit_spans(spans: Spans) -> CostModel:
     """The model with the tile that fits best."""
     stride = -(-len(spans.loads) // _MOST_SPANS)
     spans = spans.chosen(np.arange(len(spans.loads)) % stride == 0)
-    none, *larger = ((tile, *_fit_with_tile(tile, spans)) for tile in _TILES)
-    better = [fit for fit in larger if fit[1] < _TILE_GAIN * none[1]]
-    tile, _, stages = min(better, key=lambda fit: fit[1], default=none)
+    none, *larger = ((tile, *_fit_with_tile(tile, spans)) for tile in (_NO_TILE, *_TILES))
+    better = [fit for fit in larger if fit[1] < _TILE_GAIN * none[1] and _goes_on(fit[0], spans)]
+    tile, _, stages = min(better, key=itemgetter(1), default=none)
     scaled = [
         _to_total(stage, tile, spans.loads, seconds) for stage, seconds in zip(stages, spans.seconds, strict=True)
     ]
@@ -222,6 +224,15 @@ def _seconds(stage: StageTimeline, count: int) -> Vector:
     lengths = np.array(stage.ends[:count]) - np.array(stage.starts[:count])
     positive: Vector = np.maximum(lengths, 1e-9)
     return positive
+
+
+def _goes_on(tile: int, spans: Spans) -> bool:
+    """Whether microbatches of more tokens than one tile go by it too, as far as there are enough of them to tell."""
+    larger = spans.chosen(np.array([load.num_tokens > tile for load in spans.loads]))
+    if len(larger.loads) < _LEAST_SPANS:
+        return False
+    without, with_it = (_fit_with_tile(size, larger)[0] for size in (_NO_TILE, tile))
+    return with_it < _TILE_GAIN_BEYOND * without
 
 
 def _fit_with_tile(tile: int, spans: Spans) -> tuple[float, list[StageCost]]:

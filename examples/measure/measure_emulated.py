@@ -26,7 +26,6 @@ from record import Record
 
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.bench.profile import measure_link
-from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.experiment import Experiment, report_of
@@ -50,7 +49,7 @@ WARM_UP = 8
 
 def make_profile() -> Profile:
     found = preset("gpt3-a100-tp8pp8")
-    cost = CostModel(found.cost.tile, tuple(stage.scaled(SLOWER) for stage in found.cost.stages))
+    cost = replace(found.cost, stages=tuple(stage.scaled(SLOWER) for stage in found.cost.stages))
     return replace(found, hidden_size=1024, dtype="float32", cost=cost, max_num_seqs=SEQS, pages=8192)
 
 

@@ -34,7 +34,6 @@ from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.bench.machine import stolen
 from sarathi_pp.bench.profile import measure_links
 from sarathi_pp.cli.runs import find_traces
-from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import EdgeLink, Profile
 from sarathi_pp.sim.experiment import Experiment, simulate
@@ -89,7 +88,7 @@ def make_profile() -> Profile:
         hidden_size=1024,
         dtype="float32",
         num_layers=12 * STAGES,
-        cost=CostModel(found.cost.tile, stages),
+        cost=replace(found.cost, stages=stages),
         max_num_seqs=SEQS,
         pages=4096,
     )

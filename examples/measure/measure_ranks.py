@@ -132,7 +132,7 @@ def drawn(microbatch: MicroBatch) -> tuple[SampledToken, ...]:
 def stages_like_the_presets(num_ranks: int) -> CostModel:
     cost = preset("gpt3-a100-tp8pp8").cost
     layers = ((index, index + 1) for index in range(num_ranks))
-    return CostModel(cost.tile, tuple(replace(cost.stages[0], layers=own) for own in layers))
+    return replace(cost, stages=tuple(replace(cost.stages[0], layers=own) for own in layers))
 
 
 class Sample(NamedTuple):

@@ -183,7 +183,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: tor
         dtype=run.dtype,
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
-        cost=CostModel(model.tile, stages),
+        cost=replace(model, stages=stages),
         link_latency_s=found.link.latency_s,
         link_bytes_per_s=found.link.bytes_per_s,
         links=found.links,

@@ -24,13 +24,16 @@ from sarathi_pp.core.profile import EdgeLink
 from sarathi_pp.sim.pipeline import Link, Links
 from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
-# Tokens that linear layers may take at once; 1 is plain proportionality.
-_NO_TILE, _TILES = 1, (16, 32, 64, 128, 256)
-# A tile must be better than none by this factor: with noise some tile always is, a little, and it takes the place of
-# what a microbatch costs by itself. And by this one among microbatches of more than a tile: a CPU takes as long for a
-# few tokens as for 16, which is what reading the weights takes, and no such step follows. A stage there has 5 ms of its
-# own without a tile, nothing with one of 16, and told the latter, `balanced` makes four times as many microbatches.
-_TILE_GAIN, _TILE_GAIN_BEYOND = 0.9, 0.95
+# Shapes without stages: plain proportionality, then those that linear layers may have instead.
+_PLAIN = CostModel(1, ())
+_RIDGES = tuple(CostModel(1, (), ridge) for ridge in (4, 8, 12, 16))
+_TILES = tuple(CostModel(tile, ()) for tile in (16, 32, 64, 128, 256))
+# A shape must fit better than a simpler one by this factor: with noise some tile always does, a little, and takes the
+# place of what a microbatch costs by itself. A stage of a CPU has 5 ms of that without a tile and nothing with one of
+# 16, which a few tokens fit that wait for the weights; told so, `balanced` makes four times as many microbatches.
+_GAIN = 0.9
+# An error that is none.
+_EXACT = 1e-9
 # Fewer microbatches than this say nothing about five coefficients.
 _LEAST_SPANS = 8
 # More than this say nothing new.
@@ -127,16 +130,19 @@ def assess(model: CostModel, spans: Spans) -> Fit:
 
 
 def fit_spans(spans: Spans) -> CostModel:
-    """The model with the tile that fits best."""
+    """The model with the ridge and the tile that fit best, if they do so by enough."""
     stride = -(-len(spans.loads) // _MOST_SPANS)
     spans = spans.chosen(np.arange(len(spans.loads)) % stride == 0)
-    none, *larger = ((tile, *_fit_with_tile(tile, spans)) for tile in (_NO_TILE, *_TILES))
-    better = [fit for fit in larger if fit[1] < _TILE_GAIN * none[1] and _goes_on(fit[0], spans)]
-    tile, _, stages = min(better, key=itemgetter(1), default=none)
+    error, stages = _fit_shape(shape := _PLAIN, spans)
+    for others in (_RIDGES, _TILES):
+        fits = [(*_fit_shape(other, spans), other) for other in others]
+        best_error, best_stages, best = min(fits, key=itemgetter(0))
+        if best_error < _GAIN * error - _EXACT:
+            error, stages, shape = best_error, best_stages, best
     scaled = [
-        _to_total(stage, tile, spans.loads, seconds) for stage, seconds in zip(stages, spans.seconds, strict=True)
+        _to_total(shape, stage, spans.loads, seconds) for stage, seconds in zip(stages, spans.seconds, strict=True)
     ]
-    return CostModel(tile, _with_head(scaled, spans))
+    return replace(shape, stages=_with_head(scaled, spans))
 
 
 def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> EdgeLink:
@@ -226,19 +232,9 @@ def _seconds(stage: StageTimeline, count: int) -> Vector:
     return positive
 
 
-def _goes_on(tile: int, spans: Spans) -> bool:
-    """Whether microbatches of more tokens than one tile go by it too, as far as there are enough of them to tell."""
-    larger = spans.chosen(np.array([load.num_tokens > tile for load in spans.loads]))
-    if len(larger.loads) < _LEAST_SPANS:
-        return False
-    without, with_it = (_fit_with_tile(size, larger)[0] for size in (_NO_TILE, tile))
-    return with_it < _TILE_GAIN_BEYOND * without
-
-
-def _fit_with_tile(tile: int, spans: Spans) -> tuple[float, list[StageCost]]:
+def _fit_shape(shape: CostModel, spans: Spans) -> tuple[float, list[StageCost]]:
     """Mean error, and the stages with all that a decode costs in a4."""
-    model = CostModel(tile, ())
-    design = np.array([model.row(load) for load in spans.loads])
+    design = np.array([shape.row(load) for load in spans.loads])
     stages, errors = [], []
     for layers, seconds in zip(spans.layers, spans.seconds, strict=True):
         coefficients = _robust_relative(design, seconds)
@@ -248,12 +244,12 @@ def _fit_with_tile(tile: int, spans: Spans) -> tuple[float, list[StageCost]]:
     return sum(errors) / len(errors), stages
 
 
-def _to_total(stage: StageCost, tile: int, loads: Sequence[Load], seconds: Vector) -> StageCost:
+def _to_total(shape: CostModel, stage: StageCost, loads: Sequence[Load], seconds: Vector) -> StageCost:
     """The stage with all coefficients changed alike, so that its spans add up to the measured ones.
 
     A span further off than three standard deviations counts as that far off: the rest is a disturbance, not the stage.
     """
-    model = CostModel(tile, (stage,))
+    model = replace(shape, stages=(stage,))
     modelled = np.array([model.seconds(0, load) for load in loads])
     if not modelled.all():
         return stage

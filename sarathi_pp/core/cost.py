@@ -4,9 +4,10 @@
         fixed  linear layers     attention of chunks       attention of      per row
                                                            decodes
 
-n: tokens in the microbatch, tiles(n) = ceil(n / tile); a chunk of x tokens behind L earlier ones; KV: tokens that
-a decode reads. Seconds throughout. The form is SARATHI's own reading of where time goes (arXiv 2308.16369,
-sections 3 and 4.4: linear layers move in whole tiles, attention grows with the context).
+n: tokens in the microbatch, tiles(n) = ceil(max(n, ridge) / tile); a chunk of x tokens behind L earlier ones; KV:
+tokens that a decode reads. Seconds throughout. The form is SARATHI's own reading of where time goes (arXiv 2308.16369,
+sections 3 and 4.4: linear layers move in whole tiles, attention grows with the context), with the ridge point of the
+roofline model (Williams, Waterman, Patterson, CACM 2009): fewer tokens wait for the weights as long as that many.
 """
 
 from __future__ import annotations
@@ -104,23 +105,30 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The stages of one pipeline, first to last. tile: tokens that linear layers take at once."""
+    """The stages of one pipeline, first to last.
+
+    tile: tokens that linear layers take at once. ridge: fewer take as long as so many, on every stage.
+    """
 
     tile: int
     stages: tuple[StageCost, ...]
+    ridge: int = 0
+
+    def tiles(self, num_tokens: int) -> int:
+        return math.ceil(max(num_tokens, self.ridge) / self.tile)
 
     def terms(self, stage: int, load: Load) -> Terms:
         cost = self.stages[stage]
         return Terms(
             fixed=cost.a0,
-            prefill=cost.a1 * math.ceil(load.num_tokens / self.tile) + cost.a2 * load.prefill_attention,
+            prefill=cost.a1 * self.tiles(load.num_tokens) + cost.a2 * load.prefill_attention,
             context=cost.a3 * load.decode_context,
             decode=(cost.a4 + cost.head_s) * load.decodes,
         )
 
     def row(self, load: Load) -> Row:
         """What a stage's coefficients are multiplied with."""
-        tiles = math.ceil(load.num_tokens / self.tile)
+        tiles = self.tiles(load.num_tokens)
         return 1.0, float(tiles), load.prefill_attention, float(load.decode_context), float(load.decodes)
 
     def seconds(self, stage: int, load: Load) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,14 +27,14 @@ def recut(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
     sampling_s = sum(stage.head_s for stage in cost.stages)
     stages[-1] = replace(stages[-1], a0=stages[-1].a0 + head.a0, head_s=sampling_s)
     stages[0] = replace(stages[0], a0=stages[0].a0 + embed.a0, a1=stages[0].a1 + embed.a1)
-    return CostModel(cost.tile, tuple(stages))
+    return replace(cost, stages=tuple(stages))
 
 
 def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
     """What a stage of a cut into so many would take for a load, as in `recut`."""
     inner, embed, head = _without_ends(cost, num_stages)
     sampling_s = cost.stages[-1].head_s * load.decodes
-    embed_s = embed.a0 + embed.a1 * math.ceil(load.num_tokens / cost.tile)
+    embed_s = embed.a0 + embed.a1 * cost.tiles(load.num_tokens)
     layer_s: list[float] = []  # of each stage
     for index, stage in enumerate(inner.stages):
         layer_s.append((inner.seconds(index, load) - stage.head_s * load.decodes) / _count(stage.layers))
@@ -76,7 +75,7 @@ def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _E
 
     def told(stage: StageCost) -> bool:
         """Whether its time a token can be told: a fit leaves next to nothing, or noise, where time hardly grows."""
-        tokens_s = stage.a1 * math.ceil(_TOKENS / cost.tile)
+        tokens_s = stage.a1 * cost.tiles(_TOKENS)
         return tokens_s > _FAIR_SHARE * (stage.a0 + tokens_s)
 
     stages = list(cost.stages)
@@ -91,7 +90,7 @@ def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _E
         first = stages[0]
         embed = _End(_excess(first, _rate(inner, "a0"), "a0"), _excess(first, _rate(inner, "a1"), "a1"))
         stages[0] = replace(first, a0=first.a0 - embed.a0, a1=first.a1 - embed.a1)
-    return CostModel(cost.tile, tuple(stages)), embed, head
+    return replace(cost, stages=tuple(stages)), embed, head
 
 
 def _rate(stages: Sequence[StageCost], name: str) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from sarathi_pp.core.cost import CostModel, Load
@@ -40,7 +41,7 @@ class HeadPlacement:
 
     def __init__(self, cost: CostModel) -> None:
         first, last = cost.stages[0], cost.stages[-1]
-        self._first = CostRefiner(CostModel(cost.tile, (first,)))
+        self._first = CostRefiner(replace(cost, stages=(first,)))
         self._row_s = last.head_s
         self._heads_s: deque[float] = deque(maxlen=_REMEMBERED)
         # Of the last stage's time without the head to the first one's.

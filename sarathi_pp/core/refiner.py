@@ -39,7 +39,7 @@ class CostRefiner:
             self._since = 0
             solved = zip(self._model.stages, (regression.solve() for regression in self._stages), strict=True)
             stages = tuple(_with_coefficients(stage, values) for stage, values in solved)
-            self._model = CostModel(self._model.tile, stages)
+            self._model = replace(self._model, stages=stages)
         return self._model
 
     def regressors(self, load: Load) -> Regressors:

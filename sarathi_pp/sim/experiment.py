@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from sarathi_pp.core.cost import CostModel
@@ -117,7 +117,7 @@ def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Re
     cost = experiment.cost()
     true_stages = [stage.scaled(experiment.slow.get(index, 1.0)) for index, stage in enumerate(cost.stages)]
     pipeline = VirtualPipeline(
-        CostModel(cost.tile, tuple(true_stages)),
+        replace(cost, stages=tuple(true_stages)),
         links_of(experiment.profile, len(true_stages)),
         _noise(experiment, len(true_stages), replica),
         head_factor=experiment.slow.get(0, 1.0) / experiment.slow.get(len(true_stages) - 1, 1.0),

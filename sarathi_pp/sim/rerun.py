@@ -228,7 +228,7 @@ class Rerun:
         mean_s = sum(self.host_s) / len(self.host_s)
         hosts_s = self.host_s if len(cost.stages) == len(self.host_s) else (mean_s,) * len(cost.stages)
         stages = (replace(stage, a0=stage.a0 + host_s) for stage, host_s in zip(cost.stages, hosts_s, strict=True))
-        return CostModel(cost.tile, tuple(stages))
+        return replace(cost, stages=tuple(stages))
 
     def _links(self, num_stages: int) -> Links:
         """Of another number of stages nobody knows which edge is the slow one, so all are as slow as the mean edge."""

@@ -102,7 +102,7 @@ def _headline(found: Mapping[str, Any]) -> Text:
     lines = [
         f"{found['microbatches']} microbatches measured on {found['device']} in {found['dtype']}; error "
         f"{formats.share(found['error'])} on the {found['held_out']} that were not fitted",
-        f"tile {found['tile']}, saturated at {found['saturation_tokens']} tokens, jitter "
+        f"tile {found['tile']}, ridge {found['ridge']}, saturated at {found['saturation_tokens']} tokens, jitter "
         f"{formats.share(found['jitter_cv'])}, {found['pages']:,} KV pages",
         f"the stages' speed drifts by {formats.share(found['drift']['cv'])} over {found['drift']['seconds']:g} s",
     ]

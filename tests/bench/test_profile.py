@@ -109,13 +109,12 @@ def test_where_the_tile_makes_no_difference_it_is_the_smallest() -> None:
     assert fit_spans(spans_of(model(1), loads)).tile == 1
 
 
-def test_what_few_tokens_cost_like_some_more_is_no_tile() -> None:
-    """Reading the weights takes as long as the products of 16 tokens: those that come next add no step."""
-    spans = spans_of(model(1), some_loads(250, 12))
-    missing = np.array([max(0, 16 - load.num_tokens) for load in spans.loads])
+@pytest.mark.parametrize("ridge", [0, 8, 16])
+def test_what_few_tokens_cost_like_some_more_is_a_ridge_and_no_tile(ridge: int) -> None:
+    spans = spans_of(replace(model(1), ridge=ridge), some_loads(250, 12))
     noise = np.random.default_rng(13)
-    seconds = [(s + 1e-3 * missing) * noise.normal(1, 0.01, len(s)) for s in spans.seconds]
-    assert fit_spans(replace(spans, seconds=seconds)).tile == 1
+    found = fit_spans(replace(spans, seconds=[s * noise.normal(1, 0.01, len(s)) for s in spans.seconds]))
+    assert (found.tile, found.ridge) == (1, ridge)
 
 
 def test_the_head_is_what_a_decode_costs_more_on_the_last_stage() -> None:

@@ -40,6 +40,15 @@ def test_the_terms_add_up_to_the_time(stage: StageCost, tile: int, load: Load) -
     assert model.terms(0, load).total == pytest.approx(model.seconds(0, load), rel=1e-9)
 
 
+@settings(max_examples=examples(200))
+@given(stage=stages, ridge=st.integers(1, 64), load=loads)
+def test_fewer_tokens_than_the_ridge_take_as_long_as_that_many(stage: StageCost, ridge: int, load: Load) -> None:
+    with_it, without = CostModel(1, (stage,), ridge), CostModel(1, (stage,))
+    missing = max(0, ridge - load.num_tokens)
+    assert with_it.seconds(0, load) == pytest.approx(without.seconds(0, load) + stage.a1 * missing, rel=1e-9)
+    assert with_it.terms(0, load).total == pytest.approx(with_it.seconds(0, load), rel=1e-9)
+
+
 @given(stage=stages, tile=st.integers(1, 512), load=loads, factor=st.floats(0.1, 10))
 def test_a_scaled_stage_takes_that_many_times_as_long(stage: StageCost, tile: int, load: Load, factor: float) -> None:
     model, scaled = CostModel(tile, (stage,)), CostModel(tile, (stage.scaled(factor),))

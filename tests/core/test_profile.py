@@ -29,7 +29,9 @@ LINKS = tuple(EdgeLink(1e-4 * (edge + 1), 1e9, 2e-3 if edge == 1 else 0.0) for e
 
 
 def test_a_profile_comes_back_from_json() -> None:
-    for profile in (PROFILE, replace(PROFILE, links=LINKS), replace(PROFILE, tensor_parallel_size=2, host_s=1e-3)):
+    with_ridge = replace(PROFILE, cost=replace(COST, ridge=8))
+    of_shards = replace(PROFILE, tensor_parallel_size=2, host_s=1e-3)
+    for profile in (PROFILE, replace(PROFILE, links=LINKS), of_shards, with_ridge):
         assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
@@ -53,10 +55,11 @@ def test_only_profiles_of_shards_name_them() -> None:
     assert replace(PROFILE, tensor_parallel_size=4).to_json()["tensor_parallel_size"] == 4
 
 
-def test_a_profile_written_by_hand_needs_no_drift() -> None:
+def test_a_profile_written_by_hand_needs_no_drift_and_no_ridge() -> None:
     data = PROFILE.to_json()
-    del data["drift"], data["host_s"]
-    assert Profile.from_json(data).drift.cv == 0 and Profile.from_json(data).host_s == 0
+    del data["drift"], data["host_s"], data["ridge"]
+    found = Profile.from_json(data)
+    assert (found.drift.cv, found.host_s, found.cost.ridge) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

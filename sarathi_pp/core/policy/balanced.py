@@ -47,7 +47,7 @@ _SPARE_COST = 0.03
 _AHEAD, _SLACK = 0.05, 0.5
 # Prompts may be computed by this share later than with the size that computes them soonest, by the model: decodes ride
 # along the longer, and a stage that computes many tokens hides some of what a microbatch costs by itself.
-_NEAR_ENOUGH = 0.02
+_NEAR_ENOUGH = 0.01
 # Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
 _SLO_SHARE = 0.9
 # Requests whose prompt is being computed, of those that run.

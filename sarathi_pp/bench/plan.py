@@ -260,6 +260,7 @@ def _document(model: _Model, basis: _Basis, workload: Workload, cut: _Cut, predi
         "prompt_to_output": workload.prompt_to_output,
         "chunk_size": run.chunk_size,
         "tile": cost.tile,
+        "ridge": cost.ridge,
         "saturation_tokens": saturation(cost),
         "layer_split": [end - first for first, end in run.layers],
         "inflight": run.inflight,

@@ -30,7 +30,7 @@ _RIDGES = tuple(CostModel(1, (), ridge) for ridge in (4, 8, 12, 16))
 _TILES = tuple(CostModel(tile, ()) for tile in (16, 32, 64, 128, 256))
 # A shape must fit better than a simpler one by this factor: with noise some tile always does, a little, and takes the
 # place of what a microbatch costs by itself. A stage of a CPU has 5 ms of that without a tile and nothing with one of
-# 16, which a few tokens fit that wait for the weights; told so, `balanced` makes four times as many microbatches.
+# 16, which fits because a few tokens wait for the weights; told so, `balanced` makes four times as many microbatches.
 _GAIN = 0.9
 # An error that is none.
 _EXACT = 1e-9
@@ -130,10 +130,11 @@ def assess(model: CostModel, spans: Spans) -> Fit:
 
 
 def fit_spans(spans: Spans) -> CostModel:
-    """The model with the ridge and the tile that fit best, if they do so by enough."""
+    """The plain model, or that with the ridge or the tile that fits best, where it fits better by enough."""
     stride = -(-len(spans.loads) // _MOST_SPANS)
     spans = spans.chosen(np.arange(len(spans.loads)) % stride == 0)
-    error, stages = _fit_shape(shape := _PLAIN, spans)
+    shape = _PLAIN
+    error, stages = _fit_shape(shape, spans)
     for others in (_RIDGES, _TILES):
         fits = [(*_fit_shape(other, spans), other) for other in others]
         best_error, best_stages, best = min(fits, key=itemgetter(0))

@@ -53,7 +53,10 @@ def render_plan(found: Mapping[str, Any]) -> RenderableType:
             ("  --max-num-seqs ", "dim"),
             (str(found["max_num_seqs"]), "bold"),
         ),
-        Text(f"tile {found['tile']}, saturated at {found['saturation_tokens']} tokens; times {basis}"),
+        Text(
+            f"tile {found['tile']}, ridge {found['ridge']}, saturated at {found['saturation_tokens']} tokens; "
+            f"times {basis}"
+        ),
         Text(f"{found['workload']}: {found['prompt_to_output']:.1f} prompt tokens for each output token"),
         Text.assemble(
             "predicted: ",

@@ -89,7 +89,7 @@ def estimate_cost(
     together, whose `speed` knows of sums; coefficients and page_bytes are then of each of them.
 
         weights of a layer   w = h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
-        a0   every weight is read once               layers * (w * bytes / bandwidth + launching)
+        a0   every weight is read once, at any size  layers * (w * bytes / bandwidth + launching)
         a1   a tile of tokens, 2 FLOP a weight       layers * 2 * w_active * tile / flops
         a2   4 FLOP a channel, query and key         layers * 4 * heads*d / (flops * share)
         a3   a key and a value are read              layers * 2 * kv_heads*d * bytes / bandwidth

@@ -45,7 +45,7 @@ def test_totals_are_whole_tiles_while_prompts_last():
 
 
 def test_prompt_tokens_go_with_decodes_as_prompts_to_outputs():
-    """n = b * (1 + P:D), b = 8 sequences / 2 in flight, P:D = 15: 64 tokens, once requests have finished."""
+    """n = b * (1 + P:D), b = (8 sequences - 1) / 2 in flight, P:D = 15: 56 tokens, once requests have finished."""
     batches = schedule(model(16, a1=1e-4), requests(60, 150, 10))
     middle = batches[len(batches) // 3 : 2 * len(batches) // 3]
     assert 48 <= sum(m.num_tokens for m in middle) / len(middle) <= 80

@@ -41,6 +41,13 @@ def test_the_terms_add_up_to_the_time(stage: StageCost, tile: int, load: Load) -
 
 
 @settings(max_examples=examples(200))
+@given(tile=st.integers(1, 64), ridge=st.integers(0, 64), tokens=st.integers(1, 256))
+def test_tiles_are_those_of_the_ridge_at_least(tile: int, ridge: int, tokens: int) -> None:
+    model = CostModel(tile, (), ridge)
+    assert model.tiles(tokens) == max(model.tiles(ridge), CostModel(tile, ()).tiles(tokens))
+
+
+@settings(max_examples=examples(200))
 @given(stage=stages, ridge=st.integers(1, 64), load=loads)
 def test_fewer_tokens_than_the_ridge_take_as_long_as_that_many(stage: StageCost, ridge: int, load: Load) -> None:
     with_it, without = CostModel(1, (stage,), ridge), CostModel(1, (stage,))

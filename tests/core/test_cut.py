@@ -113,13 +113,18 @@ def test_a_slow_machine_in_the_middle_gives_layers_away() -> None:
     assert slow_s == pytest.approx([2 * 2 * LAYER_S] * 2), "there the layers are the slow ones"
 
 
-@given(load=loads, cuts=st.sets(st.integers(1, 7), min_size=2, max_size=5))
-def test_another_number_of_stages_costs_the_same_in_all(load: Load, cuts: set[int]) -> None:
+@given(load=loads, cuts=st.sets(st.integers(1, 7), min_size=2, max_size=5), ridge=st.sampled_from([0, 300]))
+def test_another_number_of_stages_costs_the_same_in_all(load: Load, cuts: set[int], ridge: int) -> None:
     bounds = [0, *sorted(cuts), 8]
     layers = list(zip(bounds, bounds[1:], strict=False))
-    found = recut(COST, layers)
+    cost = replace(COST, ridge=ridge)
+    found = recut(cost, layers)
     assert [stage.layers for stage in found.stages] == layers
-    models = (COST, found)
+    models = (cost, found)
+    seconds = stage_seconds(cost, load, len(layers))
+    assert [seconds(stage, *span) for stage, span in enumerate(layers)] == pytest.approx(
+        [found.seconds(stage, load) for stage in range(len(layers))]
+    )
     before, after = (sum(model.seconds(stage, load) for stage in range(len(model.stages))) for model in models)
     assert after == pytest.approx(before)
     assert [stage.head_s for stage in found.stages] == [0.0] * len(cuts) + [1e-2]

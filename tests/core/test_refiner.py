@@ -39,6 +39,13 @@ def test_it_starts_from_what_it_was_given():
     assert CostRefiner(GUESS).model == GUESS
 
 
+def test_tile_and_ridge_stay():
+    true = replace(TRUE, ridge=400)
+    found = observe(CostRefiner(replace(GUESS, ridge=400)), 300, true)
+    assert (found.tile, found.ridge) == (16, 400)
+    assert error(found, true) < 0.05
+
+
 def test_a_wrong_start_is_forgotten():
     refiner = CostRefiner(GUESS)
     assert error(GUESS) > 0.3

@@ -71,7 +71,7 @@ class Balanced:
         decoding = _Decoding.of(view, slowest.stage, cost.tile)
         cycle = self._cycle
         if cycle is None or self._left_in_cycle == 0 or (prompts and not cycle.prompts):
-            cycle = _choose_cycle(view, slowest, cost.tile, decoding, cycle)
+            cycle = _choose_cycle(view, slowest, cost, decoding, cycle)
         inflight = cycle.inflight if prompts else _fewest(view.limits)
         if view.num_inflight >= inflight:
             return []
@@ -150,7 +150,9 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
     return decodes
 
 
-def _choose_cycle(view: View, slowest: _Slowest, tile: int, decoding: _Decoding, before: _Cycle | None) -> _Cycle:
+def _choose_cycle(
+    view: View, slowest: _Slowest, cost: CostModel, decoding: _Decoding, before: _Cycle | None
+) -> _Cycle:
     limits, stage = view.limits, slowest.stage
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
     # No more than so many are ever told of ahead of time: where that many wait, there may be others.
@@ -160,16 +162,16 @@ def _choose_cycle(view: View, slowest: _Slowest, tile: int, decoding: _Decoding,
     inflight, fewest = limits.inflight, _fewest(limits)
     if slowest.sets_the_pace(limits.num_stages):
         inflight = fewest
-    size, rate = _sustained(view, stage, tile, decoding, ratio, inflight)
+    size, rate = _sustained(view, stage, cost, decoding, ratio, inflight)
     if not all_can_start and inflight != fewest:
-        size_of_fewest, rate_of_fewest = _sustained(view, stage, tile, decoding, ratio, fewest)
+        size_of_fewest, rate_of_fewest = _sustained(view, stage, cost, decoding, ratio, fewest)
         if rate < (1 - _SPARE_COST) * rate_of_fewest:
             size, inflight = size_of_fewest, fewest
-    step = max(tile, _LEAST_STEP)
+    step = max(cost.tile, _LEAST_STEP)
     burst = _burst(view, at_hand, before) if all_can_start else None
     if all_can_start:
         oldest = next((s.remaining for s in chain(view.prefills, view.waiting)), 0)
-        size = max(size, step * math.ceil(_quickest(burst.tokens if burst else oldest, stage, tile, limits) / step))
+        size = max(size, step * math.ceil(_quickest(burst.tokens if burst else oldest, stage, cost, limits) / step))
     size, length = min(size, limits.chunk_size), limits.num_stages
     decodes = decoding.count / inflight
     full = at_hand / (size - decodes) if size > decodes else math.inf
@@ -197,7 +199,7 @@ def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:
 
 
 def _sustained(
-    view: View, stage: StageCost, tile: int, decoding: _Decoding, ratio: float, inflight: int
+    view: View, stage: StageCost, cost: CostModel, decoding: _Decoding, ratio: float, inflight: int
 ) -> tuple[int, float]:
     """The size for a steady state of what could run, and its tokens a second.
 
@@ -214,13 +216,13 @@ def _sustained(
     seats = len(view.running) + len(view.waiting)
     sustained = max(1, seats - _PROMPTS_AT_A_TIME) / inflight * (1 + ratio)
     decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
-    step = min(max(tile, _LEAST_STEP), chunk_size)
+    step = min(max(cost.tile, _LEAST_STEP), chunk_size)
     least = min(chunk_size // step, max(1, math.ceil(decodes * (1 + min(1.0, ratio)) / step))) * step
     best, best_rate = least, 0.0
     most = max(least, min(chunk_size, math.ceil(sustained / step) * step))  # beyond, only the time grows
     for size in range(least, most + 1, step):
         tokens = min(size, sustained)
-        seconds = stage.a0 + stage.a1 * math.ceil(size / tile) + decode_s * tokens / (1 + ratio)
+        seconds = stage.a0 + stage.a1 * cost.tiles(size) + decode_s * tokens / (1 + ratio)
         rate = tokens / seconds if seconds > 0 else math.inf
         if rate > best_rate * _WORTHWHILE:
             best, best_rate = size, rate
@@ -235,12 +237,12 @@ def _fewest(limits: Limits) -> int:
 def _within(view: View, cost: CostModel, decodes: list[Grant], room_s: float, most: int) -> int:
     """Prompt tokens, at most `most`, with which every stage takes the microbatch in that time.
 
-    At least what fills up the tile that the decodes have begun, which costs nothing, or else one step: a bound that
-    cannot be kept must not starve prompts.
+    At least what fills up the tile that the decodes have begun, or the ridge, which costs nothing, or else one step: a
+    bound that cannot be kept must not starve prompts.
     """
     step = max(cost.tile, _LEAST_STEP)
     num_decodes, keys = len(decodes), sum(grant.sequence.known for grant in decodes)
-    least = -num_decodes % cost.tile or step
+    least = max(-num_decodes % cost.tile or step, cost.ridge - num_decodes)
     for total in range((most + num_decodes) // step * step, num_decodes + least, -step):
         tokens = total - num_decodes
         row = cost.row(Load(tokens, _attention(_chunks(view, tokens)), num_decodes, keys))
@@ -249,7 +251,7 @@ def _within(view: View, cost: CostModel, decodes: list[Grant], room_s: float, mo
     return min(least, most)
 
 
-def _quickest(at_hand: int, stage: StageCost, tile: int, limits: Limits) -> float:
+def _quickest(at_hand: int, stage: StageCost, cost: CostModel, limits: Limits) -> float:
     """The size that computes prompts soonest when no more are to follow: fewer microbatches against a longer ramp.
 
     n that makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least, or rather the smallest n that comes near enough:
@@ -257,10 +259,10 @@ def _quickest(at_hand: int, stage: StageCost, tile: int, limits: Limits) -> floa
     take as long as a0: at_hand * f / n + (P - 1) * n + what does not depend on n.
     """
     ramp = max(1, limits.num_stages - 1)
-    fixed = stage.a0 * tile / stage.a1 if stage.a1 > 0 else 0.0
+    fixed = stage.a0 * cost.tile / stage.a1 if stage.a1 > 0 else 0.0
     least = 2 * math.sqrt(at_hand * fixed * ramp)
     enough = least + _NEAR_ENOUGH * (least + at_hand + ramp * fixed)
-    return (enough - math.sqrt(enough * enough - least * least)) / (2 * ramp)
+    return max(cost.ridge, (enough - math.sqrt(enough * enough - least * least)) / (2 * ramp))
 
 
 def _prompt_to_output(view: View) -> float:

@@ -150,9 +150,7 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
     return decodes
 
 
-def _choose_cycle(
-    view: View, slowest: _Slowest, cost: CostModel, decoding: _Decoding, before: _Cycle | None
-) -> _Cycle:
+def _choose_cycle(view: View, slowest: _Slowest, cost: CostModel, decoding: _Decoding, before: _Cycle | None) -> _Cycle:
     limits, stage = view.limits, slowest.stage
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
     # No more than so many are ever told of ahead of time: where that many wait, there may be others.

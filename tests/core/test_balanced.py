@@ -202,6 +202,12 @@ def test_a_bound_that_no_microbatch_meets_starves_nobody():
     assert max(m.num_tokens for m in batches) == 16
 
 
+def test_a_bound_leaves_what_the_ridge_makes_free():
+    cost, spec = replace(model(1), ridge=100), "balanced:tbt_slo=1e-9"
+    batches = schedule(cost, requests(30, 400, 20), max_num_seqs=16, spec=spec)
+    assert max(m.num_tokens for m in batches) == 100
+
+
 @pytest.mark.parametrize("tile", [1, 16])
 def test_a_bound_that_decodes_alone_break_starves_nobody(tile):
     """The decodes fill whole tiles, and still prompts get on."""
@@ -250,6 +256,14 @@ def test_a_larger_size_must_pay():
     """Where a microbatch costs nothing by itself, larger ones bring nothing and cost latency."""
     batches = schedule(model(16, a0=0.0), requests(30, 400, 4))
     assert max(m.num_tokens for m in batches) == 16
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_no_size_is_below_the_ridge(count):
+    """Tokens up to there cost nothing, for a single prompt as in a steady state."""
+    batches = schedule(replace(model(1, a0=0.0), ridge=64), requests(count, 400, 4))
+    prompts = [m.num_tokens for m in batches if m.num_prefill_tokens]
+    assert prompts[len(prompts) // 2] == max(prompts) == 64
 
 
 def test_prompts_that_can_all_start_end_nearly_as_soon_as_they_can():

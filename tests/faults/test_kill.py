@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from sarathi_pp.errors import PeerLostError
+from sarathi_pp.trace.events import Compute
+from sarathi_pp.trace.recorder import read_trace
 from tests.runtime.processes import COMMAND, Files, console_script, environment, run, torchrun
 
 # Far more work than any of these tests lets finish.
@@ -27,6 +29,19 @@ pytestmark = pytest.mark.timeout(120)
 
 def answering(files: Files) -> bool:
     return files.output.exists() and files.output.stat().st_size > 0
+
+
+def traced(files: Files) -> bool:
+    """It answers, and every stage has written of computing while another did, so that a report has a window.
+
+    What a trace gathers it writes every half second: a quick machine answers before it has written anything.
+    """
+    if not answering(files):
+        return False
+    computed = [
+        {event.microbatch for event in read_trace(path) if isinstance(event, Compute)} for path in files.traces()
+    ]
+    return len(computed) == STAGES and len(set.intersection(*computed)) > STAGES
 
 
 def setting_up(files: Files) -> bool:
@@ -114,7 +129,7 @@ def stage_pids(family: list[psutil.Process]) -> list[int]:
 
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_a_killed_stage_ends_the_run_with_75(stage, start):
-    running = start(COMMAND, "--stages", str(STAGES), "--quiet")
+    running = start(COMMAND, "--stages", str(STAGES), "--quiet", until=traced)
     assert len(running.stages) == STAGES
     took_s = running.kill(stage)
     assert running.process.returncode == PeerLostError.exit_code, running.said

@@ -41,8 +41,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
     def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
-        scratch = scratch_of_thread(self.width).data_ptr()
-        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width, scratch)
+        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width)
 
 
 class RowNorm(nn.Module):

@@ -31,8 +31,8 @@ Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4
 from __future__ import annotations
 
 from sarathi_pp.model.lanes.compile import compiled, inlined
-from sarathi_pp.model.lanes.memory import load_word, store_word
 from sarathi_pp.model.lanes.products import dot_tile
+from sarathi_pp.model.lanes.transpose import transpose
 
 ROW_STEP = 4
 # Bytes by which lines are asked for where a panel goes by one tile alone: what memory takes is longer than a product.
@@ -47,13 +47,20 @@ def padded_rows(num_rows: int) -> int:
 @inlined
 def _lay_out_tile(x, to, num_rows, tile_rows, pairs):  # type: ignore[no-untyped-def]
     """Word k of row r at to[k][r], zeros for the rows that a tile lacks."""
-    for row in range(tile_rows):
-        if row < num_rows:
-            for pair in range(pairs):
-                store_word(to, pair * tile_rows + row, load_word(x, row * pairs + pair))
-        else:
-            for pair in range(pairs):
-                store_word(to, pair * tile_rows + row, 0)
+    if tile_rows == 4:
+        transpose(4, x, pairs, num_rows, to, pairs)
+    elif tile_rows == 8:
+        transpose(8, x, pairs, num_rows, to, pairs)
+    elif tile_rows == 12:
+        transpose(12, x, pairs, num_rows, to, pairs)
+    elif tile_rows == 16:
+        transpose(16, x, pairs, num_rows, to, pairs)
+    elif tile_rows == 20:
+        transpose(20, x, pairs, num_rows, to, pairs)
+    elif tile_rows == 24:
+        transpose(24, x, pairs, num_rows, to, pairs)
+    else:
+        transpose(28, x, pairs, num_rows, to, pairs)
 
 
 @inlined

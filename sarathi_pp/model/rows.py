@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from sarathi_pp.model.lanes.compile import compiled, inlined
+from sarathi_pp.model.lanes.gate import silu_multiply_lines
 from sarathi_pp.model.lanes.memory import (
     load_bf16,
     load_half,
@@ -21,7 +22,6 @@ from sarathi_pp.model.lanes.memory import (
     store_word,
 )
 from sarathi_pp.model.lanes.rotary import rotate_lines
-from sarathi_pp.model.lanes.softmax import exponential
 
 _FLOAT = np.float32
 # Of bfloat16: all but the sign, and infinity, beyond which is no number.
@@ -30,20 +30,11 @@ _BLOCK = 256
 
 
 @compiled()
-def silu_multiply(both, out, first, end, width, scratch):  # type: ignore[no-untyped-def]
+def silu_multiply(both, out, first, end, width):  # type: ignore[no-untyped-def]
     """out[r] = silu(both[r, :width]) * both[r, width:] for the rows [first, end)."""
     for row in range(first, end):
-        gate, to = both + row * width * 4, out + row * width * 2
-        up = gate + width * 2
-        for at in range(width):
-            value = load_bf16(gate, at)
-            small = exponential(-abs(value))
-            share = _FLOAT(1) / (_FLOAT(1) + small)
-            store_float(scratch, at, value * (share if value >= _FLOAT(0) else small * share))
-        round_lines(scratch, to, width // 16)
-        for at in range(width):
-            store_float(scratch, at, load_bf16(to, at) * load_bf16(up, at))
-        round_lines(scratch, to, width // 16)
+        gate = both + row * width * 4
+        silu_multiply_lines(gate, gate + width * 2, out + row * width * 2, width // 16)
 
 
 @inlined

@@ -116,7 +116,7 @@ _SIGNATURES = {
     "rms_norm": _takes(_I, _I, _I, _I, _I, _I, _D, _I),
     "add_rms_norm": _takes(_I, _I, _I, _I, _I, _I, _I, _D, _I),
     "rotate_and_write": _takes(*[_I] * 15, _D, _I),
-    "silu_multiply": _takes(*[_I] * 6),
+    "silu_multiply": _takes(*[_I] * 5),
     "lay_out": _takes(_I, _I, _I, _I, _B),
     "multiply": _takes(*[_I] * 9, _B),
     "attend": _takes(*[_I] * 15, _F, _F, _I, _I, _I, _I),
@@ -225,7 +225,7 @@ def run_stack(layers, code, shape, call, chunks, work, x, out):  # type: ignore[
             code, work.normed, num_rows, hidden, layer.gate_up, layer.gate_up_bias, 2 * inner, high, work.tiles,
             work.both,
         )  # fmt: skip
-        _silu_multiply(code.silu_multiply, (work.both, work.gated, 0, num_rows, inner, floats))
+        _silu_multiply(code.silu_multiply, (work.both, work.gated, 0, num_rows, inner))
         _linear(code, work.gated, num_rows, inner, layer.down, layer.down_bias, hidden, high, work.tiles, work.after)
         last = index + 1 == len(layers)
         before = out if last else work.after

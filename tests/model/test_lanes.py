@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ pytest.importorskip("numba")
 
 from sarathi_pp.model.lanes import compile as compiling
 from sarathi_pp.model.lanes.compile import compiled, has_lanes
+from sarathi_pp.model.lanes.gate import silu_multiply_lines
 from sarathi_pp.model.lanes.memory import (
     load_bf16,
     load_float,
@@ -28,7 +28,8 @@ from sarathi_pp.model.lanes.memory import (
 )
 from sarathi_pp.model.lanes.products import add_weighted, dot_lines, dot_tile
 from sarathi_pp.model.lanes.rotary import rotate_lines
-from sarathi_pp.model.lanes.softmax import exponential, largest, weigh_lines
+from sarathi_pp.model.lanes.softmax import exponential, hide, largest, weigh_lines
+from sarathi_pp.model.lanes.transpose import pair, transpose
 from sarathi_pp.model.packed import to_panels
 
 needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
@@ -123,36 +124,116 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite() -> None:
 
 @needs_lanes
 @pytest.mark.parametrize("slope", [0.05, 1.0, 30.0])
-def test_weights_are_powers_of_two_and_their_sum(slope: float) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_weights_are_powers_of_two_and_their_sum(slope: float, rows: int) -> None:
     @compiled()
-    def weigh(scores, to, lines, slope, top):  # type: ignore[no-untyped-def]
-        return weigh_lines(scores, to, lines, slope, top)
+    def weigh(scores, step, to, to_step, lines, slope, tops, sums):  # type: ignore[no-untyped-def]
+        weigh_lines(rows, scores, step, to, to_step, lines, slope, tops, sums)
 
     torch.manual_seed(1)
-    scores = 10 * torch.randn(160)
-    top = float(scores.max()) * slope
-    scores[7] = -1e30
-    out = torch.empty(160, dtype=torch.bfloat16)
-    total = weigh(scores.data_ptr(), out.data_ptr(), 10, torch.tensor(slope).numpy()[()], torch.tensor(top).numpy()[()])
-    expected = torch.exp2(scores.double() * slope - top)
-    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-37)
-    assert total == pytest.approx(float(expected.sum()), rel=2e-5) and float(out[7]) == 0
-    scores[9] = torch.nan
-    assert math.isnan(weigh(scores.data_ptr(), out.data_ptr(), 10, total, total)) and bool(out[9].isnan())
+    scores, sums = 10 * torch.randn(rows, 170), torch.full((rows + 1,), 7.0)
+    tops = scores[:, :160].amax(dim=1) * slope
+    scores[:, 7] = -1e30
+    out = torch.full((rows, 180), 7.0).bfloat16()
+
+    def run() -> None:
+        addresses = scores.data_ptr(), 170, out.data_ptr(), 180, 10
+        weigh(*addresses, torch.tensor(slope).numpy()[()], tops.data_ptr(), sums.data_ptr())
+
+    run()
+    expected = torch.exp2(scores[:, :160].double() * slope - tops.double()[:, None])
+    torch.testing.assert_close(out[:, :160].double(), expected, rtol=2**-8, atol=1e-37)
+    torch.testing.assert_close(sums[:rows].double(), expected.sum(dim=1), rtol=2e-5, atol=0)
+    assert bool((out[:, 7] == 0).all()) and bool((out[:, 160:] == 7).all()) and float(sums[rows]) == 7
+    scores[-1, 9] = torch.nan
+    run()
+    assert bool(sums[rows - 1].isnan()) and bool(out[-1, 9].isnan()) and not bool(sums[: rows - 1].isnan().any())
 
 
 @needs_lanes
-def test_the_largest_is_found_in_every_lane_and_beside_nan() -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_largest_is_found_in_every_lane_and_beside_nan(rows: int) -> None:
     @compiled()
-    def find(address, lines):  # type: ignore[no-untyped-def]
-        return largest(address, lines)
+    def find(scores, step, lines, found):  # type: ignore[no-untyped-def]
+        largest(rows, scores, step, lines, found)
 
     for place in (0, 5, 16, 47):
-        values = -torch.rand(48) - 1
-        values[place] = -0.5
-        values[(place + 3) % 48] = torch.nan
-        assert find(values.data_ptr(), 3) == -0.5
-    assert find(torch.full((16,), -torch.inf).data_ptr(), 1) == -torch.inf
+        values, found = -torch.rand(rows, 60) - 1, torch.full((rows + 1,), 7.0)
+        values[:, place] = -0.5 - torch.arange(rows) / 8
+        values[:, (place + 3) % 48], values[:, 48:] = torch.nan, 9
+        find(values.data_ptr(), 60, 3, found.data_ptr())
+        assert torch.equal(found, torch.tensor([-0.5 - row / 8 for row in range(rows)] + [7.0]))
+    nothing, found = torch.full((rows, 16), -torch.inf), torch.zeros(rows)
+    find(nothing.data_ptr(), 16, 1, found.data_ptr())
+    assert bool((found == -torch.inf).all())
+
+
+@needs_lanes
+@pytest.mark.parametrize(("low", "high"), [(0, 64), (0, 1), (3, 17), (16, 32), (33, 33), (64, 64), (0, 0), (20, 9)])
+def test_scores_outside_are_hidden(low: int, high: int) -> None:
+    @compiled()
+    def run(scores, low, high):  # type: ignore[no-untyped-def]
+        hide(scores, low, high, 64)
+
+    scores = torch.arange(70.0)
+    expected = scores.clone()
+    expected[:low] = -1e30
+    expected[high:64] = -1e30
+    run(scores.data_ptr(), low, high)
+    assert torch.equal(scores, expected)
+
+
+@needs_lanes
+@pytest.mark.parametrize("rows", [4, 8, 12, 16, 20, 28])
+@pytest.mark.parametrize("words", [1, 16, 41])
+def test_rows_are_transposed_and_the_rest_is_nothing(rows: int, words: int) -> None:
+    @compiled()
+    def run(x, row_words, present, to, words):  # type: ignore[no-untyped-def]
+        transpose(rows, x, row_words, present, to, words)
+
+    torch.manual_seed(rows)
+    for present in (1, rows - 1, rows):
+        x = torch.randint(-(2**31), 2**31, (present, words + 3), dtype=torch.int32)
+        to = torch.full((words * rows + 5,), 7, dtype=torch.int32)
+        run(x.data_ptr(), words + 3, present, to.data_ptr(), words)
+        expected = torch.zeros(words, rows, dtype=torch.int32)
+        expected[:, :present] = x[:, :words].T
+        assert torch.equal(to[: words * rows].view(words, rows), expected) and bool((to[words * rows :] == 7).all())
+
+
+@needs_lanes
+@pytest.mark.parametrize("lines", [1, 5])
+def test_two_rows_are_paired_and_one_alone_with_zeros(lines: int) -> None:
+    @compiled()
+    def run(low, high, has_high, to, step):  # type: ignore[no-untyped-def]
+        pair(low, high, has_high, to, step, lines)
+
+    low, high = torch.randint(-(2**15), 2**15, (2, 16 * lines), dtype=torch.int16)
+    for has_high in (True, False):
+        to = torch.full((lines, 20), 7, dtype=torch.int32)
+        run(low.data_ptr(), high.data_ptr() if has_high else 0, has_high, to.data_ptr(), 20)
+        halves = to[:, :16].contiguous().view(torch.int16).view(-1, 2)
+        assert torch.equal(halves[:, 0], low) and bool((to[:, 16:] == 7).all())
+        assert torch.equal(halves[:, 1], high if has_high else torch.zeros_like(high))
+
+
+@needs_lanes
+def test_a_gate_is_what_torch_makes_of_it() -> None:
+    """Of every bfloat16, to the last bit; only numbers too small for a full mantissa may become 0."""
+
+    @compiled()
+    def run(gate, up, to, lines):  # type: ignore[no-untyped-def]
+        silu_multiply_lines(gate, up, to, lines)
+
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    up, out = torch.randn(2**16).bfloat16(), torch.empty(2**16, dtype=torch.bfloat16)
+    run(gate.data_ptr(), up.data_ptr(), out.data_ptr(), 2**12)
+    gated = torch.nn.functional.silu(gate)
+    expected = gated * up
+    same = (out.view(torch.int16) == expected.view(torch.int16)) | (out.isnan() & expected.isnan())
+    tiny = torch.finfo(torch.bfloat16).tiny
+    small = (gated.abs() <= tiny) | (expected.abs() <= tiny)
+    assert bool((same | (small & (out.abs() <= 8 * tiny))).all()) and int((~same).sum()) < 2000
 
 
 def test_the_exponential_is_as_exact_as_float32() -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sarathi_pp.model.lanes.compile import compiled
+from sarathi_pp.model.lanes.compile import compiled, inlined
 from sarathi_pp.model.lanes.memory import load_float, load_index, prefetch, round_lines, store_float
 from sarathi_pp.model.lanes.products import add_weighted, dot_lines
-from sarathi_pp.model.lanes.softmax import exponential, weigh
+from sarathi_pp.model.lanes.softmax import cap, exponential, hide, largest, weigh_lines
 
 Kernel = Callable[..., None]
 
@@ -27,8 +27,33 @@ _MOST_SUMS = 16
 
 
 def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
-    """Scratch that a kernel needs for rows of up to that many keys: sums, totals, scores, weights."""
-    return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16))
+    """Scratch that a kernel needs for rows of up to that many keys: sums, totals, largest scores, scores, weights."""
+    return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16)) + _MOST_SUMS
+
+
+@inlined
+def _weigh(  # type: ignore[no-untyped-def]
+    heads, scores, weights, step, low, high, width, scaling, softcap, sinks, tops, totals
+):
+    """Scores [0, width) of several heads to weights, 0 outside [low, high), and their totals. The scores are used up.
+
+    heads: a literal. Scores and weights of heads are `step` apart. sinks: of each, -inf for none. tops: scratch.
+    """
+    slope = _FLOAT(1) if softcap > 0 else scaling * _LOG2_E  # of what is capped nothing is left to scale
+    for head in range(heads):
+        here = scores + head * step * 4
+        if softcap > 0:
+            cap(here, low, high, scaling * _LOG2_E, softcap * _LOG2_E)
+        hide(here, low, high, width)
+    largest(heads, scores, step, width // 16, tops)
+    for head in range(heads):
+        store_float(tops, head, max(load_float(sinks, head) * _LOG2_E, load_float(tops, head) * slope))
+    weigh_lines(heads, scores, step, weights, step, width // 16, slope, tops, totals)
+    for head in range(heads):
+        sink = load_float(sinks, head)
+        if sink > -np.inf:
+            share = exponential(sink - load_float(tops, head) / _LOG2_E)
+            store_float(totals, head, load_float(totals, head) + share)
 
 
 @functools.cache
@@ -51,8 +76,8 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
         num_heads = num_kv_heads * group
         page_bytes = num_kv_heads * block_bytes
         sums, totals = scratch, scratch + num_heads * head_dim * 4
-        scores = totals + num_heads * 4
-        slope = scaling * _LOG2_E
+        tops = totals + num_heads * 4
+        scores = tops + _MOST_SUMS * 4
         for row in range(begin, stop):
             place, table = load_index(places, row), pages + load_index(tables, row) * 8
             end = load_index(ends, row)
@@ -74,15 +99,11 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
                         to = scores + (head * width + index * page_size - origin) * 4
                         for token in range(0, page_size, 16):
                             dot_lines(lines, asked, page + kv_head * block_bytes + token * head_dim * 2, to + token * 4)
-            for head in range(num_heads):
-                sink = load_float(sinks, head) * _LOG2_E
-                top, total = weigh(
-                    scores + head * width * 4, weights + head * width * 2, first - origin, end - origin, filled, slope,
-                    softcap * _LOG2_E, sink,
+            for head in range(0, num_heads, at_once):
+                _weigh(
+                    at_once, scores + head * width * 4, weights + head * width * 2, width, first - origin, end - origin,
+                    filled, scaling, softcap, sinks + head * 4, tops, totals + head * 4,
                 )  # fmt: skip
-                if sink > -np.inf:
-                    total += exponential((sink - top) / _LOG2_E)
-                store_float(totals, head, total)
             for at in range(num_heads * head_dim):
                 store_float(sums, at, _FLOAT(0))
             for index in range(first_page, last_page + 1):

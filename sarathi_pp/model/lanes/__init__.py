@@ -13,6 +13,9 @@ outputs wide, one 64-byte line for each pair:
     registers   what the instructions are built of
     memory      loads and stores
     products    dot_tile, rows of pairs times panels side by side, for linear layers and chunks; and those of decodes
+    transpose   rows to what lies side by side in a product
+    power       two to the power of each lane
     softmax     from scores to weights
+    gate        SiLU times another row
     rotary      the rotary embedding
 """

@@ -101,31 +101,31 @@ def store_rounded(builder: Any, address: Any, line: Any, values: Any) -> None:
 
 
 class Loop:
-    """A value that a loop over lines hands on: `carried` at the begin of a turn, `result` behind the loop."""
+    """What a loop over lines hands on: values `carried` at the begin of a turn, `results` behind the loop."""
 
-    def __init__(self, carried: Any) -> None:
+    def __init__(self, carried: list[Any]) -> None:
         self.carried = carried
-        self.result: Any = None
+        self.results: list[Any] = []
 
-    def carry(self, value: Any) -> None:
-        self.result = value
+    def carry(self, *values: Any) -> None:
+        self.results = list(values)
 
 
 @contextmanager
-def each_line(builder: Any, num_lines: Any, begin: Any = None) -> Iterator[tuple[Any, Loop]]:
+def each_line(builder: Any, num_lines: Any, *begins: Any) -> Iterator[tuple[Any, Loop]]:
     """What is built inside is done for line 0, 1, ... num_lines - 1; at least once."""
     entry = builder.block
     body, after = builder.append_basic_block("line"), builder.append_basic_block("done")
     builder.branch(body)
     builder.position_at_end(body)
     line = builder.phi(I64)
-    loop = Loop(builder.phi(begin.type) if begin is not None else None)
+    loop = Loop([builder.phi(begin.type) for begin in begins])
     yield line, loop
     following = builder.add(line, index(1))
     line.add_incoming(index(0), entry)
     line.add_incoming(following, body)
-    if begin is not None:
-        loop.carried.add_incoming(begin, entry)
-        loop.carried.add_incoming(loop.result, body)
+    for carried, begin, result in zip(loop.carried, begins, loop.results, strict=True):
+        carried.add_incoming(begin, entry)
+        carried.add_incoming(result, body)
     builder.cbranch(builder.icmp_signed("<", following, num_lines), body, after)
     builder.position_at_end(after)

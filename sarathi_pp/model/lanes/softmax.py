@@ -11,15 +11,20 @@ from numba.extending import intrinsic
 
 from sarathi_pp.model.lanes.compile import inlined
 from sarathi_pp.model.lanes.memory import load_float, store_float
+from sarathi_pp.model.lanes.power import ROUGH, nearest_whole, power
 from sarathi_pp.model.lanes.registers import (
     F32,
     FLOATS,
     I16,
     I32,
+    I64,
     LANES,
+    WORDS,
     call,
     each_line,
+    element_at,
     fma,
+    index,
     load_line,
     spread,
     store_rounded,
@@ -29,67 +34,118 @@ _FLOAT = np.float32
 _LOWEST = _FLOAT(-80)
 # A score that weighs nothing.
 _HIDDEN = _FLOAT(-1e30)
-# 2^x for |x| <= 1/2, from the lowest power on: a Chebyshev fit, within 4e-6 of its value.
-_TWO_TO = (1.0, 0.6931210452034274, 0.24022349038021354, 0.05592197584225338, 0.009666368515338686)
 
 
 @intrinsic
-def largest(typing, address, num_lines):  # type: ignore[no-untyped-def]
-    """Of 16 * num_lines float32, at least one line; NaN does not count."""
+def _hide_line(typing, scores, line, low, high):  # type: ignore[no-untyped-def]
+    """In one register, as it is read again at once: single values would have to reach the cache first."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address_, num_lines_ = arguments
-        with each_line(builder, num_lines_, ir.Constant(FLOATS, [float("-inf")] * LANES)) as (line, loop):
-            loop.carry(call(builder, "llvm.maxnum.v16f32", FLOATS, [loop.carried, load_line(builder, address_, line)]))
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [loop.result])
+        scores_, line_, low_, high_ = arguments
+        first = builder.mul(line_, index(LANES))
+        place = builder.add(spread(builder, first), ir.Constant(ir.VectorType(I64, LANES), list(range(LANES))))
+        inside = builder.and_(
+            builder.icmp_signed(">=", place, spread(builder, low_)),
+            builder.icmp_signed("<", place, spread(builder, high_)),
+        )
+        seen = builder.select(inside, load_line(builder, scores_, line_), ir.Constant(FLOATS, [_HIDDEN] * LANES))
+        pointer = builder.bitcast(element_at(builder, scores_, F32, first), FLOATS.as_pointer())
+        builder.store(seen, pointer, align=4)
+        return context.get_dummy_value()
 
-    return types.float32(types.int64, types.int64), generate
-
-
-@intrinsic
-def weigh_lines(typing, scores, to, num_lines, slope, top):  # type: ignore[no-untyped-def]
-    """2^(slope * score - top) of 16 * num_lines float32 scores, at most 1, to bfloat16, and their sum in float32.
-
-    Within 4e-6 of its value before it is rounded; NaN stays NaN. A score of -1e30 weighs 0.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scores_, to_, num_lines_, slope_, top_ = arguments
-        slopes, below = spread(builder, slope_), spread(builder, builder.fneg(top_))
-        with each_line(builder, num_lines_, ir.Constant(FLOATS, [0.0] * LANES)) as (line, loop):
-            exponent = fma(builder, load_line(builder, scores_, line), slopes, below)
-            whole = call(builder, "llvm.rint.v16f32", FLOATS, [exponent])
-            rest = builder.fsub(exponent, whole)
-            power = ir.Constant(FLOATS, [_TWO_TO[-1]] * LANES)
-            for coefficient in reversed(_TWO_TO[:-1]):
-                power = fma(builder, power, rest, ir.Constant(FLOATS, [coefficient] * LANES))
-            every, nearest = ir.Constant(I16, -1), ir.Constant(I32, 4)
-            weight = call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [power, whole, power, every, nearest])
-            store_rounded(builder, to_, line, weight)
-            loop.carry(builder.fadd(loop.carried, weight))
-        return call(builder, "llvm.vector.reduce.fadd.v16f32", F32, [ir.Constant(F32, 0.0), loop.result])
-
-    return types.float32(types.int64, types.int64, types.int64, types.float32, types.float32), generate
+    return types.void(*[types.int64] * 4), generate
 
 
 @inlined
-def weigh(scores, weights, low, high, width, slope, softcap, before):  # type: ignore[no-untyped-def]
-    """Scores [0, width) to bfloat16 weights 2^(slope * score - top), 0 outside [low, high); width a multiple of 16.
+def hide(scores, low, high, width):  # type: ignore[no-untyped-def]
+    """Of the scores [0, width), width a multiple of 16, those outside [low, high) will weigh nothing."""
+    for line in range((low + 15) // 16):
+        _hide_line(scores, line, low, high)
+    for line in range(high // 16, width // 16):
+        _hide_line(scores, line, low, high)
 
-    before: the largest so far, or a sink, in units of slope * score, -inf for none; it is not in the sum. softcap: 0
-    for none, else of the scores times slope. Returns top, the largest now, and the sum of the weights. The scores are
-    used up.
+
+@intrinsic(prefer_literal=True)
+def largest(typing, rows, scores, step, num_lines, found):  # type: ignore[no-untyped-def]
+    """found[r] = the largest of 16 * num_lines float32 of row r, at least one line; NaN does not count.
+
+    rows: a literal. Row r lies r * step float32 behind `scores`. Compared and chosen, which is one instruction: LLVM's
+    own maximum looks for NaN on both sides, and goes from lane to lane where it reduces a register to one value.
     """
-    if softcap > 0:
-        for at in range(low, high):
-            store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * slope / softcap)) * softcap)
-        slope = _FLOAT(1)
-    for at in range(low):
-        store_float(scores, at, _HIDDEN)
-    for at in range(high, width):
-        store_float(scores, at, _HIDDEN)
-    top = max(before, largest(scores, width // 16) * slope)
-    return top, weigh_lines(scores, weights, width // 16, slope, top)
+    num_rows = rows.literal_value
+
+    def larger(builder: Any, one: Any, held: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", one, held), one, held)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, scores_, step_, num_lines_, found_ = arguments
+        begins = _rows_at(builder, scores_, step_, F32, num_rows)
+        nothing = ir.Constant(FLOATS, [float("-inf")] * LANES)
+        with each_line(builder, num_lines_, *[nothing] * num_rows) as (line, loop):
+            lines = [load_line(builder, begin, line) for begin in begins]
+            loop.carry(*[larger(builder, one, held) for one, held in zip(lines, loop.carried, strict=True)])
+        for row, of_row in enumerate(loop.results):
+            held = of_row
+            for distance in (8, 4, 2, 1):
+                lanes = [(lane + distance) % LANES for lane in range(LANES)]
+                held = larger(builder, builder.shuffle_vector(held, held, ir.Constant(WORDS, lanes)), held)
+            one = builder.extract_element(held, ir.Constant(I32, 0))
+            builder.store(one, element_at(builder, found_, F32, index(row)))
+        return context.get_dummy_value()
+
+    return types.void(rows, *[types.int64] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def weigh_lines(typing, rows, scores, step, to, to_step, num_lines, slope, tops, sums):  # type: ignore[no-untyped-def]
+    """2^(slope * score - tops[r]) of 16 * num_lines float32 scores of row r, to bfloat16; sums[r]: their sum.
+
+    rows: a literal; several at once, so that none waits for what it has begun. Rows are `step` float32 apart, of `to`
+    to_step bfloat16. tops, sums: float32. Within 4e-6 of its value before it is rounded; NaN stays NaN. A score of
+    -1e30 weighs 0.
+    """
+    num_rows = rows.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, scores_, step_, to_, to_step_, num_lines_, slope_, tops_, sums_ = arguments
+        places = [index(row) for row in range(num_rows)]
+        below = [
+            spread(builder, builder.fneg(builder.load(element_at(builder, tops_, F32, place)))) for place in places
+        ]
+        begins = _rows_at(builder, scores_, step_, F32, num_rows)
+        ends = _rows_at(builder, to_, to_step_, I16, num_rows)
+        slopes = spread(builder, slope_)
+        with each_line(builder, num_lines_, *[ir.Constant(FLOATS, [0.0] * LANES)] * num_rows) as (line, loop):
+            exponents = [
+                fma(builder, load_line(builder, begin, line), slopes, top)
+                for begin, top in zip(begins, below, strict=True)
+            ]
+            weights = []
+            for exponent in exponents:
+                whole = nearest_whole(builder, exponent)
+                weights.append(power(builder, whole, builder.fsub(exponent, whole), ROUGH))
+            for end, weight in zip(ends, weights, strict=True):
+                store_rounded(builder, end, line, weight)
+            loop.carry(*[builder.fadd(held, weight) for held, weight in zip(loop.carried, weights, strict=True)])
+        for place, of_row in zip(places, loop.results, strict=True):
+            total = call(builder, "llvm.vector.reduce.fadd.v16f32", F32, [ir.Constant(F32, 0.0), of_row])
+            builder.store(total, element_at(builder, sums_, F32, place))
+        return context.get_dummy_value()
+
+    return types.void(rows, *[types.int64] * 5, types.float32, types.int64, types.int64), generate
+
+
+def _rows_at(builder: Any, address: Any, step: Any, element: Any, num_rows: int) -> list[Any]:
+    """Addresses of rows that are `step` elements apart."""
+    first = element_at(builder, address, element, index(0))
+    return [builder.ptrtoint(builder.gep(first, [builder.mul(step, index(row))]), I64) for row in range(num_rows)]
+
+
+@inlined
+def cap(scores, low, high, slope, softcap):  # type: ignore[no-untyped-def]
+    """softcap * tanh(slope * score / softcap) in the place of the scores [low, high)."""
+    for at in range(low, high):
+        store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * slope / softcap)) * softcap)
 
 
 @intrinsic

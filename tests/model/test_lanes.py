@@ -37,10 +37,11 @@ needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no 
 
 @needs_lanes
 @pytest.mark.parametrize("lines", [1, 2, 3])
-def test_sixteen_products_of_lines_each_in_its_lane(lines: int) -> None:
+@pytest.mark.parametrize("asks", [0, 1])
+def test_sixteen_products_of_lines_each_in_its_lane(lines: int, asks: int) -> None:
     @compiled()
     def products(query, keys, out):  # type: ignore[no-untyped-def]
-        dot_lines(lines, query, keys, out)
+        dot_lines(lines, asks, query, keys, out, keys)
 
     torch.manual_seed(lines)
     query, keys = torch.randn(32 * lines).bfloat16(), torch.randn(16, 32 * lines).bfloat16()
@@ -59,7 +60,7 @@ def test_weighted_values_are_added(heads: int, lines: int, tokens: int) -> None:
 
     @compiled()
     def add(values, weights, step, sums, pairs):  # type: ignore[no-untyped-def]
-        add_weighted(heads, lines, odd, values, weights, step, sums, pairs)
+        add_weighted(heads, lines, odd, values, weights, step, sums, pairs, values)
 
     torch.manual_seed(tokens)
     values = torch.randn(tokens + odd, 32 * lines).bfloat16()

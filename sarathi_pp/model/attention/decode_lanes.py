@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sarathi_pp.model.lanes.compile import compiled, inlined
-from sarathi_pp.model.lanes.memory import load_float, load_index, prefetch, round_lines, store_float
+from sarathi_pp.model.lanes.memory import load_float, load_index, round_lines, store_float
 from sarathi_pp.model.lanes.products import add_weighted, dot_lines
 from sarathi_pp.model.lanes.softmax import cap, exponential, hide, largest, weigh_lines
 
@@ -21,7 +21,8 @@ Kernel = Callable[..., None]
 
 _FLOAT = np.float32
 _LOG2_E = _FLOAT(1.4426950408889634)
-_LINE_BYTES = 64
+# Far enough for memory to answer, and near enough to find room in the first-level cache.
+_AHEAD_BYTES = 6144
 # Registers for sums, of 32.
 _MOST_SUMS = 16
 
@@ -29,6 +30,13 @@ _MOST_SUMS = 16
 def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
     """Scratch that a kernel needs for rows of up to that many keys: sums, totals, largest scores, scores, weights."""
     return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16)) + _MOST_SUMS
+
+
+@inlined
+def _ahead(page, following, offset, page_bytes):  # type: ignore[no-untyped-def]
+    """Where what is read so many bytes behind an offset in a page lies, in this page or in the one that follows."""
+    there = offset + _AHEAD_BYTES
+    return page + there if there < page_bytes else following + min(there - page_bytes, offset)
 
 
 @inlined
@@ -89,16 +97,17 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
             origin, filled = first_page * page_size, (last_page + 1 - first_page) * page_size + 16
             for index in range(first_page, last_page + 1):
                 page = keys + load_index(table, index) * page_bytes
-                ahead = keys + load_index(table, min(index + 1, last_page)) * page_bytes
+                following = keys + load_index(table, min(index + 1, last_page)) * page_bytes
                 for kv_head in range(num_kv_heads):
-                    for at in range(0, block_bytes, _LINE_BYTES):
-                        prefetch(ahead + kv_head * block_bytes + at)
-                    for member in range(group):
-                        head = kv_head * group + member
-                        asked = query + (place * row_step + head * head_step) * 2
-                        to = scores + (head * width + index * page_size - origin) * 4
-                        for token in range(0, page_size, 16):
-                            dot_lines(lines, asked, page + kv_head * block_bytes + token * head_dim * 2, to + token * 4)
+                    asked = query + (place * row_step + kv_head * group * head_step) * 2
+                    to = scores + (kv_head * group * width + index * page_size - origin) * 4
+                    for token in range(0, page_size, 16):
+                        at = kv_head * block_bytes + token * head_dim * 2
+                        ahead = _ahead(page, following, at, page_bytes)
+                        dot_lines(lines, 1, asked, page + at, to + token * 4, ahead)
+                        for member in range(1, group):
+                            of_member, to_member = asked + member * head_step * 2, to + (member * width + token) * 4
+                            dot_lines(lines, 0, of_member, page + at, to_member, 0)
             for head in range(0, num_heads, at_once):
                 _weigh(
                     at_once, scores + head * width * 4, weights + head * width * 2, width, first - origin, end - origin,
@@ -108,22 +117,21 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
                 store_float(sums, at, _FLOAT(0))
             for index in range(first_page, last_page + 1):
                 page = values + load_index(table, index) * page_bytes
-                ahead = values + load_index(table, min(index + 1, last_page)) * page_bytes
+                following = values + load_index(table, min(index + 1, last_page)) * page_bytes
                 # What lies outside may never have been written: not even a weight of 0 makes NaN nothing.
                 low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
                 pairs = (high - low) // 2
                 for kv_head in range(num_kv_heads):
-                    for at in range(0, block_bytes, _LINE_BYTES):
-                        prefetch(ahead + kv_head * block_bytes + at)
-                    block = page + (kv_head * page_size + low) * head_dim * 2
+                    at = (kv_head * page_size + low) * head_dim * 2
+                    block, ahead = page + at, _ahead(page, following, at, page_bytes)
                     for head in range(kv_head * group, (kv_head + 1) * group, at_once):
                         given = weights + (head * width + index * page_size - origin + low) * 2
                         to = sums + head * head_dim * 4
                         if pairs:
-                            add_weighted(at_once, lines, 0, block, given, width, to, pairs)
+                            add_weighted(at_once, lines, 0, block, given, width, to, pairs, ahead)
                         if (high - low) % 2:
-                            last = pairs * 2
-                            add_weighted(at_once, lines, 1, block + last * head_dim * 2, given + last * 2, width, to, 1)
+                            done = pairs * head_dim * 4
+                            add_weighted(at_once, lines, 1, block + done, given + pairs * 4, width, to, 1, ahead + done)
             for head in range(num_heads):
                 inverse = _FLOAT(1) / load_float(totals, head)
                 for at in range(head * head_dim, (head + 1) * head_dim):

@@ -121,12 +121,15 @@ def _across(builder: Any, registers: list[Any]) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def dot_lines(typing, lines, query, keys, out):  # type: ignore[no-untyped-def]
-    """out[t] = query . keys[t] for sixteen tokens of 32 * lines bfloat16 each; lines is a literal."""
-    num_lines = lines.literal_value
+def dot_lines(typing, lines, asks, query, keys, out, ahead):  # type: ignore[no-untyped-def]
+    """out[t] = query . keys[t] for sixteen tokens of 32 * lines bfloat16 each.
+
+    lines, asks: literals; asks: 1 where with each line of keys that from `ahead` on is to come, to be read once.
+    """
+    num_lines, asked = lines.literal_value, asks.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, query_, keys_, out_ = arguments
+        _, _, query_, keys_, out_, ahead_ = arguments
         words = [index(line * LANES) for line in range(num_lines)]
         queries = [pairs_at(builder, query_, word) for word in words]
         sums = []
@@ -134,28 +137,33 @@ def dot_lines(typing, lines, query, keys, out):  # type: ignore[no-untyped-def]
             held: Any = ir.Constant(FLOATS, [0.0] * LANES)
             for line, factor in enumerate(queries):
                 word = index((token * num_lines + line) * LANES)
+                if asked:
+                    prefetch_at(builder, element_at(builder, ahead_, I32, word), 0)
                 held = dot(builder, held, factor, pairs_at(builder, keys_, word))
             sums.append(held)
         pointer = builder.bitcast(element_at(builder, out_, F32, index(0)), FLOATS.as_pointer())
         builder.store(_across(builder, sums), pointer, align=4)
         return context.get_dummy_value()
 
-    return types.void(lines, types.int64, types.int64, types.int64), generate
+    return types.void(lines, asks, *[types.int64] * 4), generate
 
 
 @intrinsic(prefer_literal=True)
-def add_weighted(typing, heads, lines, odd, values, weights, weights_step, sums, num_pairs):  # type: ignore[no-untyped-def]
+def add_weighted(  # type: ignore[no-untyped-def]
+    typing, heads, lines, odd, values, weights, weights_step, sums, num_pairs, ahead
+):
     """sums[h] += weights[h][t] * values[t] over the tokens of so many pairs, for several heads at once.
 
     heads, lines, odd: literals; lines: of 32 channels each; odd: 1 where the second token of a pair is not there.
     values: (tokens, 32 * lines) bfloat16. weights: bfloat16, those of the next head weights_step behind.
-    sums: (heads, 32 * lines) float32. num_pairs: at least 1.
+    sums: (heads, 32 * lines) float32. num_pairs: at least 1. ahead: where what is read next lies; with each pair its
+    lines are asked for, to be read once.
     """
     num_heads, num_lines, lone = heads.literal_value, lines.literal_value, odd.literal_value
     channels = [(line, part) for line in range(num_lines) for part in range(2)]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values_, weights_, weights_step_, sums_, num_pairs_ = arguments[3:]
+        values_, weights_, weights_step_, sums_, num_pairs_, ahead_ = arguments[3:]
         places = [
             [index((head * num_lines * 2 + at) * LANES) for at in range(len(channels))] for head in range(num_heads)
         ]
@@ -175,6 +183,7 @@ def add_weighted(typing, heads, lines, odd, values, weights, weights_step, sums,
         both = [[ir.Constant(halves, [0] * 2 * LANES)] * 2 for _ in range(num_lines)]
         for line, token in product(range(num_lines), range(1 if lone else 2)):
             word = builder.add(first, index((token * num_lines + line) * LANES))
+            prefetch_at(builder, element_at(builder, ahead_, I32, word), 0)
             both[line][token] = builder.bitcast(pairs_at(builder, values_, word), halves)
         mixed = []
         for line, part in channels:
@@ -201,4 +210,4 @@ def add_weighted(typing, heads, lines, odd, values, weights, weights_step, sums,
             builder.store(total, pointer(place), align=4)
         return context.get_dummy_value()
 
-    return types.void(heads, lines, odd, *[types.int64] * 5), generate
+    return types.void(heads, lines, odd, *[types.int64] * 6), generate

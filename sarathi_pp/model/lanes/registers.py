@@ -60,8 +60,10 @@ def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
 
 
 def prefetch_at(builder: Any, pointer: Any, cache: int) -> None:
-    """Ask for a line to be brought to the first-level cache, or the second: that one can be asked for more at once."""
-    read, keep, data = (ir.Constant(I32, value) for value in (0, 4 - cache, 1))
+    """Ask for a line to be brought to the first-level cache, or the second: that one can be asked for more at once. 0:
+    to the first one, as a line that is read once, to be kept nowhere else.
+    """
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 4 - cache if cache else 0, 1))
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.bitcast(pointer, I8.as_pointer()), read, keep, data])
 
 

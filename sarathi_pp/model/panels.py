@@ -20,8 +20,12 @@ more of them under way than the first. On a Zen 4, eight layers of the 254M mode
 tiles, 10.0 against 10.8 for wide ones, 8 rows 10.6 against 11.5 (least of 16 alternating runs of both). Where computing
 takes as long as reading that is worth nothing, or costs 3 %.
 
-Up to how many rows high tiles are the faster ones depends on the processor: 112 on a Zen 5, 4 on a Zen 4, whose high
-tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So it is measured (packed.py).
+Up to how many rows high tiles are the faster ones depends on the processor and on what memory gives: 112 on one Zen 5,
+4 or none on another, 4 on a Zen 4, whose high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So it is
+measured (packed.py).
+
+Heights come in steps of two, so that at most one row is computed for nothing: with steps of four 9 and 10 rows took
+15 % longer, 14 and 18 rows 8 and 9 % (Zen 5, wide tiles, eight layers of the 254M model).
 
 Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4 rows 276 us (359), 8 rows 294 (450),
 16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). On a Zen 4, 1024 -> 7424: 4 rows 0.71 ms (1.50),
@@ -34,7 +38,7 @@ from sarathi_pp.model.lanes.compile import compiled, inlined
 from sarathi_pp.model.lanes.products import dot_tile
 from sarathi_pp.model.lanes.transpose import transpose
 
-ROW_STEP = 4
+ROW_STEP = 2
 # Bytes by which lines are asked for where a panel goes by one tile alone: what memory takes is longer than a product.
 _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
 
@@ -45,39 +49,34 @@ def padded_rows(num_rows: int) -> int:
 
 
 @inlined
-def _lay_out_tile(x, to, num_rows, tile_rows, pairs):  # type: ignore[no-untyped-def]
-    """Word k of row r at to[k][r], zeros for the rows that a tile lacks."""
-    if tile_rows == 4:
-        transpose(4, x, pairs, num_rows, to, pairs)
-    elif tile_rows == 8:
-        transpose(8, x, pairs, num_rows, to, pairs)
-    elif tile_rows == 12:
-        transpose(12, x, pairs, num_rows, to, pairs)
-    elif tile_rows == 16:
-        transpose(16, x, pairs, num_rows, to, pairs)
-    elif tile_rows == 20:
-        transpose(20, x, pairs, num_rows, to, pairs)
-    elif tile_rows == 24:
-        transpose(24, x, pairs, num_rows, to, pairs)
-    else:
-        transpose(28, x, pairs, num_rows, to, pairs)
-
-
-@inlined
 def _high_tile(rows, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]  # noqa: C901
     """Up to 28 rows by one panel. Registers are allotted when compiled, so there is one of each height."""
-    if rows == 4:
+    if rows == 2:
+        dot_tile(2, 1, 2, 1, weight, 0, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 4:
         dot_tile(4, 1, 2, 1, weight, 0, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 6:
+        dot_tile(6, 1, 2, 1, weight, 0, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 8:
         dot_tile(8, 1, 2, 1, weight, 0, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 10:
+        dot_tile(10, 1, 1, 1, weight, 0, x, 1, 10, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 12:
         dot_tile(12, 1, 1, 1, weight, 0, x, 1, 12, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 14:
+        dot_tile(14, 1, 1, 1, weight, 0, x, 1, 14, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 16:
         dot_tile(16, 1, 1, 1, weight, 0, x, 1, 16, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 18:
+        dot_tile(18, 1, 1, 1, weight, 0, x, 1, 18, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 20:
         dot_tile(20, 1, 1, 1, weight, 0, x, 1, 20, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 22:
+        dot_tile(22, 1, 1, 1, weight, 0, x, 1, 22, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 24:
         dot_tile(24, 1, 1, 1, weight, 0, x, 1, 24, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 26:
+        dot_tile(26, 1, 1, 1, weight, 0, x, 1, 26, pairs, begin, out, outputs, ahead, ahead_step)
     else:
         dot_tile(28, 1, 1, 1, weight, 0, x, 1, 28, pairs, begin, out, outputs, ahead, ahead_step)
 
@@ -87,19 +86,29 @@ def _wide_tile(rows, alone, weight, x, pairs, begin, out, outputs, ahead, ahead_
     """Up to 12 rows by two panels."""
     if rows == 12:
         dot_tile(12, 2, 1, 1, weight, pairs * 16, x, 1, 12, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 10:
+        dot_tile(10, 2, 1, 1, weight, pairs * 16, x, 1, 10, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 8 and alone:
         dot_tile(8, 2, 2, 1, weight, pairs * 16, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 6 and alone:
+        dot_tile(6, 2, 2, 1, weight, pairs * 16, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 4 and alone:
+        dot_tile(4, 2, 2, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 2 and alone:
+        dot_tile(2, 2, 2, 1, weight, pairs * 16, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 8:
         dot_tile(8, 2, 1, 1, weight, pairs * 16, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
-    elif alone:
-        dot_tile(4, 2, 2, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
-    else:
+    elif rows == 6:
+        dot_tile(6, 2, 1, 1, weight, pairs * 16, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 4:
         dot_tile(4, 2, 1, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
+    else:
+        dot_tile(2, 2, 1, 1, weight, pairs * 16, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
 
 
 @inlined
-def _in_fours(rows):  # type: ignore[no-untyped-def]
-    return (rows + 3) // 4 * 4
+def _in_twos(rows):  # type: ignore[no-untyped-def]
+    return (rows + 1) // 2 * 2
 
 
 @inlined
@@ -107,7 +116,7 @@ def _height(num_rows, high):  # type: ignore[no-untyped-def]
     """Rows of a tile: as few tiles as can be, of like height."""
     most = 28 if high else 12
     count = (num_rows + most - 1) // most
-    return _in_fours((num_rows + count - 1) // count)
+    return _in_twos((num_rows + count - 1) // count)
 
 
 @compiled()
@@ -115,8 +124,8 @@ def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
     """x (num_rows, 2 * pairs) bfloat16, contiguous, to high or wide tiles: as large as padded_rows(num_rows) of it."""
     height = _height(num_rows, high)
     for row in range(0, num_rows, height):
-        rows = min(height, _in_fours(num_rows - row))
-        _lay_out_tile(x + row * pairs * 4, tiles + row * pairs * 4, num_rows - row, rows, pairs)
+        rows = min(height, _in_twos(num_rows - row))
+        transpose(x + row * pairs * 4, pairs, num_rows - row, tiles + row * pairs * 4, rows, pairs)
 
 
 @compiled()
@@ -132,7 +141,7 @@ def multiply(tiles, panels, begin, out, num_rows, pairs, first, end, outputs, hi
         weight, start, to = panels + panel * pairs * 64, begin + panel * 64, out + panel * 32
         for tile in range(num_tiles):
             row = tile * height
-            rows = min(height, _in_fours(num_rows - row))
+            rows = min(height, _in_twos(num_rows - row))
             there, here = tiles + row * pairs * 4, to + row * outputs * 2
             if num_tiles == 1:
                 ahead, ahead_step = weight + (_HIGH_AHEAD if high else _WIDE_AHEAD), 64

@@ -59,7 +59,7 @@ def _lay_out_keys(keys, page, page_tokens, row_words, to):  # type: ignore[no-un
     """A page's keys of one head, (page_tokens, row_words) words, as page_tokens / 16 panels."""
     for panel in range(page_tokens // 16):
         words = panel * 16 * row_words
-        transpose(16, keys + (page + words) * 4, row_words, 16, to + words * 4, row_words)
+        transpose(keys + (page + words) * 4, row_words, 16, to + words * 4, 16, row_words)
 
 
 @inlined

@@ -102,6 +102,12 @@ def store_rounded(builder: Any, address: Any, line: Any, values: Any) -> None:
     builder.store(to_bf16(builder, values), halves_at(builder, address, builder.mul(line, index(LANES))), align=2)
 
 
+def store_some(builder: Any, words: Any, pointer: Any, wanted: Any) -> None:
+    """Store the lanes that are wanted; what lies in the place of the others stays."""
+    align = ir.Constant(I32, 4)
+    call(builder, "llvm.masked.store.v16i32.p0", ir.VoidType(), [words, pointer, align, wanted])
+
+
 class Loop:
     """What a loop over lines hands on: values `carried` at the begin of a turn, `results` behind the loop."""
 

@@ -19,6 +19,8 @@ from sarathi_pp.model.lanes.registers import (
     element_at,
     halves_at,
     index,
+    spread,
+    store_some,
 )
 
 # Words of a quarter of a register, within which rows are interleaved before quarters change places.
@@ -26,49 +28,48 @@ _QUARTER = 4
 
 
 @inlined
-def transpose(rows, x, row_words, present, to, num_words):  # type: ignore[no-untyped-def]
-    """to[k][r] = x[r][k] of words k in [0, num_words), 0 for rows that are not present.
+def transpose(x, row_words, present, to, rows, num_words):  # type: ignore[no-untyped-def]
+    """to[k][r] = x[r][k] of words k in [0, num_words) and rows r in [0, rows), 0 for rows that are not present.
 
-    rows: of `to`; a literal, a multiple of 4. x: row r lies r * row_words words behind it. present: at least 1.
+    x: row r lies r * row_words words behind it. present: at least 1.
     """
-    num_lines = num_words // 16
-    if num_lines:
-        _transpose_lines(rows, x, row_words, present, to, num_lines)
-    for word in range(num_lines * 16, num_words):
-        for row in range(rows):
-            store_word(to, word * rows + row, load_word(x, row * row_words + word) if row < present else 0)
+    in_lines = num_words // 16 * 16
+    for first in range(0, rows, 16):
+        some, there = min(rows - first, 16), max(min(present - first, 16), 0)
+        source, begin = x + first * row_words * 4 if there else x, to + first * 4
+        if in_lines:
+            _transpose_lines(source, row_words, there, begin, rows, some, in_lines // 16)
+        for word in range(in_lines, num_words):
+            for row in range(some):
+                store_word(begin, word * rows + row, load_word(source, row * row_words + word) if row < there else 0)
 
 
-@intrinsic(prefer_literal=True)
-def _transpose_lines(typing, rows, x, row_words, present, to, num_lines):  # type: ignore[no-untyped-def]
-    """Of 16 * num_lines words, at least one line."""
-    num_rows = rows.literal_value
+@intrinsic
+def _transpose_lines(typing, x, row_words, present, to, to_step, count, num_lines):  # type: ignore[no-untyped-def]
+    """`count` rows, at most sixteen, of 16 * num_lines words, at least one line. to_step: from one word to the next."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, x_, row_words_, present_, to_, num_lines_ = arguments
-        last = builder.sub(present_, index(1))
-        there = [builder.icmp_signed("<", index(row), present_) for row in range(num_rows)]
-        # In place of a row that is not there, the last one is read.
+        x_, row_words_, present_, to_, to_step_, count_, num_lines_ = arguments
+        there = [builder.icmp_signed("<", index(row), present_) for row in range(LANES)]
+        # In place of a row that is not there, the first one is read.
         begins = [
-            builder.mul(row_words_, builder.select(is_there, index(row), last)) for row, is_there in enumerate(there)
+            builder.mul(row_words_, builder.select(is_there, index(row), index(0)))
+            for row, is_there in enumerate(there)
         ]
+        lanes = ir.Constant(WORDS, list(range(LANES)))
+        wanted = builder.icmp_signed("<", lanes, spread(builder, builder.trunc(count_, I32)))
         with each_line(builder, num_lines_) as (line, _):
             word = builder.mul(line, index(LANES))
-            lines = [
+            rows = [
                 builder.select(is_there, _line(builder, x_, builder.add(begin, word)), ir.Constant(WORDS, [0] * LANES))
                 for begin, is_there in zip(begins, there, strict=True)
             ]
-            for first in range(0, num_rows, LANES):
-                some = lines[first : first + LANES]
-                for column, words in enumerate(_columns(builder, some)):
-                    place = builder.add(builder.mul(builder.add(word, index(column)), index(num_rows)), index(first))
-                    kept = ir.Constant(ir.VectorType(I32, len(some)), list(range(len(some))))
-                    pointer = element_at(builder, to_, I32, place)
-                    narrow = builder.shuffle_vector(words, words, kept)
-                    builder.store(narrow, builder.bitcast(pointer, narrow.type.as_pointer()), align=4)
+            for column, words in enumerate(_columns(builder, rows)):
+                place = builder.mul(builder.add(word, index(column)), to_step_)
+                store_some(builder, words, element_at(builder, to_, I32, place), wanted)
         return context.get_dummy_value()
 
-    return types.void(rows, *[types.int64] * 5), generate
+    return types.void(*[types.int64] * 7), generate
 
 
 @intrinsic
@@ -100,18 +101,13 @@ def _line(builder: Any, address: Any, word: Any) -> Any:
 
 
 def _columns(builder: Any, rows: list[Any]) -> list[Any]:
-    """Of up to sixteen rows, four at a time: sixteen registers, that of word k with row r in lane r."""
+    """Of sixteen rows, four at a time: sixteen registers, that of word k with row r in lane r."""
     # Of each four rows, four registers: quarter q of register j has word 4 * q + j of all four.
-    fours = [_interleaved(builder, rows[first : first + _QUARTER]) for first in range(0, len(rows), _QUARTER)]
-    nothing = ir.Constant(WORDS, ir.Undefined)
-    fours += [[nothing] * _QUARTER] * (_QUARTER - len(fours))
+    fours = [_interleaved(builder, rows[first : first + _QUARTER]) for first in range(0, LANES, _QUARTER)]
     columns: list[Any] = [None] * LANES
-    for j, of_each in enumerate(zip(*fours, strict=True)):
-        for half in range(2):
-            quarters = [2 * half, 2 * half + 1]
-            low, high = (
-                _quarters(builder, first, second, quarters, quarters) for first, second in (of_each[:2], of_each[2:])
-            )
+    for j, (a, b, c, d) in enumerate(zip(*fours, strict=True)):
+        for quarters in ([0, 1], [2, 3]):
+            low, high = _quarters(builder, a, b, quarters, quarters), _quarters(builder, c, d, quarters, quarters)
             for at, quarter in enumerate(quarters):
                 columns[_QUARTER * quarter + j] = _quarters(builder, low, high, [at, at + 2], [at, at + 2])
     return columns

@@ -107,8 +107,8 @@ def _wide_tile(rows, alone, weight, x, pairs, begin, out, outputs, ahead, ahead_
 
 
 @inlined
-def _in_twos(rows):  # type: ignore[no-untyped-def]
-    return (rows + 1) // 2 * 2
+def _in_steps(rows):  # type: ignore[no-untyped-def]
+    return (rows + ROW_STEP - 1) // ROW_STEP * ROW_STEP
 
 
 @inlined
@@ -116,7 +116,7 @@ def _height(num_rows, high):  # type: ignore[no-untyped-def]
     """Rows of a tile: as few tiles as can be, of like height."""
     most = 28 if high else 12
     count = (num_rows + most - 1) // most
-    return _in_twos((num_rows + count - 1) // count)
+    return _in_steps((num_rows + count - 1) // count)
 
 
 @compiled()
@@ -124,7 +124,7 @@ def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
     """x (num_rows, 2 * pairs) bfloat16, contiguous, to high or wide tiles: as large as padded_rows(num_rows) of it."""
     height = _height(num_rows, high)
     for row in range(0, num_rows, height):
-        rows = min(height, _in_twos(num_rows - row))
+        rows = min(height, _in_steps(num_rows - row))
         transpose(x + row * pairs * 4, pairs, num_rows - row, tiles + row * pairs * 4, rows, pairs)
 
 
@@ -141,7 +141,7 @@ def multiply(tiles, panels, begin, out, num_rows, pairs, first, end, outputs, hi
         weight, start, to = panels + panel * pairs * 64, begin + panel * 64, out + panel * 32
         for tile in range(num_tiles):
             row = tile * height
-            rows = min(height, _in_twos(num_rows - row))
+            rows = min(height, _in_steps(num_rows - row))
             there, here = tiles + row * pairs * 4, to + row * outputs * 2
             if num_tiles == 1:
                 ahead, ahead_step = weight + (_HIGH_AHEAD if high else _WIDE_AHEAD), 64

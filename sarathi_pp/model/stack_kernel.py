@@ -102,7 +102,7 @@ def work_bytes(num_rows: int, most_keys: int, most_chunk: int, shape: Shape) -> 
         after=2 * padded * hidden,
         both=4 * padded * inner,
         gated=2 * padded * inner,
-        floats=4 * max(widest, of_chunk, of_decode),
+        floats=4 * max(hidden, heads * head_dim, of_chunk, of_decode),
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from sarathi_pp.model.attention import choose_backend, decode_kernel, sdpa
+from sarathi_pp.model.attention import choose_backend, chunk_kernel, decode_kernel, decode_lanes, sdpa
 from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, rows_at_once
 from sarathi_pp.model.attention.numba import NumbaAttention, by_keys
 from sarathi_pp.model.crew import scratch_of_thread
@@ -428,3 +428,37 @@ def test_two_threads_inside_put_the_precision_back() -> None:
         assert matmul.fp32_precision == "ieee"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+@pytest.mark.parametrize("num_rows", [1, 6, 7, 30])
+def test_kernels_keep_to_the_scratch_that_they_ask_for(head_dim: int, num_rows: int) -> None:
+    """What lies behind it is as it was."""
+    page_size, kv_heads, group, start = 16, 2, 3, 12
+    num_pages = -(-(start + num_rows) // page_size)
+    torch.manual_seed(num_rows)
+    keys, values = torch.randn(2, num_pages, kv_heads, page_size, head_dim).bfloat16()
+    query = torch.randn(num_rows, kv_heads * group, head_dim).bfloat16()
+    pages, sinks = torch.arange(num_pages), torch.full((kv_heads * group,), -torch.inf)
+    out = torch.empty_like(query)
+    no_cap, scaling = np.float32(0), np.float32(head_dim**-0.5)
+    at_once = rows_at_once(group)
+    needed = chunk_kernel.scratch_floats(num_rows, group, head_dim)
+    scratch = torch.full((needed + 64,), 7.0)
+    chunk_kernel.attend(
+        query.data_ptr(), kv_heads * group * head_dim // 2, head_dim // 2, keys.data_ptr(), values.data_ptr(), kv_heads,
+        group, head_dim, page_size, pages.data_ptr(), start, num_rows, at_once, 0, kv_heads, scaling, no_cap, 0,
+        sinks.data_ptr(), scratch.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    assert bool((scratch[needed:] == 7).all()) and bool(out.isfinite().all())
+    needed = decode_lanes.scratch_floats(kv_heads * group, head_dim, num_pages * page_size, page_size)
+    scratch = torch.full((needed + 64,), 7.0)
+    places, tables, ends = torch.zeros(3, 1, dtype=torch.int64)
+    ends[0] = num_pages * page_size
+    decode_lanes.compile_kernel(head_dim, group, page_size)(
+        query.data_ptr(), kv_heads * group * head_dim, head_dim, keys.data_ptr(), values.data_ptr(), kv_heads,
+        places.data_ptr(), pages.data_ptr(), tables.data_ptr(), ends.data_ptr(), 0, scaling, no_cap, sinks.data_ptr(),
+        scratch.data_ptr(), out.data_ptr(), 0, 1,
+    )  # fmt: skip
+    assert bool((scratch[needed:] == 7).all()) and bool(out[0].isfinite().all())

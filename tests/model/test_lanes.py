@@ -177,11 +177,12 @@ def test_scores_outside_are_hidden(low: int, high: int) -> None:
         hide(scores, low, high, 64)
 
     scores = torch.arange(70.0)
+    scores[5:64:7] = torch.nan  # of what was never written, and of a broken sequence
     expected = scores.clone()
     expected[:low] = -1e30
     expected[high:64] = -1e30
     run(scores.data_ptr(), low, high)
-    assert torch.equal(scores, expected)
+    assert torch.equal(scores.nan_to_num(nan=-5.0), expected.nan_to_num(nan=-5.0))
 
 
 @needs_lanes
@@ -193,12 +194,12 @@ def test_rows_are_transposed_and_the_rest_is_nothing(rows: int, words: int) -> N
         transpose(x, row_words, present, to, rows, words)
 
     torch.manual_seed(rows)
-    for present in {1, max(1, rows - 1), rows}:
+    for present in {1, max(1, rows - 1), rows, rows + 3}:
         x = torch.randint(-(2**31), 2**31, (present, words + 3), dtype=torch.int32)
         to = torch.full((words * rows + 5,), 7, dtype=torch.int32)
         run(x.data_ptr(), words + 3, present, to.data_ptr(), rows, words)
         expected = torch.zeros(words, rows, dtype=torch.int32)
-        expected[:, :present] = x[:, :words].T
+        expected[:, :present] = x[:rows, :words].T
         assert torch.equal(to[: words * rows].view(words, rows), expected) and bool((to[words * rows :] == 7).all())
 
 
@@ -227,14 +228,16 @@ def test_a_gate_is_what_torch_makes_of_it() -> None:
         silu_multiply_lines(gate, up, to, lines)
 
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    torch.manual_seed(1)
     up, out = torch.randn(2**16).bfloat16(), torch.empty(2**16, dtype=torch.bfloat16)
+    up[49152:49160] = torch.tensor([torch.nan, torch.inf] * 4)  # beside gates from 2 on
     run(gate.data_ptr(), up.data_ptr(), out.data_ptr(), 2**12)
     gated = torch.nn.functional.silu(gate)
     expected = gated * up
     same = (out.view(torch.int16) == expected.view(torch.int16)) | (out.isnan() & expected.isnan())
     tiny = torch.finfo(torch.bfloat16).tiny
     small = (gated.abs() <= tiny) | (expected.abs() <= tiny)
-    assert bool((same | (small & (out.abs() <= 8 * tiny))).all()) and int((~same).sum()) < 2000
+    assert bool((same | (small & (out.abs() <= 8 * tiny))).all()) and int((~same).sum()) < 1000
 
 
 def test_the_exponential_is_as_exact_as_float32() -> None:

@@ -72,7 +72,7 @@ def _lay_out_values(values, page, first, count, head_dim, to, panel_words):  # t
 
 @inlined
 def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, out_row):  # type: ignore[no-untyped-def]
-    """Six rows of x times panels side by side, in float32; four panels at a time, then one by one."""
+    """Six rows of x times panels side by side, in float32; four panels at a time, then two, then one."""
     panel = 0
     while panel + 4 <= num_panels:
         weight, to = panels + panel * panel_words * 4, out + panel * 64
@@ -85,7 +85,6 @@ def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, o
     if panel < num_panels:
         weight, to = panels + panel * panel_words * 4, out + panel * 64
         dot_tile(6, 1, 0, 0, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row, 0, 0)
-        panel += 1
 
 
 @inlined

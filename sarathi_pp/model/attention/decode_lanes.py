@@ -21,7 +21,7 @@ Kernel = Callable[..., None]
 
 _FLOAT = np.float32
 _LOG2_E = _FLOAT(1.4426950408889634)
-# Far enough for memory to answer, and near enough to find room in the first-level cache.
+# How far ahead lines are asked for, about: memory has time to answer, and the first-level cache has room for them.
 _AHEAD_BYTES = 6144
 # Registers for sums, of 32.
 _MOST_SUMS = 16
@@ -32,10 +32,17 @@ def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int
     return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16)) + _MOST_SUMS
 
 
+def _distance(size: int) -> int:
+    """How many bytes ahead is asked for where `size` of them are read at a time: whole ones, so that none of them runs
+    over the end of a page, behind which another sequence's may lie. Not of large ones, which are rarely the last.
+    """
+    return max(1, _AHEAD_BYTES // size) * size if size <= 2 * _AHEAD_BYTES else _AHEAD_BYTES
+
+
 @inlined
-def _ahead(page, following, offset, page_bytes):  # type: ignore[no-untyped-def]
-    """Where what is read so many bytes behind an offset in a page lies, in this page or in the one that follows."""
-    there = offset + _AHEAD_BYTES
+def _ahead(page, following, offset, distance, page_bytes):  # type: ignore[no-untyped-def]
+    """Where what is read `distance` bytes behind an offset in a page lies, in this page or in the one that follows."""
+    there = offset + distance
     return page + there if there < page_bytes else following + min(there - page_bytes, offset)
 
 
@@ -60,7 +67,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     for head in range(heads):
         sink = load_float(sinks, head)
         if sink > -np.inf:
-            share = exponential(sink - load_float(tops, head) / _LOG2_E)
+            share = exponential((sink * _LOG2_E - load_float(tops, head)) / _LOG2_E)
             store_float(totals, head, load_float(totals, head) + share)
 
 
@@ -76,6 +83,7 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
     lines = head_dim // 32
     at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))
     block_bytes = page_size * head_dim * 2
+    keys_distance, values_distance = _distance(32 * head_dim), _distance(block_bytes)
 
     def attend(  # type: ignore[no-untyped-def]  # noqa: C901
         query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling, softcap,
@@ -103,7 +111,7 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
                     to = scores + (kv_head * group * width + index * page_size - origin) * 4
                     for token in range(0, page_size, 16):
                         at = kv_head * block_bytes + token * head_dim * 2
-                        ahead = _ahead(page, following, at, page_bytes)
+                        ahead = _ahead(page, following, at, keys_distance, page_bytes)
                         dot_lines(lines, 1, asked, page + at, to + token * 4, ahead)
                         for member in range(1, group):
                             of_member, to_member = asked + member * head_step * 2, to + (member * width + token) * 4
@@ -123,7 +131,7 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
                 pairs = (high - low) // 2
                 for kv_head in range(num_kv_heads):
                     at = (kv_head * page_size + low) * head_dim * 2
-                    block, ahead = page + at, _ahead(page, following, at, page_bytes)
+                    block, ahead = page + at, _ahead(page, following, at, values_distance, page_bytes)
                     for head in range(kv_head * group, (kv_head + 1) * group, at_once):
                         given = weights + (head * width + index * page_size - origin + low) * 2
                         to = sums + head * head_dim * 4

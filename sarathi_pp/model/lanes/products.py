@@ -25,6 +25,7 @@ from sarathi_pp.model.lanes.registers import (
     index,
     pairs_at,
     prefetch_at,
+    prefetch_once_at,
     spread,
     to_bf16,
 )
@@ -138,7 +139,7 @@ def dot_lines(typing, lines, asks, query, keys, out, ahead):  # type: ignore[no-
             for line, factor in enumerate(queries):
                 word = index((token * num_lines + line) * LANES)
                 if asked:
-                    prefetch_at(builder, element_at(builder, ahead_, I32, word), 0)
+                    prefetch_once_at(builder, element_at(builder, ahead_, I32, word))
                 held = dot(builder, held, factor, pairs_at(builder, keys_, word))
             sums.append(held)
         pointer = builder.bitcast(element_at(builder, out_, F32, index(0)), FLOATS.as_pointer())
@@ -183,7 +184,7 @@ def add_weighted(  # type: ignore[no-untyped-def]
         both = [[ir.Constant(halves, [0] * 2 * LANES)] * 2 for _ in range(num_lines)]
         for line, token in product(range(num_lines), range(1 if lone else 2)):
             word = builder.add(first, index((token * num_lines + line) * LANES))
-            prefetch_at(builder, element_at(builder, ahead_, I32, word), 0)
+            prefetch_once_at(builder, element_at(builder, ahead_, I32, word))
             both[line][token] = builder.bitcast(pairs_at(builder, values_, word), halves)
         mixed = []
         for line, part in channels:

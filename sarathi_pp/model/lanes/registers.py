@@ -60,10 +60,17 @@ def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
 
 
 def prefetch_at(builder: Any, pointer: Any, cache: int) -> None:
-    """Ask for a line to be brought to the first-level cache, or the second: that one can be asked for more at once. 0:
-    to the first one, as a line that is read once, to be kept nowhere else.
-    """
-    read, keep, data = (ir.Constant(I32, value) for value in (0, 4 - cache if cache else 0, 1))
+    """Ask for a line to be brought to the first-level cache, or the second: that one can be asked for more at once."""
+    _prefetch_at(builder, pointer, 4 - cache)
+
+
+def prefetch_once_at(builder: Any, pointer: Any) -> None:
+    """Ask for a line that is read once: to be brought to the first-level cache, and to be kept in no other."""
+    _prefetch_at(builder, pointer, 0)
+
+
+def _prefetch_at(builder: Any, pointer: Any, locality: int) -> None:
+    read, keep, data = (ir.Constant(I32, value) for value in (0, locality, 1))
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.bitcast(pointer, I8.as_pointer()), read, keep, data])
 
 

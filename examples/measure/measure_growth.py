@@ -46,7 +46,9 @@ LINES = (10, 100, 1000, 10_000, 100_000)
 PROMPT_TOKENS = 16384
 REPORTED = ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "wall_s")
 FIGURES = (*REPORTED, "peak_bytes")
-Found = dict[str, dict[int, list[Mapping[str, float]]]]
+# Not every run has all: where one request is alone, no two stages ever compute at once.
+Figures = Mapping[str, float | None]
+Found = dict[str, dict[int, list[Figures]]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def sarathi_pp(*words: str) -> tuple[str, int]:
     return printed, footprint.peak_bytes
 
 
-def run(point: Point, work_dir: Path) -> Mapping[str, float]:
+def run(point: Point, work_dir: Path) -> Figures:
     rows, answers = work_dir / "growth-rows.jsonl", work_dir / "growth-answers.jsonl"
     if point.workload is None:
         with rows.open("w") as file:
@@ -111,8 +113,8 @@ def run(point: Point, work_dir: Path) -> Mapping[str, float]:
     else:
         write_prompts(rows, parse_workload(point.workload).requests())
     given = ("--input", str(rows), "--output", str(answers), "--overwrite", "--quiet", "--json")
-    printed, peak_bytes = sarathi_pp("generate", *point.options, *given)
-    report: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    output, peak_bytes = sarathi_pp("generate", *point.options, *given)
+    report: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert report["failed"] == 0, report
     return {**{name: report[name] for name in REPORTED}, "peak_bytes": peak_bytes}
 
@@ -120,11 +122,21 @@ def run(point: Point, work_dir: Path) -> Mapping[str, float]:
 def summary(found: Found) -> dict[str, dict[str, Any]]:
     return {
         axis: {
-            str(at): {name: spread([one[name] for one in of_rounds]) for name in FIGURES}
+            str(at): {name: spread_of([one[name] for one in of_rounds]) for name in FIGURES}
             for at, of_rounds in of_axis.items()
         }
         for axis, of_axis in found.items()
     }
+
+
+def spread_of(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Of the runs that have it; None where none has."""
+    there = [value for value in values if value is not None]
+    return spread(there) if there else None
+
+
+def printed(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def draw(grown: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
@@ -172,7 +184,7 @@ def main(work_dir: Path, axes: Sequence[str], rounds: int, output: Path | None, 
             for point in wanted:
                 figures = run(point, work_dir)
                 found[point.axis].setdefault(point.at, []).append(figures)
-                print(point.axis, point.at, " ".join(f"{figures[name]:.4g}" for name in FIGURES), flush=True)
+                print(point.axis, point.at, " ".join(printed(figures[name]) for name in FIGURES), flush=True)
         record.write(output, {"rounds made": made, "stolen in the last": lost.share, **summary(found)})
     if picture is not None:
         draw(summary(found), picture)

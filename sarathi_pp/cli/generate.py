@@ -200,8 +200,10 @@ def generate(**options: Any) -> int:
     One line of input gives one line of output; a line that cannot run gives an error line and the run goes on
     (exit code 3 at the end). Sampling options are defaults that each line may override.
     """
+    from sarathi_pp.runtime.place import let_threads_sleep
     from sarathi_pp.runtime.signals import stoppable
 
+    let_threads_sleep()
     with stoppable("the run"):
         return _generate(options)
 

@@ -42,8 +42,9 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     Runs microbatches of many sizes through the real pipeline for a minute or so, fits the cost model to their times,
     and says how far it is off on microbatches that it was not fitted to. `plan` and `generate --profile` use it.
     """
-    from sarathi_pp.runtime.place import find_place, mesh_of
+    from sarathi_pp.runtime.place import find_place, let_threads_sleep, mesh_of
 
+    let_threads_sleep()
     place = find_place()
     config = run_config(options, place.world_size if place else None)
     console = Console(stderr=True, quiet=place is not None and place.rank != 0)

@@ -14,6 +14,9 @@ from sarathi_pp.config import RunConfig
 @click.argument("config")
 def worker(config: str) -> int:
     """Serve as the rank that the environment names, with CONFIG (a RunConfig as JSON)."""
+    from sarathi_pp.runtime.place import let_threads_sleep
+
+    let_threads_sleep()
     from sarathi_pp.runtime.batch import serve_llm
 
     fields = json.loads(config)

@@ -26,6 +26,7 @@ from record import Record
 
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.bench.profile import measure_link
+from sarathi_pp.cli.runs import find_traces
 from sarathi_pp.core.policy import auto_chunk_size
 from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.experiment import Experiment, report_of
@@ -57,7 +58,7 @@ def with_measured_link(profile: Profile, work_dir: Path) -> Profile:
     """The profile with the link that its emulated stages have."""
     spec, policy = CALIBRATION
     emulate(work_dir, profile, policy, spec)
-    traces = sorted((work_dir / "answers.jsonl.run" / "attempt-0000").glob("trace-*.jsonl"))
+    traces = find_traces(work_dir / "answers.jsonl.run", None)[0]
     timeline = Timeline.read(read_trace(trace) for trace in traces)
     counted = np.arange(len(timeline.issued)) >= WARM_UP
     link = measure_link(timeline, counted, row_bytes=4 * profile.hidden_size)

@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal
 
-from sarathi_pp.core.cost import CostModel, Load
+from sarathi_pp.core.cost import CostModel, Load, Row
 from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
-from sarathi_pp.core.refiner import CostRefiner, Regressors
+from sarathi_pp.core.refiner import CostRefiner
 from sarathi_pp.core.request import Completion, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 
@@ -63,6 +63,8 @@ class Coordinator:
     ) -> None:
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size)
+        # Of prompt and output together. The last token is never computed on, so it needs no place in the pool.
+        self._most_tokens = min(limits.max_model_len, self.pool.num_tokens + 1)
         self.num_preemptions = 0
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
@@ -82,7 +84,7 @@ class Coordinator:
         self._prefills: dict[int, Sequence] = {}  # running, with prompt tokens (or recomputed ones) to issue
         self._decodes: dict[int, Sequence] = {}  # running, next token known, in the order they became ready
         self._inflight: deque[MicroBatch] = deque()
-        self._regressors: dict[int, Regressors] = {}  # of the microbatches whose times may still come
+        self._rows: dict[int, Row] = {}  # of the microbatches whose times may still come
         self._freed: list[int] = []
         self._next_index = 0
 
@@ -144,11 +146,6 @@ class Coordinator:
     def max_prompt_tokens(self) -> int:
         return min(self.limits.max_model_len, self.pool.num_tokens)
 
-    @property
-    def _most_tokens(self) -> int:
-        """Of prompt and output together. The last token is never computed on, so it needs no place in the pool."""
-        return min(self.limits.max_model_len, self.pool.num_tokens + 1)
-
     def next_microbatch(self) -> MicroBatch | None:
         """The next microbatch to run, or None with `idle_reason` saying why there is none."""
         if len(self._inflight) >= self.limits.inflight:
@@ -159,12 +156,12 @@ class Coordinator:
             return None
         microbatch = MicroBatch(self._next_index, chunks, tuple(self._freed), self._clock())
         if self._heads is not None and self._heads.choose(microbatch):
-            microbatch = replace(microbatch, head_on_first=True)
+            microbatch = MicroBatch(microbatch.index, chunks, microbatch.freed, microbatch.issued_s, head_on_first=True)
         self._next_index += 1
         self._freed = []
         self._inflight.append(microbatch)
         if self._cost is not None:
-            self._regressors[microbatch.index] = self._cost.regressors(Load.of(microbatch))
+            self._rows[microbatch.index] = self._cost.row(Load.of(microbatch))
         return microbatch
 
     def _choose(self) -> tuple[Chunk, ...]:
@@ -200,19 +197,19 @@ class Coordinator:
         """
         microbatch = self._inflight.popleft()
         assert result.index == microbatch.index, f"result {result.index} came where {microbatch.index} was due"
-        for chunk in microbatch.chunks:
-            sequence = self._current(chunk.sequence, chunk.epoch)
+        for index, epoch, start, num_tokens, _, _, _, _ in microbatch.chunks:
+            sequence = self._current(index, epoch)
             if sequence is not None:
-                sequence.done = chunk.end
+                sequence.done = start + num_tokens
         if self._heads is not None:
             self._heads.observe(microbatch, result.stage_times, head_s)
         if self._cost is not None:
             # What is told of a stage without its head says nothing of one with it.
             times = result.stage_times[:-1] if microbatch.head_on_first else result.stage_times
             for stage, time in enumerate(times):
-                if time.microbatch in self._regressors:
-                    self._cost.observe(stage, self._regressors[time.microbatch], time.seconds)
-            self._regressors.pop(microbatch.index - self.limits.inflight, None)
+                if time.microbatch in self._rows:
+                    self._cost.observe(stage, self._rows[time.microbatch], time.seconds)
+            self._rows.pop(microbatch.index - self.limits.inflight, None)
         completions = []
         for token in result.tokens:
             sequence = self._current(token.sequence, token.epoch)
@@ -232,13 +229,15 @@ class Coordinator:
     def _append(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
         if token.failed:
             return "error"
-        sequence.tokens.append(token.token_id)
+        tokens = sequence.tokens
+        tokens.append(token.token_id)
         self._tokens_past_prompt += 1
         request = sequence.request
         stopped = self._stop_rule(request, token.token_id)
         if stopped or (token.token_id in self._eos_token_ids and not request.sampling.ignore_eos):
             return "stop"
-        if sequence.num_output >= request.sampling.max_new_tokens or sequence.known >= self._most_tokens:
+        known = len(tokens)
+        if known - sequence.num_prompt >= request.sampling.max_new_tokens or known >= self._most_tokens:
             return "length"
         return None
 
@@ -288,14 +287,14 @@ class Coordinator:
             assert isinstance(sequence, Sequence)
             if sequence.index not in running and self.num_preemptions > preempted_before:
                 continue
-            issued = sequence.issued
-            assert 1 <= num_tokens <= sequence.remaining and 0 <= overlap <= issued, (sequence, num_tokens)
+            issued, known = sequence.issued, len(sequence.tokens)
+            assert 1 <= num_tokens <= known - issued and 0 <= overlap <= issued, (sequence, num_tokens)
             new_pages: tuple[int, ...] = ()
             if issued + num_tokens > len(sequence.pages) * page_size:
                 if not self._make_room(sequence, issued + num_tokens):
                     continue
                 new_pages = self._take_pages(sequence, issued + num_tokens)
-            if sequence.decoding:
+            if issued == known - 1 and issued >= sequence.num_prompt:
                 assert not overlap, f"a decode is one token: {sequence}, {overlap} again"
                 decodes.append(self._issue_decode(sequence, new_pages))
             else:

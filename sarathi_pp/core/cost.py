@@ -36,11 +36,12 @@ class Load:
         prefill_tokens = decodes = decode_context = 0
         prefill_attention = 0.0
         for chunk in microbatch.chunks:
-            if chunk.decode:
+            _, _, start, num_tokens, decode, _, _, _ = chunk
+            if decode:
                 decodes += 1
-                decode_context += chunk.end
+                decode_context += start + num_tokens
             else:
-                prefill_tokens += chunk.num_tokens
+                prefill_tokens += num_tokens
                 prefill_attention += chunk.attention
         return cls(prefill_tokens, prefill_attention, decodes, decode_context)
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from sarathi_pp.core.cost import CostModel, Load
+from sarathi_pp.core.cost import CostModel, Load, Row
 from sarathi_pp.core.plan import MicroBatch, StageTime
-from sarathi_pp.core.refiner import CostRefiner, Regressors
+from sarathi_pp.core.refiner import CostRefiner
 
 # Microbatches whose median says what heads take, and how the last stage compares with the first.
 _REMEMBERED = 31
@@ -43,19 +43,19 @@ class HeadPlacement:
         first, last = cost.stages[0], cost.stages[-1]
         self._first = CostRefiner(replace(cost, stages=(first,)))
         self._row_s = last.head_s
-        self._heads_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._heads_s = _Recent()
         # Of the last stage's time without the head to the first one's.
-        self._ratios = deque([_count(last.layers) / _count(first.layers)], maxlen=_REMEMBERED)
+        self._ratios = _Recent(_count(last.layers) / _count(first.layers))
         self._ahead = 0.0  # by how many heads the last stage has computed longer
-        self._regressors: deque[Regressors] = deque()  # of the microbatches in flight
+        self._rows: deque[Row] = deque()  # of the microbatches in flight
 
     def choose(self, microbatch: MicroBatch) -> bool:
         """Whether the first stage computes the head of this one, which is the next to be issued."""
         num_drawn = microbatch.num_drawn
-        regressors = self._first.regressors(Load.of(microbatch))
-        self._regressors.append(regressors)
+        row = self._first.row(Load.of(microbatch))
+        self._rows.append(row)
         head_s = self._expected_s(num_drawn)
-        longer_s = (median(self._ratios) - 1) * self._first.model.stages[0].seconds(regressors.row)
+        longer_s = (self._ratios.median - 1) * self._first.model.stages[0].seconds(row)
         if abs(longer_s) >= _ALIKE * head_s > 0:
             self._ahead += longer_s / head_s
         on_first = num_drawn > 0 and self._ahead > 0
@@ -67,20 +67,32 @@ class HeadPlacement:
 
     def observe(self, microbatch: MicroBatch, times: Sequence[StageTime], head_s: float) -> None:
         """What the oldest one in flight took on each stage, and its head where the first one computed it."""
-        regressors = self._regressors.popleft()
+        row = self._rows.popleft()
         own_s = [time.seconds for time in times if time.microbatch == microbatch.index]
         if not own_s or len(own_s) < len(times) or not all(own_s):
             return  # nobody told, or a device that tells its times later
-        self._first.observe(0, regressors, own_s[0])
+        self._first.observe(0, row, own_s[0])
         drawn = microbatch.num_drawn
         kept_s = self._expected_s(drawn) if drawn and not microbatch.head_on_first else 0.0
-        self._ratios.append(max(0.0, own_s[-1] - kept_s) / own_s[0])
+        self._ratios.add(max(0.0, own_s[-1] - kept_s) / own_s[0])
         if microbatch.head_on_first:
-            self._heads_s.append(head_s)
+            self._heads_s.add(head_s)
 
     def _expected_s(self, num_drawn: int) -> float:
         """Of a head, of however many rows: reading its weights is most of it."""
-        return median(self._heads_s) if self._heads_s else self._row_s * max(1, num_drawn)
+        return self._heads_s.median if self._heads_s.numbers else self._row_s * max(1, num_drawn)
+
+
+class _Recent:
+    """Numbers of late, and their median where there are any: asked for more often than it changes."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = deque(numbers, maxlen=_REMEMBERED)
+        self.median = median(numbers) if numbers else 0.0
+
+    def add(self, number: float) -> None:
+        self.numbers.append(number)
+        self.median = median(self.numbers)
 
 
 def _count(layers: tuple[int, int]) -> int:

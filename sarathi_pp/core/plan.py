@@ -87,7 +87,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -100,7 +100,7 @@ class MicroBatch:
     @property
     def num_drawn(self) -> int:
         """Chunks that end with the known tokens of their sequence, so that the next one is drawn."""
-        return sum(chunk.sampling is not None for chunk in self.chunks)
+        return sum([chunk.sampling is not None for chunk in self.chunks])
 
     def __str__(self) -> str:
         prefills = " ".join(str(chunk) for chunk in self.chunks if not chunk.decode)

@@ -12,46 +12,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from sarathi_pp.core.cost import CostModel, Load, Row, StageCost
 
 
-class Regressors(NamedTuple):
-    """What a microbatch asks of every stage. products: of each two numbers of the row, row by row."""
-
-    row: Row
-    products: tuple[float, ...]
-
-
 class CostRefiner:
-    """Starts from `model`; every microbatch observed corrects it."""
+    """Starts from `model`; every microbatch observed corrects it, once `model` is asked for again."""
 
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._stages = [_Regression(_coefficients(stage)) for stage in model.stages]
-        self._since = 0
+        # Taken in together: one by one, each would find its code and numbers out of the caches.
+        self._observed: list[tuple[_Regression, Row, float]] = []
 
     @property
     def model(self) -> CostModel:
         """Solved anew every few microbatches."""
-        if self._since >= _SOLVE_EVERY * len(self._stages):
-            self._since = 0
+        if len(self._observed) >= _SOLVE_EVERY * len(self._stages):
+            for regression, row, seconds in self._observed:
+                regression.observe(row, seconds)
+            self._observed.clear()
             solved = zip(self._model.stages, (regression.solve() for regression in self._stages), strict=True)
             stages = tuple(_with_coefficients(stage, values) for stage, values in solved)
             self._model = replace(self._model, stages=stages)
         return self._model
 
-    def regressors(self, load: Load) -> Regressors:
+    def row(self, load: Load) -> Row:
         """Of a microbatch with that load, for `observe`: the same for all stages, so made once."""
-        row = self._model.row(load)
-        return Regressors(row, tuple([left * right for left in row for right in row]))
+        return self._model.row(load)
 
-    def observe(self, stage: int, regressors: Regressors, seconds: float) -> None:
+    def observe(self, stage: int, row: Row, seconds: float) -> None:
         """What a stage took for one microbatch; 0 says nothing."""
         if seconds > 0:
-            self._stages[stage].observe(regressors, seconds)
-            self._since += 1
+            self._observed.append((self._stages[stage], row, seconds))
 
 
 class _Regression:
@@ -68,8 +61,7 @@ class _Regression:
         self._target = [0.0] * len(start)
         self._weight = 1.0
 
-    def observe(self, regressors: Regressors, seconds: float) -> None:
-        row, products = regressors
+    def observe(self, row: Row, seconds: float) -> None:
         if self._ratios is not None:
             expected_s = sum(value * part for value, part in zip(self._values, row, strict=True))
             if expected_s > 0:
@@ -83,6 +75,7 @@ class _Regression:
         share = self._weight / seconds
         self._target = [sum_ + share * part for sum_, part in zip(self._target, row, strict=True)]
         share /= seconds
+        products = [left * right for left in row for right in row]
         self._gram = [sum_ + share * part for sum_, part in zip(self._gram, products, strict=True)]
 
     def _count_start(self, ratios: list[float]) -> None:

@@ -39,10 +39,6 @@ class Sequence:
         return len(self.tokens)
 
     @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
     def remaining(self) -> int:
         """Tokens that are known and not yet issued."""
         return len(self.tokens) - self.issued

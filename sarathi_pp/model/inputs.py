@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
 
     pages: the sequence's page table so far, first page first; it may be longer than needed. An `array("q")` is read
@@ -31,8 +30,7 @@ class Span:
     pages: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRows:
+class SpanRows(NamedTuple):
     """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens).
 
     first_page, num_pages: where among the pages of the microbatch, `of_all`, lie exactly the ceil(end / page_size) ones
@@ -56,8 +54,7 @@ class SpanRows:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class StageInputs:
+class StageInputs(NamedTuple):
     """One microbatch of T rows for one stage; the same on every stage, built once and read by every layer.
 
     position_ids: (T,) int64, index of each row's token in its sequence.
@@ -126,7 +123,7 @@ class FixedInputs:
         ]
         packed = pinned(_tensor(parts), self._packed.device)
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
-        return replace(self.inputs, spans=laid.rows(spans, self.inputs.pages[: len(laid.pages)]))
+        return self.inputs._replace(spans=laid.rows(spans, self.inputs.pages[: len(laid.pages)]))
 
 
 def _filled(numbers: Sequence[int], length: int, number: int = 0) -> array[int]:
@@ -141,8 +138,7 @@ def _tensor(parts: Sequence[array[int]]) -> Tensor:
     return torch.frombuffer(packed, dtype=torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(NamedTuple):
     """Where the rows of some spans go. positions, write_pages, write_offsets: of each row; pages: see StageInputs;
     used: pages of each span.
 
@@ -160,14 +156,18 @@ class _Layout:
     def of(cls, spans: Sequence[Span], page_size: int) -> _Layout:
         positions, write_pages, write_offsets, pages = array("q"), array("q"), array("q"), array("q")
         used: list[int] = []
-        for span in spans:
-            at, table = span.start, span.pages
-            end = at + span.num_tokens
+        for at, num_tokens, table in spans:
+            end = at + num_tokens
             needed = -(-end // page_size)
-            assert span.num_tokens > 0 and at >= 0, f"span {at}+{span.num_tokens} has no tokens"
-            assert len(table) >= needed, f"{at}+{span.num_tokens} needs {needed} pages, has {len(table)}"
+            assert num_tokens > 0 and at >= 0, f"span {at}+{num_tokens} has no tokens"
+            assert len(table) >= needed, f"{at}+{num_tokens} needs {needed} pages, has {len(table)}"
             used.append(needed)
             pages.extend(table[:needed])
+            if num_tokens == 1:  # most are
+                positions.append(at)
+                write_pages.append(table[needed - 1])
+                write_offsets.append(at % page_size)
+                continue
             positions.extend(range(at, end))
             while at < end:
                 offset = at % page_size
@@ -181,16 +181,16 @@ class _Layout:
         """page_ids: the pages, on the device."""
         made: list[SpanRows] = []
         first_row = first_page = 0
-        for span, used in zip(spans, self.used, strict=True):
-            made.append(SpanRows(span.start, span.num_tokens, first_row, first_page, used, page_ids))
-            first_row += span.num_tokens
+        for (start, num_tokens, _), used in zip(spans, self.used, strict=True):
+            made.append(SpanRows(start, num_tokens, first_row, first_page, used, page_ids))
+            first_row += num_tokens
             first_page += used
         return tuple(made)
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
     """A copy of what lies in the host's memory, which the device makes when it comes to it; the program goes on."""
-    return pinned(host, device).to(device, non_blocking=True)
+    return host if device.type == "cpu" else pinned(host, device).to(device, non_blocking=True)
 
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:

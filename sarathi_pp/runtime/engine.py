@@ -204,6 +204,8 @@ class Engine:
         # Printing a schedule takes longer with every sequence in it.
         self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
         for chunk in microbatch.chunks:
+            if chunk.decode:
+                break  # prompts come first
             if chunk.start == 0:
                 self._live[chunk.sequence].times.issued(microbatch.issued_s)
         self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)

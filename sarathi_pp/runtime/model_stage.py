@@ -200,9 +200,9 @@ class ModelStage:
         return None if self._graphs is None else (self._graphs.hits, self._graphs.misses)
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
-        self._update_tables(microbatch)
+        spans, ids = self._spans(microbatch)
         drawn = _drawn(microbatch) if self.model.head else []
-        forward = self._forward(microbatch, _last_rows(microbatch) if drawn else ())
+        forward = self._forward(microbatch, spans, ids, _last_rows(microbatch) if drawn else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
             y = forward(hidden)
@@ -222,10 +222,10 @@ class ModelStage:
 
         return compute
 
-    def _forward(self, microbatch: MicroBatch, logit_rows: Sequence[int]) -> Callable[[Tensor | None], Tensor]:
+    def _forward(
+        self, microbatch: MicroBatch, spans: list[Span], ids: array[int], logit_rows: Sequence[int]
+    ) -> Callable[[Tensor | None], Tensor]:
         """By a graph where one fits."""
-        spans = [Span(chunk.start, chunk.num_tokens, self._tables[chunk.sequence]) for chunk in microbatch.chunks]
-        ids = array("q", (token for chunk in microbatch.chunks for token in chunk.token_ids))
         graph = self._graphs.prepare(spans, logit_rows, ids) if self._graphs is not None else None
         if graph is not None:
             return graph
@@ -265,14 +265,23 @@ class ModelStage:
             return torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
 
-    def _update_tables(self, microbatch: MicroBatch) -> None:
+    def _spans(self, microbatch: MicroBatch) -> tuple[list[Span], array[int]]:
+        """The chunks with their page tables, brought up to date, and their tokens."""
+        tables, num_pages = self._tables, self.kv.num_pages
         for sequence in microbatch.freed:
-            self._tables.pop(sequence, None)
-        num_pages = self.kv.num_pages
-        for chunk in microbatch.chunks:
-            if chunk.new_pages and not (min(chunk.new_pages) >= 0 and max(chunk.new_pages) < num_pages):
-                raise ProtocolError(f"{microbatch} brings pages {chunk.new_pages} to a KV shard of {num_pages}")
-            self._tables.setdefault(chunk.sequence, array("q")).extend(chunk.new_pages)
+            tables.pop(sequence, None)
+        spans, ids = [], array("q")
+        for sequence, _, start, num_tokens, _, token_ids, new_pages, _ in microbatch.chunks:
+            table = tables.get(sequence)
+            if table is None:
+                table = tables[sequence] = array("q")
+            if new_pages:
+                if min(new_pages) < 0 or max(new_pages) >= num_pages:
+                    raise ProtocolError(f"{microbatch} brings pages {new_pages} to a KV shard of {num_pages}")
+                table.extend(new_pages)
+            spans.append(Span(start, num_tokens, table))
+            ids.extend(token_ids)
+        return spans, ids
 
 
 def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:

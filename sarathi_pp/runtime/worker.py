@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, Re
 _INSTANT_S = 20e-6
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """A microbatch given to the device. release: of the buffer that its input lies in."""
 
     microbatch: MicroBatch
@@ -79,7 +79,7 @@ class StageRunner:
         self._clock = clock
         self._timer = timer
         self._unsettled: deque[_Span] = deque()
-        self._settled: deque[tuple[_Span, ComputeSpan]] = deque()
+        self._settled: deque[tuple[Callable[[], None], Callable[[], ComputeSpan]]] = deque()
         self._untold: deque[StageTime] = deque()
         self._num_done = 0
         self._busy = False
@@ -209,15 +209,15 @@ class StageRunner:
             self._unsettled.popleft()
             index, issued_s = span.microbatch.index, span.microbatch.issued_s
             arrived_s = min(arrived_s, start_s)
-            told = ComputeSpan(index, issued_s, arrived_s, start_s, end_s, span.cpu_s, span.collective_s)
-            self._settled.append((span, told))
+            told = partial(ComputeSpan, index, issued_s, arrived_s, start_s, end_s, span.cpu_s, span.collective_s)
+            self._settled.append((span.release, told))
             self._untold.append(StageTime(index, end_s - start_s))
 
     def _record(self) -> None:
         """What nobody waits for: the next stage has its input by then."""
         while self._settled:
-            span, told = self._settled.popleft()
-            span.release()
+            release, told = self._settled.popleft()
+            release()
             self._recorder.record(told)
 
     def _reserve(self) -> None:

@@ -15,20 +15,23 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Generic, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 8
+VERSION = 9
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
+# Of a chunk: whether it is a decode, and whether a token is drawn behind it.
+_FLAGS = frozenset(range(4))
 _TRAILER = struct.Struct("<Q")
 TRAILER_BYTES = _TRAILER.size
 # Of memory that nothing was written to yet the number is 0.
@@ -92,7 +95,7 @@ class Goodbye:
 
 Frame = MicroBatchFrame | HeadFrame | ResultFrame | Heartbeat | Parcel | Goodbye
 Number = TypeVar("Number", int, float)
-Numbers = tuple[list[int], list[float]]
+Numbers = tuple[Sequence[int], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ def _read_numbers(body: memoryview) -> Numbers:
         raise ValueError(f"{num_integers} integers and {num_reals} reals do not make {len(body)} bytes")
     integers = struct.unpack_from(f"<{num_integers}q", body, _COUNTS.size)
     reals = struct.unpack_from(f"<{num_reals}d", body, _COUNTS.size + 8 * num_integers)
-    return list(integers), list(reals)
+    return integers, reals
 
 
 def _flatten(frame: Frame) -> tuple[int, Numbers]:
@@ -167,8 +170,8 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
         case MicroBatchFrame():
             return 1, _flatten_microbatch(frame)
         case ResultFrame(result):
-            tokens = [v for t in result.tokens for v in (t.sequence, t.epoch, t.token_id, int(t.failed), t.first_bad)]
-            integers = [result.index, int(result.short), len(result.tokens), *tokens]
+            columns = chain.from_iterable(zip(*result.tokens, strict=True))
+            integers = [result.index, int(result.short), len(result.tokens), *map(int, columns)]
             return 2, (integers, [v for time in result.stage_times for v in time])
         case Heartbeat(progress, busy):
             return 3, ([progress, int(busy)], [])
@@ -181,15 +184,17 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
             return 6, (integers, list(chain.from_iterable(stage_times)))
 
 
-def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
+def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Frame:
     match kind:
         case 1:
             return _restore_microbatch(integers, reals)
         case 2:
             index, short, count, *rest = integers
-            _expect(len(rest) == 5 * count, f"{count} tokens in {len(rest)} integers")
-            rows = [rest[i : i + 5] for i in range(0, len(rest), 5)]
-            tokens = tuple(SampledToken(s, e, token, _flag(failed), bad) for s, e, token, failed, bad in rows)
+            if count < 0 or len(rest) != 5 * count:
+                raise ValueError(f"{count} tokens in {len(rest)} integers")
+            sequences, epochs, token_ids, failed, first_bad = _columns(rest, 0, 5, count)
+            fields = zip(sequences, epochs, token_ids, map(_flag, failed), first_bad, strict=True)
+            tokens = tuple(map(SampledToken._make, fields))
             return ResultFrame(StepResult(index, tokens, _stage_times(reals), _flag(short)))
         case 3:
             progress, busy = integers
@@ -205,8 +210,7 @@ def _restore(kind: int, integers: list[int], reals: list[float]) -> Frame:
         case 6:
             index, num_rows, short, *rest = integers
             _expect(num_rows >= 0, f"{num_rows} rows")
-            bad = tuple(zip(rest[::2], rest[1::2], strict=True))
-            return HeadFrame(index, num_rows, _stage_times(reals), bad, _flag(short))
+            return HeadFrame(index, num_rows, _stage_times(reals), _pairs(rest), _flag(short))
     raise ValueError("unknown kind")
 
 
@@ -240,72 +244,68 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     return integers, reals
 
 
-def _restore_microbatch(integers: list[int], reals: list[float]) -> MicroBatchFrame:
-    ints, floats = _Cursor(integers), _Cursor(reals)
-    index, short, head_on_first, num_chunks, num_freed, num_bad = ints.take(6)
-    bad = tuple(zip(*[iter(ints.take(2 * num_bad))] * 2, strict=True))
-    sequences, epochs, starts, num_tokens, flags, num_ids, num_pages = (ints.take(num_chunks) for _ in range(7))
-    freed = tuple(ints.take(num_freed))
-    (issued_s,) = floats.take(1)
-    (num_stages,) = floats.take(1)
-    stage_times = _stage_times(floats.take(2 * int(num_stages)))
-    _expect(all(flag in range(4) for flag in flags), f"flags {flags}")
-    token_ids, new_pages = ints.take_each(num_ids), ints.take_each(num_pages)
-    rows = iter(_restore_sampling(sum(flag > 1 for flag in flags), ints, floats))
-    sampling = [next(rows) if flag > 1 else None for flag in flags]
+def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> MicroBatchFrame:
+    """Cut by the counts first: where they say in all what is there, each column was as long as it had to be."""
+    index, short, head_on_first, num_chunks, num_freed, num_bad = integers[:6]
+    if min(num_chunks, num_freed, num_bad) < 0:
+        raise ValueError(f"{num_chunks} chunks, {num_freed} freed and {num_bad} bad sequences")
+    at = 6 + 2 * num_bad
+    bad = _pairs(integers[6:at])
+    sequences, epochs, starts, num_tokens, flags, num_ids, num_pages = _columns(integers, at, 7, num_chunks)
+    at += 7 * num_chunks
+    if min(num_ids, default=0) < 0 or min(num_pages, default=0) < 0:
+        raise ValueError("a chunk of fewer tokens or pages than none")
+    if not _FLAGS.issuperset(flags):
+        raise ValueError("flags that there are not")
+    freed = integers[at : at + num_freed]
+    at += num_freed
+    token_ids, at = _cut(integers, at, num_ids)
+    new_pages, at = _cut(integers, at, num_pages)
+    drawn = [flag > 1 for flag in flags]
+    num_rows = sum(drawn)
+    num_times = 2 * reals[1]
+    if not num_times >= 0 or len(integers) != at + 3 * num_rows or len(reals) != 2 + num_times + 3 * num_rows:
+        raise ValueError(f"{len(integers)} integers and {len(reals)} reals, not {at} and {num_times + 2} and the rows'")
+    first = len(reals) - 3 * num_rows
+    positions, top_ks, seeds = _columns(integers, at, 3, num_rows)
+    temperatures, top_ps, min_ps = _columns(reals, first, 3, num_rows)
+    row_fields = zip(positions, temperatures, top_ks, top_ps, min_ps, seeds, strict=True)
+    rows = map(SamplingRow._make, row_fields)
+    sampling = [next(rows) if draws else None for draws in drawn]
     decodes = [flag % 2 == 1 for flag in flags]
-    _expect(ints.at_end and floats.at_end, "numbers left over")
-    fields = zip(sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, strict=True)
-    chunks = tuple(map(Chunk._make, fields))
-    microbatch = MicroBatch(index, chunks, freed, issued_s, _flag(head_on_first))
-    return MicroBatchFrame(microbatch, stage_times, bad, _flag(short))
+    chunk_fields = zip(sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, strict=True)
+    chunks = tuple(map(Chunk._make, chunk_fields))
+    microbatch = MicroBatch(index, chunks, tuple(freed), reals[0], _flag(head_on_first))
+    return MicroBatchFrame(microbatch, _stage_times(reals[2:first]), bad, _flag(short))
 
 
-def _stage_times(reals: list[float]) -> tuple[StageTime, ...]:
+def _columns(numbers: Sequence[Number], start: int, count: int, length: int) -> list[Sequence[Number]]:
+    return [numbers[start + i * length : start + (i + 1) * length] for i in range(count)]
+
+
+def _cut(numbers: Sequence[int], start: int, counts: Sequence[int]) -> tuple[list[tuple[int, ...]], int]:
+    """As many after one another as each count says, and where they end."""
+    pieces = []
+    for count in counts:
+        pieces.append(tuple(numbers[start : start + count]) if count else ())
+        start += count
+    return pieces, start
+
+
+def _pairs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _stage_times(reals: Sequence[float]) -> tuple[StageTime, ...]:
     pairs = zip(reals[::2], reals[1::2], strict=True)
-    _expect(all(microbatch.is_integer() for microbatch in reals[::2]), "a time of no microbatch")
+    if not all(microbatch.is_integer() for microbatch in reals[::2]):
+        raise ValueError("a time of no microbatch")
     return tuple(StageTime(int(microbatch), seconds) for microbatch, seconds in pairs)
 
 
-def _restore_sampling(count: int, ints: _Cursor[int], floats: _Cursor[float]) -> list[SamplingRow]:
-    positions, top_ks, seeds = (ints.take(count) for _ in range(3))
-    temperatures, top_ps, min_ps = (floats.take(count) for _ in range(3))
-    fields = zip(positions, temperatures, top_ks, top_ps, min_ps, seeds, strict=True)
-    return list(map(SamplingRow._make, fields))
-
-
-class _Cursor(Generic[Number]):
-    """Reads a list from front to back; taking more than is left, or fewer than none, is an error."""
-
-    def __init__(self, numbers: list[Number]) -> None:
-        self._numbers: list[Number] = numbers
-        self._position = 0
-
-    def take(self, count: int) -> list[Number]:
-        end = self._position + _count(count, len(self._numbers) - self._position)
-        taken = self._numbers[self._position : end]
-        self._position = end
-        return taken
-
-    def take_each(self, counts: list[int]) -> list[tuple[Number, ...]]:
-        """As many after one another as each count says."""
-        _expect(min(counts, default=0) >= 0, f"counts {counts}")
-        taken = self.take(sum(counts))
-        ends = list(accumulate(counts))
-        return [tuple(taken[end - count : end]) for count, end in zip(counts, ends, strict=True)]
-
-    @property
-    def at_end(self) -> bool:
-        return self._position == len(self._numbers)
-
-
-def _count(count: int, most: int) -> int:
-    _expect(0 <= count <= most, f"a count of {count} where at most {most} can be")
-    return count
-
-
 def _flag(value: int) -> bool:
-    _expect(value in (0, 1), f"a flag of {value}")
+    if value not in (0, 1):
+        raise ValueError(f"a flag of {value}")
     return bool(value)
 
 

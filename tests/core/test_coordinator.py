@@ -322,7 +322,7 @@ def test_a_stale_result_is_dropped_even_when_its_sequence_runs_again():
     assert str(coordinator.next_microbatch()) == "m4[s2.1:0+4]"
     assert coordinator.complete(StepResult(2, (SampledToken(2, 0, 99),))) == []
     restarted = coordinator._running[2]
-    assert (restarted.done, restarted.num_output) == (0, 0)
+    assert (restarted.done, len(restarted.tokens)) == (0, restarted.num_prompt)
     coordinator.complete(StepResult(3, (SampledToken(1, 0, 1),)))
     coordinator.complete(StepResult(4, (SampledToken(2, 1, 5),)))
     assert list(restarted.tokens[restarted.num_prompt :]) == [5]

@@ -31,7 +31,7 @@ def observe(refiner, count, true=TRUE, noise=0.0, seed=1):
     draw = random.Random(seed)
     for load in loads(count, seed):
         for stage in (0, 1):
-            refiner.observe(stage, refiner.regressors(load), true.seconds(stage, load) * draw.gauss(1, noise))
+            refiner.observe(stage, refiner.row(load), true.seconds(stage, load) * draw.gauss(1, noise))
     return refiner.model
 
 
@@ -72,7 +72,7 @@ def test_decodes_are_learnt_at_once_where_only_prompts_told_how_fast_the_machine
     for load in loads(64):
         for stage in (0, 1):
             prompts = replace(load, decodes=0, decode_context=0)
-            refiner.observe(stage, refiner.regressors(prompts), TRUE.seconds(stage, prompts))
+            refiner.observe(stage, refiner.row(prompts), TRUE.seconds(stage, prompts))
     assert refiner.model != TRUE
     observe(refiner, 32)
     assert error(refiner.model) < 0.05
@@ -81,7 +81,7 @@ def test_decodes_are_learnt_at_once_where_only_prompts_told_how_fast_the_machine
 def test_a_single_cold_microbatch_does_not_make_a_slow_machine():
     refiner = CostRefiner(TRUE)
     for load in loads(3):
-        refiner.observe(0, refiner.regressors(load), 50 * TRUE.seconds(0, load))
+        refiner.observe(0, refiner.row(load), 50 * TRUE.seconds(0, load))
     observe(refiner, 16)
     assert error(refiner.model) < 0.02
 
@@ -92,7 +92,7 @@ def test_spans_in_which_the_machine_stood_still_do_not_count_even_where_they_are
     for number, load in enumerate(loads(16)):
         for stage in (0, 1):
             stood_still = 12 if number % 5 < 3 else 1
-            refiner.observe(stage, refiner.regressors(load), stood_still * TRUE.seconds(stage, load))
+            refiner.observe(stage, refiner.row(load), stood_still * TRUE.seconds(stage, load))
     assert error(refiner.model) < 0.2
 
 
@@ -105,7 +105,7 @@ def test_noise_of_microbatches_that_are_all_alike_does_not_pass_for_what_makes_t
         load = Load(512 - decodes, 512 * draw.uniform(0, 1000), decodes, decodes * draw.randint(500, 1000))
         for stage in (0, 1):
             seconds = TRUE.seconds(stage, load) * draw.gauss(1, 0.15)
-            refiner.observe(stage, refiner.regressors(load), seconds)
+            refiner.observe(stage, refiner.row(load), seconds)
     few = Load(0, 0.0, 4, 3000)
     for stage in (0, 1):
         assert refiner.model.seconds(stage, few) == pytest.approx(TRUE.seconds(stage, few), rel=0.2)
@@ -125,7 +125,7 @@ def test_terms_that_no_microbatch_has_shown_stay_in_proportion():
     for load in decodes:
         for stage in (0, 1):
             cold = 50 if load is decodes[0] else 1
-            refiner.observe(stage, refiner.regressors(load), 3 * cold * TRUE.seconds(stage, load))
+            refiner.observe(stage, refiner.row(load), 3 * cold * TRUE.seconds(stage, load))
     prompt = Load(512, 512 * 256, 0, 0)
     for stage in (0, 1):
         assert refiner.model.seconds(stage, prompt) == pytest.approx(3 * TRUE.seconds(stage, prompt), rel=0.05)
@@ -164,18 +164,18 @@ def test_a_span_of_no_length_says_nothing(seconds):
     refiner = CostRefiner(TRUE)
     for load in loads(64):
         for stage in (0, 1):
-            refiner.observe(stage, refiner.regressors(load), seconds)
+            refiner.observe(stage, refiner.row(load), seconds)
     assert error(refiner.model) < 1e-6
 
 
 def test_a_stage_that_tells_its_times_late_is_still_told_how_fast_the_machine_is():
     refiner = CostRefiner(TRUE)
     for load in loads(64):
-        refiner.observe(0, refiner.regressors(load), 3 * TRUE.seconds(0, load))
-        refiner.observe(1, refiner.regressors(load), 0.0)
+        refiner.observe(0, refiner.row(load), 3 * TRUE.seconds(0, load))
+        refiner.observe(1, refiner.row(load), 0.0)
         assert refiner.model.seconds(1, load) == pytest.approx(TRUE.seconds(1, load))
     prompts = [replace(load, decodes=0, decode_context=0) for load in loads(32, seed=1)]
     for load in prompts:
-        refiner.observe(1, refiner.regressors(load), 3 * TRUE.seconds(1, load))
+        refiner.observe(1, refiner.row(load), 3 * TRUE.seconds(1, load))
     decodes = Load(0, 0.0, 20, 20_000)
     assert refiner.model.seconds(1, decodes) == pytest.approx(3 * TRUE.seconds(1, decodes), rel=0.02)

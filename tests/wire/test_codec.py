@@ -83,6 +83,15 @@ def test_well_signed_nonsense_is_refused_or_read_back_as_written(kind, integers,
     assert codec._flatten(frame) == (kind, (integers, floats))
 
 
+@pytest.mark.parametrize("num_stages", [-3.0, -1.0, -0.5, 0.5, 1.5])
+def test_a_number_of_stages_that_there_cannot_be_is_refused(num_stages):
+    """Though there are as many numbers as it says, those of two rows read twice."""
+    integers = [7, 0, 0, 2, 0, 0, 1, 2, 0, 0, 5, 6, 1, 1, 3, 3, 0, 0, 0, 0, 5, 6, 0, 0, 9, 9]
+    assert codec._restore(1, integers, [0.5, 1.0, 7.0, *[0.25] * 7])
+    with pytest.raises(ValueError):
+        codec._restore(1, integers, [0.5, num_stages, *[0.25] * (int(2 * num_stages) + 6)])
+
+
 @given(frames, st.integers(1, 64))
 def test_a_cut_message_is_refused(frame, cut):
     message = codec.encode(frame, 0, payload_bytes=64) + b"p" * 64 + codec.trailer(0)

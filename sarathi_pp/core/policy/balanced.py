@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from sarathi_pp.core.cost import CostModel, Load, StageCost
@@ -141,7 +141,7 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
     """This microbatch's part of the decodes' time, to the nearest decode, of those that are ready."""
     room_s = decoding.total_s / inflight
     decodes: list[Grant] = []
-    for sequence in view.decodes[: view.limits.chunk_size]:
+    for sequence in islice(view.decodes, view.limits.chunk_size):
         cost_s = decoding.seconds(sequence)
         if decodes and room_s < cost_s / 2:
             break
@@ -152,20 +152,24 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
 
 def _choose_cycle(view: View, slowest: _Slowest, cost: CostModel, decoding: _Decoding, before: _Cycle | None) -> _Cycle:
     limits, stage = view.limits, slowest.stage
+    step = max(cost.tile, _LEAST_STEP)
+    inflight, fewest = limits.inflight, _fewest(limits)
+    if slowest.sets_the_pace(limits.num_stages):
+        inflight = fewest
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
+    decodes = decoding.count / inflight
+    if not at_hand and not view.waiting_tokens and decodes < limits.chunk_size // step * step:
+        # Outputs alone are left, and all fit: what follows would come to the same.
+        return _Cycle(max(1, step * math.ceil(decodes / step)), fewest, inflight, prompts=False)
     # No more than so many are ever told of ahead of time: where that many wait, there may be others.
     may_be_more = len(view.waiting) >= limits.max_num_seqs
     all_can_start = not may_be_more and view.waiting_tokens <= sum(s.known for s in view.waiting)
     ratio = _prompt_to_output(view)
-    inflight, fewest = limits.inflight, _fewest(limits)
-    if slowest.sets_the_pace(limits.num_stages):
-        inflight = fewest
     size, rate = _sustained(view, stage, cost, decoding, ratio, inflight)
     if not all_can_start and inflight != fewest:
         size_of_fewest, rate_of_fewest = _sustained(view, stage, cost, decoding, ratio, fewest)
         if rate < (1 - _SPARE_COST) * rate_of_fewest:
             size, inflight = size_of_fewest, fewest
-    step = max(cost.tile, _LEAST_STEP)
     burst = _burst(view, at_hand, before) if all_can_start else None
     if all_can_start:
         oldest = next((s.remaining for s in chain(view.prefills, view.waiting)), 0)

@@ -52,8 +52,7 @@ class Limits:
         return -(-self.max_num_seqs // self.num_stages)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """One moment of the run.
 
     prefills: started, with known tokens not yet issued, oldest first. waiting: those that may start now,

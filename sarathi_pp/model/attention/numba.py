@@ -14,7 +14,7 @@ bit however its prompt was cut and whatever ran beside it, which is what float32
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -92,7 +92,7 @@ class NumbaAttention:
         if self._split is None or self._split[0] is not inputs:
             most = inputs.num_tokens if all_in_tiles else 1
             in_tiles = [span for span in inputs.spans if span.num_tokens <= most]
-            chunks = replace(inputs, spans=tuple(span for span in inputs.spans if span.num_tokens > most))
+            chunks = inputs._replace(spans=tuple(span for span in inputs.spans if span.num_tokens > most))
             self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
         return self._split[1:]
 

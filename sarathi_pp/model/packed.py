@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
+from sarathi_pp.model.large_pages import empty_in_large_pages
 
 # oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
 # where they are no multiple of 16. So rows are multiplied in blocks of so many, which is also what a packed layout is
@@ -128,7 +129,8 @@ class PanelLinear(nn.Module):
         self.out_features = sum(linear.out_features for linear in linears)
         self._kernel = panels
         # Neither is a buffer: the layout can be neither moved nor saved.
-        self._panels = torch.empty(self.out_features // 16, self.in_features // 2, 16, dtype=torch.int32)
+        shape = self.out_features // 16, self.in_features // 2, 16
+        self._panels = empty_in_large_pages(shape, torch.int32)
         of_each = torch.split(self._panels, [linear.out_features // 16 for linear in linears])
         for linear, panels_of_it in zip(linears, of_each, strict=True):
             panels_of_it.copy_(to_panels(linear.weight.detach()))

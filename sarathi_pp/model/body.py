@@ -1,6 +1,6 @@
-"""A base model without what transformers does around its layers for generation, training and inspection.
+"""A base model, and a head, without what transformers does around them for generation, training and inspection.
 
-    token ids or activations -> embedding -> rotation of all positions -> the stage's layers -> norm
+    token ids or activations -> embedding -> rotation of all positions -> the stage's layers -> norm -> head
 
 Its own forward makes room for masks and caches that nobody asks for, copies its list of layers and calls every one of
 them, those of other stages included: between two microbatches, with the caches full of weights, a good part of what
@@ -13,9 +13,10 @@ import inspect
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from sarathi_pp.model.fuse import runs
 from sarathi_pp.model.hole import Hole
@@ -25,6 +26,8 @@ from sarathi_pp.model.stack import Stack
 
 # Those of Qwen2 and Mistral differ from Llama's in the masks they make; Qwen3's is Qwen2's.
 _KNOWN = (LlamaModel, MistralModel, Qwen2Model)
+# The same but for their examples, which count as their code.
+_WITH_BARE_HEADS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 
 class _Output(NamedTuple):
@@ -52,23 +55,27 @@ class Body(nn.Module):
         self,
         *,
         position_ids: Tensor,
-        paged: PagedCall,
+        paged: PagedCall | None = None,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         **call: Any,
     ) -> _Output:
-        """input_ids, position_ids: (1, T) int64. inputs_embeds: (1, T, hidden_size), in the place of input_ids."""
+        """input_ids, position_ids: (1, T) int64. inputs_embeds: (1, T, hidden_size), in the place of input_ids. paged:
+        where there are layers.
+        """
         if input_ids is not None:
             hidden = self.embed_tokens.weight.index_select(0, input_ids[0])[None]
         else:
             assert inputs_embeds is not None
             hidden = inputs_embeds
-        # Layers expect these, which a `...ForCausalLM` passes on and others who call do not.
-        call = {"attention_mask": None, "past_key_values": None} | call
-        call |= {"position_ids": position_ids, "paged": paged}
-        call["position_embeddings"] = self._rotate(hidden, position_ids, paged)
-        for layer in self._held:
-            hidden = layer(hidden, **call)
+        if self._held:
+            assert paged is not None
+            # Layers expect these, which a `...ForCausalLM` passes on and others who call do not.
+            call = {"attention_mask": None, "past_key_values": None} | call
+            call |= {"position_ids": position_ids, "paged": paged}
+            call["position_embeddings"] = self._rotate(hidden, position_ids, paged)
+            for layer in self._held:
+                hidden = layer(hidden, **call)
         return _Output(self.norm(hidden))
 
     def _rotate(self, hidden: Tensor, position_ids: Tensor, paged: PagedCall) -> tuple[Tensor, Tensor]:
@@ -79,11 +86,11 @@ class Body(nn.Module):
         return self._rotation.of(inputs.position_ids, max(span.end for span in inputs.spans), hidden)
 
 
-def _is(base: nn.Module, known: type[nn.Module]) -> bool:
+def _is(module: nn.Module, known: type[nn.Module]) -> bool:
     """Whether the forward is that one and means the same: what it names outside of itself is the same too."""
-    if not runs(base, known):
+    if not runs(module, known):
         return False
-    ours, theirs = inspect.unwrap(type(base).forward), inspect.unwrap(known.forward)
+    ours, theirs = inspect.unwrap(type(module).forward), inspect.unwrap(known.forward)
     names = [name for name in theirs.__code__.co_names if name in theirs.__globals__]
     return all(ours.__globals__.get(name) is theirs.__globals__[name] for name in names)
 
@@ -99,3 +106,8 @@ def embody(module: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, Body(base))
     return True
+
+
+def bare_head(module: nn.Module, name: str) -> nn.Module | None:
+    """The submodule of that name, if its output is all that the model makes of the base model's; else None."""
+    return module.get_submodule(name) if any(_is(module, known) for known in _WITH_BARE_HEADS) else None

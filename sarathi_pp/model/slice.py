@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
-from sarathi_pp.model.body import embody
+from sarathi_pp.model.body import bare_head, embody
 from sarathi_pp.model.checkpoint import open_checkpoint, read_json
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.filled import steady_rows
@@ -49,6 +49,7 @@ class StageModel:
     module: the transformers model with holes, as the rewrites have left it.
     windows: per global layer, how many tokens back it sees (itself included), None for all.
     bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
+    bare_head: where there is one, see body.py.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class StageModel:
         backend: AttentionBackend,
         bytes_read: int,
         num_bytes: int = 0,
+        bare_head: nn.Module | None = None,
     ) -> None:
         self.module = module
+        self._bare_head = bare_head
         self.num_bytes = num_bytes
         self.layers = layers
         self.num_layers = num_layers
@@ -90,6 +93,9 @@ class StageModel:
         """
         call = self._call(x, inputs, kv, backend)
         with self._rows:
+            if self.head and self._bare_head is not None:
+                rows = self._drawn(self.module.base_model(**call).last_hidden_state[0], inputs)
+                return cast(Tensor, self._bare_head(rows[None])[0])
             if self.head:
                 # 0 is for all of them, and takes no index.
                 kept = 0 if inputs.all_logits else inputs.logit_rows
@@ -100,8 +106,10 @@ class StageModel:
     def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
         """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
         with self._rows:
-            y = self.module.base_model(**self._call(x, inputs, kv)).last_hidden_state[0]
-        return cast(Tensor, y if inputs.all_logits else y.index_select(0, inputs.logit_rows))
+            return self._drawn(self.module.base_model(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
+
+    def _drawn(self, rows: Tensor, inputs: StageInputs) -> Tensor:
+        return rows if inputs.all_logits else rows.index_select(0, inputs.logit_rows)
 
     def _call(
         self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None
@@ -115,10 +123,19 @@ class StageModel:
 
 
 class Head:
-    """The head of a model by itself. module, bytes_read: see StageModel. size: of the rows that it takes."""
+    """The head of a model by itself. size: of the rows that it takes. The rest as for StageModel."""
 
-    def __init__(self, module: Any, size: int, dtype: torch.dtype, device: torch.device, bytes_read: int) -> None:
+    def __init__(
+        self,
+        module: Any,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bytes_read: int,
+        bare_head: nn.Module | None = None,
+    ) -> None:
         self.module = module
+        self._bare_head = bare_head
         self.size = size
         self.bytes_read = bytes_read
         self._rows = steady_rows(dtype, device)
@@ -126,8 +143,10 @@ class Head:
     @torch.inference_mode()
     def forward(self, rows: Tensor) -> Tensor:
         """(n, vocab_size) logits of (n, size) rows, bit for bit what the last stage gives for them."""
-        positions = torch.arange(rows.shape[0], device=rows.device)
         with self._rows:
+            if self._bare_head is not None:
+                return cast(Tensor, self._bare_head(rows[None])[0])
+            positions = torch.arange(rows.shape[0], device=rows.device)
             found = self.module(inputs_embeds=rows[None], position_ids=positions[None], use_cache=False)
         return cast(Tensor, found.logits[0])
 
@@ -161,7 +180,8 @@ def load_stage(
     stack(getattr(module.get_submodule(family.base), family.layers))
     embody(module, family.base)
     windows = layer_windows(config, family)
-    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes)
+    head = bare_head(module, family.head)
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, head)
 
 
 def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> Head:
@@ -169,8 +189,9 @@ def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_by
     family, config = _read_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
     module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
+    embody(module, family.base)
     size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
-    return Head(module, size, dtype, device, count.num_bytes)
+    return Head(module, size, dtype, device, count.num_bytes, bare_head(module, family.head))
 
 
 def _read_config(directory: Path) -> tuple[Family, Any]:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from sarathi_pp.model import slice as slices
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.body import Body
+from sarathi_pp.model.body import Body, bare_head
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.packed import has_panels
 from sarathi_pp.model.rotation import Rotation
-from sarathi_pp.model.slice import StageModel, load_stage
+from sarathi_pp.model.slice import StageModel, load_head, load_stage
 from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -77,12 +77,28 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
         for bounds in ((0, NUM_LAYERS), (0, 2, NUM_LAYERS)):
             stages = load(directory, dtype, bounds)
             assert all(isinstance(stage.module.base_model, Body) for stage in stages)
-            with mock.patch.object(slices, "embody", lambda module, name: False):
-                own = load(directory, dtype, bounds)
+            head = load_head(directory, dtype, CPU)
+            assert isinstance(head.module.base_model, Body)
+            with (
+                mock.patch.object(slices, "embody", lambda module, name: False),
+                mock.patch.object(slices, "bare_head", lambda module, name: None),
+            ):
+                own, own_head = load(directory, dtype, bounds), load_head(directory, dtype, CPU)
             assert not any(isinstance(stage.module.base_model, Body) for stage in own)
-            assert all(map(torch.equal, run(stages, dtype), run(own, dtype)))
+            found = run(stages, dtype)
+            assert all(map(torch.equal, found, run(own, dtype)))
+            for logits, rows in zip(found[1::3], found[2::3], strict=True):
+                assert torch.equal(head.forward(rows), logits) and torch.equal(own_head.forward(rows), logits)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_head_is_bare_where_the_model_makes_nothing_else_of_what_it_gives(family, tmp_path):
+    """Not where logits are scaled or capped, and not of models that nobody has looked at."""
+    module = load_head(checkpoint(tmp_path, family), torch.float32, CPU).module
+    assert (bare_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
 
 
 @pytest.mark.oldest

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sarathi_pp.core.cost import StageCost
+from sarathi_pp.core.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,12 @@ class Floor:
         return max(self.arithmetic_s, self.reading_s)
 
     @classmethod
-    def of(cls, whole: StageCost, lengths: Iterable[tuple[int, int]]) -> Floor:
-        """whole: all layers and the head as one stage, from the machine's own rates, in tiles of one token, and with
-        nothing but the reading of the weights as a0. lengths: prompt and output tokens of each request, neither 0.
+    def of(cls, cost: CostModel, lengths: Iterable[tuple[int, int]]) -> Floor:
+        """cost: all layers and the head as one stage, from the machine's own rates, in tiles of one token, without
+        launching: what it takes at least is the reading of the weights. lengths: prompt and output tokens of each
+        request, neither 0.
         """
+        (whole,) = cost.stages
         computed_s = read_s = 0.0
         longest = 0
         for prompt, output in lengths:
@@ -42,4 +44,4 @@ class Floor:
             # Decodes at positions prompt .. tokens - 1 read that many keys and their own.
             read_s += whole.a3 * (tokens * (tokens + 1) - prompt * (prompt + 1)) / 2
             longest = max(longest, output)
-        return cls(computed_s, read_s + whole.a0 * longest)
+        return cls(computed_s, read_s + (whole.a0 + whole.a1 * cost.ridge) * longest)

@@ -118,4 +118,4 @@ def _floor(directory: Path, facts: ModelFacts, workload: Workload, rates: Machin
     speed = DeviceSpeed(dict.fromkeys((2, 4), rates.flops), rates.bytes_per_s, tile=1, layer_s=0.0, attention_share=1.0)
     whole = [(0, facts.num_layers)]
     cost = estimated_cost(directory, facts, whole, dtype=rates.dtype, device="cpu", page_size=1, speed=speed)
-    return Floor.of(cost.stages[0], workload.lengths())
+    return Floor.of(cost, workload.lengths())

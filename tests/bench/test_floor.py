@@ -20,7 +20,7 @@ SHAPE: dict[str, Any] = {
 }
 FLOPS, BYTES_PER_S, LAYERS = 1e6, 1e3, 3
 SPEED = DeviceSpeed({2: FLOPS, 4: FLOPS}, BYTES_PER_S, tile=1, layer_s=0.0, attention_share=1.0)
-WHOLE = estimate_cost([(0, LAYERS)], **SHAPE, speed=SPEED).stages[0]
+WHOLE = estimate_cost([(0, LAYERS)], **SHAPE, speed=SPEED)
 WEIGHTS = 8 * (4 + 2 + 2) * 3 + 4 * 3 * 8 + 3 * 8 * 24
 
 

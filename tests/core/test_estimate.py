@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sarathi_pp.core.cost import Load
+from sarathi_pp.core.cost import CostModel, Load
 from sarathi_pp.core.cut import recut
 from sarathi_pp.core.estimate import DEVICE_SPEEDS, SumSpeed, estimate_cost
 
@@ -23,12 +23,19 @@ SHAPE: dict[str, Any] = {
     "speed": DEVICE_SPEEDS["cpu"],
 }
 HALVES = [(0, 8), (8, 16)]
+WEIGHTS = 1024 * 64 * (16 + 8 + 8 + 16) + 3 * 1024 * 3712
+
+
+def reading_s(model: CostModel, stage: int = 0) -> float:
+    """Of a microbatch so small that it waits for nothing but the weights."""
+    return model.seconds(stage, Load(1, 0.0, 0, 0))
 
 
 def test_it_is_within_a_factor_of_two_of_what_a_profile_measured() -> None:
     """Two stages on two AVX512-BF16 cores: see the README."""
-    first, last = estimate_cost(HALVES, **SHAPE).stages
-    assert 1 / 2 < first.a0 / 20e-3 < 2
+    model = estimate_cost(HALVES, **SHAPE)
+    first, last = model.stages
+    assert 1 / 2 < reading_s(model) / 20e-3 < 2
     assert 1 / 2 < first.a1 / 0.75e-3 < 2
     assert 1 / 2 < first.a2 / 5e-7 < 2
     assert 1 / 2 < first.a3 / 7e-7 < 2
@@ -40,9 +47,11 @@ def test_each_term_counts_its_flops_or_its_bytes(device: str) -> None:
     speed = DEVICE_SPEEDS[device]
     model = estimate_cost([(0, 3), (3, 4)], **SHAPE | {"speed": speed})
     first, last = model.stages
-    weights = 1024 * 64 * (16 + 8 + 8 + 16) + 3 * 1024 * 3712
-    assert first.a0 == pytest.approx(3 * (2 * weights / speed.bytes_per_s + speed.layer_s))
-    assert first.a1 == pytest.approx(3 * 2 * weights * speed.tile / speed.flops[2])
+    read_s, tile_s = 2 * WEIGHTS / speed.bytes_per_s, 2 * WEIGHTS * speed.tile / speed.flops[2]
+    tiles = int(speed.hidden_share * read_s / tile_s)
+    assert model.ridge == tiles * speed.tile
+    assert first.a0 == pytest.approx(3 * (read_s - tiles * tile_s + speed.layer_s))
+    assert first.a1 == pytest.approx(3 * tile_s)
     assert first.a2 == pytest.approx(3 * 4 * 16 * 64 * 4 / speed.flops[2])
     assert first.a3 == pytest.approx(3 * 2 * 8 * 64 * 2 / speed.bytes_per_s)
     assert first.page_bytes == 16 * 3 * 2 * 8 * 64 * 2
@@ -52,9 +61,23 @@ def test_each_term_counts_its_flops_or_its_bytes(device: str) -> None:
 
 
 def test_experts_are_all_read_and_only_some_computed() -> None:
-    dense = estimate_cost([(0, 1), (1, 2)], **SHAPE).stages[0]
-    sparse = estimate_cost([(0, 1), (1, 2)], **SHAPE, num_experts=8, experts_per_token=1).stages[0]
-    assert sparse.a1 == dense.a1 and sparse.a0 > 4 * dense.a0
+    dense = estimate_cost([(0, 1), (1, 2)], **SHAPE)
+    sparse = estimate_cost([(0, 1), (1, 2)], **SHAPE, num_experts=8, experts_per_token=1)
+    assert sparse.stages[0].a1 == dense.stages[0].a1
+    assert reading_s(sparse) > 4 * reading_s(dense)
+
+
+@pytest.mark.parametrize("device", sorted(DEVICE_SPEEDS))
+def test_what_is_read_meanwhile_costs_nothing(device: str) -> None:
+    """But for what is left of a tile, and the share that shows."""
+    speed = DEVICE_SPEEDS[device]
+    model = estimate_cost([(0, 1), (1, 2)], **SHAPE | {"speed": speed})
+    read_s, token_s = 2 * WEIGHTS / speed.bytes_per_s, 2 * WEIGHTS / speed.flops[2]
+    hidden_s = speed.hidden_share * read_s
+    for num_tokens in (1, max(model.ridge, speed.tile), 4096):
+        tiled = -(-num_tokens // speed.tile) * speed.tile
+        least = speed.layer_s + read_s - hidden_s + max(hidden_s, tiled * token_s)
+        assert least - 1e-12 <= model.seconds(0, Load(num_tokens, 0.0, 0, 0)) <= least + speed.tile * token_s
 
 
 def test_float32_reads_twice_the_bytes() -> None:
@@ -77,13 +100,14 @@ def test_shards_have_their_part_of_the_layers_and_two_sums_a_layer(device: str) 
     speed = DEVICE_SPEEDS[device]
     assert speed.sums is not None
     cut: list[tuple[int, int]] = [(0, 3), (3, 4)]
-    (whole, whole_last), (first, last) = (
-        estimate_cost(cut, **SHAPE | {"speed": speed}, shards=shards).stages for shards in (1, 4)
-    )
-    weights = 1024 * 64 * (16 + 8 + 8 + 16) + 3 * 1024 * 3712
+    models = [estimate_cost(cut, **SHAPE | {"speed": speed}, shards=shards) for shards in (1, 4)]
+    (whole, whole_last), (first, last) = (model.stages for model in models)
     sum_s, byte_s = speed.sums.fixed_s(4), speed.sums.byte_s(4)
-    assert first.a0 == pytest.approx(3 * (2 * weights / 4 / speed.bytes_per_s + speed.layer_s + 2 * sum_s))
-    assert first.a1 == pytest.approx(3 * speed.tile * (2 * weights / 4 / speed.flops[2] + 2 * byte_s * 1024 * 2))
+    read_s, tile_s = WEIGHTS / 2 / speed.bytes_per_s, speed.tile * WEIGHTS / 2 / speed.flops[2]
+    tiles = int(speed.hidden_share * read_s / tile_s)
+    assert models[0].ridge == models[1].ridge == tiles * speed.tile
+    assert first.a0 == pytest.approx(3 * (read_s - tiles * tile_s + speed.layer_s + 2 * sum_s))
+    assert first.a1 == pytest.approx(3 * (tile_s + speed.tile * 2 * byte_s * 1024 * 2))
     assert (first.a2, first.a3) == pytest.approx((whole.a2 / 4, whole.a3 / 4))
     assert first.page_bytes * 4 == whole.page_bytes
     # The head is whole on every shard.
@@ -108,12 +132,13 @@ def test_one_shard_needs_no_sums_and_two_do() -> None:
 
 def test_shards_are_worth_it_where_there_is_much_to_read() -> None:
     """Half of 300M weights in twice the time that a sum over gloo takes is none; of 70B over NVLink it is."""
-    small = [estimate_cost([(0, 16)], **SHAPE, shards=shards).stages[0].a0 for shards in (1, 2)]
+    small = [reading_s(estimate_cost([(0, 16)], **SHAPE, shards=shards)) for shards in (1, 2)]
     assert small[1] > 0.5 * small[0]
     large = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64, "head_dim": 128}
     large |= {"speed": DEVICE_SPEEDS["cuda"]}
-    whole, split = (estimate_cost([(0, 16)], **large, shards=shards).stages[0] for shards in (1, 8))
-    assert split.a0 < 0.3 * whole.a0 and split.a1 < 0.3 * whole.a1
+    models = [estimate_cost([(0, 16)], **large, shards=shards) for shards in (1, 8)]
+    whole, split = (model.stages[0] for model in models)
+    assert reading_s(models[1]) < 0.3 * reading_s(models[0]) and split.a1 < 0.3 * whole.a1
 
 
 @pytest.mark.parametrize("cut", [[(0, 8), (8, 16)], [(0, 5), (5, 11), (11, 16)]])

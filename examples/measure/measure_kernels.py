@@ -3,26 +3,30 @@
     python examples/measure/measure_kernels.py --model /tmp/m300/model --output examples/figures/kernels.json
 
 Loads half of a bfloat16 checkpoint's layers once for each variant and runs the same microbatches through all of them,
-in turn, on one core. Prints milliseconds a microbatch (median of the rounds) and how many times as long it takes
-without the kernel (median and spread of the rounds' ratios), and writes them as JSON. What must not change is tested:
-tests/model/test_fuse.py, test_packed.py, test_attention.py.
+in turn, on one core; and rows through the head by itself, as a first stage computes it. Prints milliseconds a
+microbatch (median of the rounds) and how many times as long it takes without the kernel (median and spread of the
+rounds' ratios), and writes them as JSON. What must not change is tested: tests/model/test_fuse.py, test_packed.py,
+test_attention.py, test_body.py.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from awake import awake
-from one_stage import Extents, Replaced, Stage, load, on_one_core, seconds_of
+from one_stage import CPU, TURNS, Extents, Replaced, Stage, load, on_one_core, replacing, seconds_of
 from record import Record, spread
 
 from sarathi_pp.bench.machine import stolen
 from sarathi_pp.model import fuse, packed, slice
 from sarathi_pp.model.attention import numba
+from sarathi_pp.model.slice import Head, load_head
 
 ALL = "all"
 # What is taken away, by what has to be replaced for it while a stage is loaded.
@@ -33,10 +37,17 @@ WITHOUT: dict[str, Replaced] = {
     "own products and fused layers": ((fuse, "has_panels", bool), (packed, "has_panels", bool)),
     "packed weights and fused layers": ((slice, "fuse", lambda module: 0),),
     "the choice of tiles": ((packed, "_most_high_rows", lambda linears, now: 112),),
+    "large pages": ((packed, "empty_in_large_pages", lambda shape, dtype: torch.empty(shape, dtype=dtype)),),
     "own attention of chunks and decodes": (),
     "registers in attention": ((numba.NumbaAttention, "fits_lanes", lambda self, kv: False),),
 }
 TORCH_ATTENTION = "own attention of chunks and decodes"
+HEAD_ROWS = 16
+WITHOUT_OF_HEAD: dict[str, Replaced] = {
+    ALL: (),
+    "large pages": WITHOUT["large pages"],
+    "a bare head": ((slice, "embody", lambda module, name: False), (slice, "bare_head", lambda module, name: None)),
+}
 
 
 def microbatches() -> dict[str, Extents]:
@@ -57,21 +68,44 @@ def load_without(directory: Path, kernel: str) -> Stage:
 
 
 def measure(stages: dict[str, Stage], rounds: int) -> dict[str, Any]:
+    return {
+        name: compared(name, seconds_of({variant: (stage, extents) for variant, stage in stages.items()}, rounds))
+        for name, extents in microbatches().items()
+    }
+
+
+def measure_heads(directory: Path, rounds: int) -> dict[str, Any]:
+    heads: dict[str, Head] = {}
+    for variant, replaced in WITHOUT_OF_HEAD.items():
+        with replacing(replaced):
+            heads[variant] = load_head(directory, torch.bfloat16, CPU)
+            packed.warm_linears(heads[variant].module, HEAD_ROWS, time.perf_counter)
+    rows = torch.randn(HEAD_ROWS, heads[ALL].size, dtype=torch.bfloat16)
+    taken: dict[str, list[float]] = {variant: [] for variant in heads}
+    for turn in range(rounds + 1):
+        for variant, head in heads.items():
+            seconds = min(head_seconds(head, rows) for _ in range(TURNS))
+            if turn:
+                taken[variant].append(seconds)
+    return compared(f"the head of {HEAD_ROWS} rows", taken)
+
+
+def head_seconds(head: Head, rows: torch.Tensor) -> float:
+    begin_s = time.perf_counter()
+    head.forward(rows)
+    return time.perf_counter() - begin_s
+
+
+def compared(name: str, taken: dict[str, list[float]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, extents in microbatches().items():
-        taken = seconds_of({variant: (stage, extents) for variant, stage in stages.items()}, rounds)
-        found[name] = {}
-        for variant, of_variant in taken.items():
-            ratios = [without / whole for without, whole in zip(of_variant, taken[ALL], strict=True)]
-            found[name][variant] = {
-                "ms": 1000 * statistics.median(of_variant),
-                "times as long": spread(ratios),
-            }
-            print(
-                f"{name:40}  without {variant:36}" if variant != ALL else f"{name:40}  with all of them {'':27}",
-                f"{found[name][variant]['ms']:8.2f} ms  {found[name][variant]['times as long']['median']:.2f}",
-                flush=True,
-            )
+    for variant, of_variant in taken.items():
+        ratios = [without / whole for without, whole in zip(of_variant, taken[ALL], strict=True)]
+        found[variant] = {"ms": 1000 * statistics.median(of_variant), "times as long": spread(ratios)}
+        print(
+            f"{name:40}  without {variant:36}" if variant != ALL else f"{name:40}  with all of them {'':27}",
+            f"{found[variant]['ms']:8.2f} ms  {found[variant]['times as long']['median']:.2f}",
+            flush=True,
+        )
     return found
 
 
@@ -84,6 +118,7 @@ def main(model: Path, rounds: int, output: Path | None) -> None:
     on_one_core()
     with awake(), stolen() as lost:
         found = measure({kernel: load_without(model, kernel) for kernel in WITHOUT}, rounds)
+        found[f"the head of {HEAD_ROWS} rows"] = measure_heads(model, rounds)
     document = record.write(output, {"rounds": rounds, "stolen": lost.share, "without": found})
     print(json.dumps({name: value for name, value in document.items() if name != "without"}))
 

@@ -71,11 +71,16 @@ class Body(nn.Module):
         if self._held:
             assert paged is not None
             # Layers expect these, which a `...ForCausalLM` passes on and others who call do not.
-            call = {"attention_mask": None, "past_key_values": None} | call
-            call |= {"position_ids": position_ids, "paged": paged}
-            call["position_embeddings"] = self._rotate(hidden, position_ids, paged)
+            asked = {
+                "attention_mask": None,
+                "past_key_values": None,
+                **call,
+                "position_ids": position_ids,
+                "paged": paged,
+                "position_embeddings": self._rotate(hidden, position_ids, paged),
+            }
             for layer in self._held:
-                hidden = layer(hidden, **call)
+                hidden = layer(hidden, **asked)
         return _Output(self.norm(hidden))
 
     def _rotate(self, hidden: Tensor, position_ids: Tensor, paged: PagedCall) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,7 @@ class StageModel:
         bare_head: nn.Module | None = None,
     ) -> None:
         self.module = module
+        self._base = module.base_model
         self._bare_head = bare_head
         self.num_bytes = num_bytes
         self.layers = layers
@@ -94,19 +95,19 @@ class StageModel:
         call = self._call(x, inputs, kv, backend)
         with self._rows:
             if self.head and self._bare_head is not None:
-                rows = self._drawn(self.module.base_model(**call).last_hidden_state[0], inputs)
+                rows = self._drawn(self._base(**call).last_hidden_state[0], inputs)
                 return cast(Tensor, self._bare_head(rows[None])[0])
             if self.head:
                 # 0 is for all of them, and takes no index.
                 kept = 0 if inputs.all_logits else inputs.logit_rows
                 return cast(Tensor, self.module(**call, logits_to_keep=kept).logits[0])
-            return cast(Tensor, self.module.base_model(**call).last_hidden_state[0])
+            return cast(Tensor, self._base(**call).last_hidden_state[0])
 
     @torch.inference_mode()
     def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
         """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
         with self._rows:
-            return self._drawn(self.module.base_model(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
+            return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
 
     def _drawn(self, rows: Tensor, inputs: StageInputs) -> Tensor:
         return rows if inputs.all_logits else rows.index_select(0, inputs.logit_rows)

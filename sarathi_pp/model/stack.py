@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ class Stack(nn.Module):
         self._made_for = (0, 0)
         self._table: tuple[KVShard, NDArray[np.void]] | None = None
         self._work: dict[str, Tensor] = {}
+        self._room: Work | None = None  # bytes of each, and where they lie
+        self._places: Work | None = None
         self._sinks = torch.full((first.self_attn.num_heads,), -torch.inf)
 
     def forward(self, hidden_states: Tensor, **call: Any) -> Tensor:
@@ -110,13 +113,13 @@ class Stack(nn.Module):
         assert (kv.num_kv_heads, kv.head_dim) == (shape.num_kv_heads, shape.head_dim)
         chunks: list[tuple[int, int, int, int]] = []
         places, ends, tables = array("q"), array("q"), array("q")
-        for span in inputs.spans:
-            if span.num_tokens > 1:
-                chunks.append((span.first_row, span.num_tokens, span.start, span.first_page))
+        for start, num_tokens, first_row, first_page, _, _ in inputs.spans:
+            if num_tokens > 1:
+                chunks.append((first_row, num_tokens, start, first_page))
             else:
-                places.append(span.first_row)
-                ends.append(span.end)
-                tables.append(span.first_page)
+                places.append(first_row)
+                ends.append(start + 1)
+                tables.append(first_page)
         call = self._code.Call(
             num_rows=num_rows,
             cos=cos.data_ptr(),
@@ -171,11 +174,14 @@ class Stack(nn.Module):
 
     def _addresses(self, needed: Work) -> Work:
         """Memory that is kept: fresh one would be page faults at every call."""
-        for name, size in needed._asdict().items():
-            if name not in self._work or self._work[name].numel() < size:
-                self._work.pop(name, None)
-                self._work[name] = torch.empty(-(-size // _WORK_STEP) * _WORK_STEP, dtype=torch.uint8)
-        return self._code.Work(**{name: memory.data_ptr() for name, memory in self._work.items()})
+        if self._places is None or self._room is None or any(map(operator.gt, needed, self._room)):
+            for name, size in needed._asdict().items():
+                if name not in self._work or self._work[name].numel() < size:
+                    self._work.pop(name, None)
+                    self._work[name] = torch.empty(-(-size // _WORK_STEP) * _WORK_STEP, dtype=torch.uint8)
+            self._room = self._code.Work(**{name: memory.numel() for name, memory in self._work.items()})
+            self._places = self._code.Work(**{name: memory.data_ptr() for name, memory in self._work.items()})
+        return self._places
 
 
 def _address(numbers: array[int]) -> int:

@@ -57,7 +57,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
 def test_entrants_take_turns_and_each_run_is_told_when_it_is_over(work: Work) -> None:
     told: list[Run] = []
     runs = hold(work, [Script("a"), Script("b")], 3, told.append)
-    assert [(run.entrant, run.round) for run in runs] == [(name, n) for n in range(3) for name in "ab"]
+    assert [(run.entrant, run.round) for run in runs] == [*zip("abbaab", [0, 0, 1, 1, 2, 2], strict=True)]
     assert told == runs
     assert all(run.command_s > 0 and run.token_ids == [[7] * length for length in LENGTHS] for run in runs)
 

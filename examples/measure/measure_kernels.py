@@ -6,7 +6,8 @@ Loads half of a bfloat16 checkpoint's layers once for each variant and runs the 
 in turn, on one core; and rows through the head by itself, as a first stage computes it. Prints milliseconds a
 microbatch (median of the rounds) and how many times as long it takes without the kernel (median and spread of the
 rounds' ratios), and writes them as JSON. What must not change is tested: tests/model/test_fuse.py, test_packed.py,
-test_attention.py, test_body.py.
+test_attention.py, test_body.py. What large pages of memory are worth it cannot tell: weights that a process loads later
+are read as fast without them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ WITHOUT: dict[str, Replaced] = {
     "own products and fused layers": ((fuse, "has_panels", bool), (packed, "has_panels", bool)),
     "packed weights and fused layers": ((slice, "fuse", lambda module: 0),),
     "the choice of tiles": ((packed, "_most_high_rows", lambda linears, now: 112),),
-    "large pages": ((packed, "empty_in_large_pages", lambda shape, dtype: torch.empty(shape, dtype=dtype)),),
     "own attention of chunks and decodes": (),
     "registers in attention": ((numba.NumbaAttention, "fits_lanes", lambda self, kv: False),),
 }
@@ -45,7 +45,6 @@ TORCH_ATTENTION = "own attention of chunks and decodes"
 HEAD_ROWS = 16
 WITHOUT_OF_HEAD: dict[str, Replaced] = {
     ALL: (),
-    "large pages": WITHOUT["large pages"],
     "a bare head": ((slice, "embody", lambda module, name: False), (slice, "bare_head", lambda module, name: None)),
 }
 

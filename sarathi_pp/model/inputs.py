@@ -22,19 +22,21 @@ class Span(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
 
     pages: the sequence's page table so far, first page first; it may be longer than needed. An `array("q")` is read
-    several times faster than a list.
+    several times faster than a list. prompt: of a lone token, whether it is a prompt's, which was cut so: its attention
+    is then added up as that of its neighbours is, not as a decode's.
     """
 
     start: int
     num_tokens: int
     pages: Sequence[int]
+    prompt: bool = False
 
 
 class SpanRows(NamedTuple):
     """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens).
 
     first_page, num_pages: where among the pages of the microbatch, `of_all`, lie exactly the ceil(end / page_size) ones
-    that hold keys [0, end).
+    that hold keys [0, end). prompt: see Span.
     """
 
     start: int
@@ -43,6 +45,11 @@ class SpanRows(NamedTuple):
     first_page: int
     num_pages: int
     of_all: Tensor
+    prompt: bool = False
+
+    @property
+    def decode(self) -> bool:
+        return self.num_tokens == 1 and not self.prompt
 
     @property
     def pages(self) -> Tensor:
@@ -156,7 +163,7 @@ class _Layout(NamedTuple):
     def of(cls, spans: Sequence[Span], page_size: int) -> _Layout:
         positions, write_pages, write_offsets, pages = array("q"), array("q"), array("q"), array("q")
         used: list[int] = []
-        for at, num_tokens, table in spans:
+        for at, num_tokens, table, _ in spans:
             end = at + num_tokens
             needed = -(-end // page_size)
             assert num_tokens > 0 and at >= 0, f"span {at}+{num_tokens} has no tokens"
@@ -181,8 +188,8 @@ class _Layout(NamedTuple):
         """page_ids: the pages, on the device."""
         made: list[SpanRows] = []
         first_row = first_page = 0
-        for (start, num_tokens, _), used in zip(spans, self.used, strict=True):
-            made.append(SpanRows(start, num_tokens, first_row, first_page, used, page_ids))
+        for (start, num_tokens, _, prompt), used in zip(spans, self.used, strict=True):
+            made.append(SpanRows(start, num_tokens, first_row, first_page, used, page_ids, prompt))
             first_row += num_tokens
             first_page += used
         return tuple(made)

@@ -113,8 +113,8 @@ class Stack(nn.Module):
         assert (kv.num_kv_heads, kv.head_dim) == (shape.num_kv_heads, shape.head_dim)
         chunks: list[tuple[int, int, int, int]] = []
         places, ends, tables = array("q"), array("q"), array("q")
-        for start, num_tokens, first_row, first_page, _, _ in inputs.spans:
-            if num_tokens > 1:
+        for start, num_tokens, first_row, first_page, _, _, prompt in inputs.spans:
+            if num_tokens > 1 or prompt:
                 chunks.append((first_row, num_tokens, start, first_page))
             else:
                 places.append(first_row)

@@ -271,7 +271,7 @@ class ModelStage:
         for sequence in microbatch.freed:
             tables.pop(sequence, None)
         spans, ids = [], array("q")
-        for sequence, _, start, num_tokens, _, token_ids, new_pages, _ in microbatch.chunks:
+        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _ in microbatch.chunks:
             table = tables.get(sequence)
             if table is None:
                 table = tables[sequence] = array("q")
@@ -279,7 +279,7 @@ class ModelStage:
                 if min(new_pages) < 0 or max(new_pages) >= num_pages:
                     raise ProtocolError(f"{microbatch} brings pages {new_pages} to a KV shard of {num_pages}")
                 table.extend(new_pages)
-            spans.append(Span(start, num_tokens, table))
+            spans.append(Span(start, num_tokens, table, not decode))
             ids.extend(token_ids)
         return spans, ids
 

@@ -197,12 +197,12 @@ def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
     ("dtype", "cuts"),
-    # In bfloat16 a row alone is a decode's, whose kernel is another one; and it is so where the products are ours.
+    # In bfloat16 where the products are ours.
     [
         (torch.float32, (1, 2, 100, 1499, 1599)),
         pytest.param(
             torch.bfloat16,
-            (2, 6, 100, 1024, 1499),
+            (1, 2, 6, 100, 1024, 1499, 1599),
             marks=pytest.mark.skipif(not has_lanes(), reason="torch's products of bfloat16 sum as it likes"),
         ),
     ],
@@ -216,7 +216,7 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(
     (span,) = case.inputs.spans
     backend = choose_backend("numba", CPU, 16)
     for start, num_tokens in [part for cut in cuts for part in ((0, cut), (cut, 1600 - cut))]:
-        chunk = build_inputs([Span(start, num_tokens, span.pages.tolist())], [], 16, CPU)
+        chunk = build_inputs([Span(start, num_tokens, span.pages.tolist(), prompt=True)], [], 16, CPU)
         part = backend(case.query[start : start + num_tokens], case.kv, case.layer, chunk, **how)
         assert torch.equal(part, whole[start : start + num_tokens])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba")
             pages = [(7 * (sequence * PAGES_EACH + page) + 5) % (SEQUENCES * PAGES_EACH) for page in range(PAGES_EACH)]
             count = min(count, PAGES_EACH * PAGE_SIZE - seen[sequence])
             if count:
-                spans.append(Span(seen[sequence], count, pages))
+                spans.append(Span(seen[sequence], count, pages, prompt=sequence % 2 == 0))
                 seen[sequence] += count
         if not spans:
             continue
@@ -100,6 +101,29 @@ def pair(family: str, **changed: int) -> tuple[Any, Any]:
 
 
 WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 1408}
+
+
+@pytest.mark.parametrize("family", LIKE_LLAMA)
+def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
+    """Not where a token of it is left alone either, which would else go by the decodes' kernel."""
+    stacked = pair(family, **WIDE)[1]
+    config, length = stacked.config, PAGES_EACH * PAGE_SIZE
+    windows = layer_windows(config, SUPPORTED[type(stacked).__name__])
+    layers = config.num_hidden_layers
+    stage = StageModel(stacked, (0, layers), layers, windows, choose_backend("numba", CPU, PAGE_SIZE), 0)
+    ids = torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
+
+    def rows(bounds: list[int]) -> Tensor:
+        kv = KVShard((0, layers), PAGES_EACH, PAGE_SIZE, 2, config.head_dim, torch.bfloat16, CPU)
+        found = []
+        for start, end in pairwise(bounds):
+            spans = [Span(start, end - start, range(PAGES_EACH), prompt=True)]
+            found.append(stage.forward(ids[start:end], build_inputs(spans, range(end - start), PAGE_SIZE, CPU), kv))
+        return torch.cat(found)
+
+    whole = rows([0, length])
+    for bounds in ([0, 1, length], [0, length - 1, length], [0, 16, 17, 33, length], list(range(length + 1))):
+        assert torch.equal(rows(bounds), whole), bounds
 
 
 @pytest.mark.parametrize(("family", "changed"), [*((family, {}) for family in LIKE_LLAMA), ("llama", WIDE)])

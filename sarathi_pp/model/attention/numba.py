@@ -90,9 +90,8 @@ class NumbaAttention:
     def _halves(self, inputs: StageInputs, all_in_tiles: bool) -> tuple[StageInputs, _Tiles | None]:
         """The chunks of a microbatch and what goes row by row; every layer asks for the same one."""
         if self._split is None or self._split[0] is not inputs:
-            most = inputs.num_tokens if all_in_tiles else 1
-            in_tiles = [span for span in inputs.spans if span.num_tokens <= most]
-            chunks = inputs._replace(spans=tuple(span for span in inputs.spans if span.num_tokens > most))
+            in_tiles = [span for span in inputs.spans if all_in_tiles or span.decode]
+            chunks = inputs._replace(spans=tuple(span for span in inputs.spans if not (all_in_tiles or span.decode)))
             self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
         return self._split[1:]
 

@@ -187,8 +187,8 @@ class Run:
 
 
 def hold(work: Work, entrants: Sequence[Entrant], rounds: int, say: Callable[[Run], None]) -> list[Run]:
-    """All rounds, every second one backwards: what drifts, and what an entrant leaves to the next, then falls on all
-    alike. `say` is told of each run when it is over.
+    """All rounds, every second one backwards: what drifts, and what an entrant leaves to the next, then does not always
+    fall on the same. `say` is told of each run when it is over.
 
     Raises SarathiError where an entrant failed, with the end of what it said, or where its outputs are of other lengths
     than they were asked to be: it did not do the work.

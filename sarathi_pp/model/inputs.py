@@ -22,8 +22,8 @@ class Span(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
 
     pages: the sequence's page table so far, first page first; it may be longer than needed. An `array("q")` is read
-    several times faster than a list. prompt: of a lone token, whether it is a prompt's, which was cut so: its attention
-    is then added up as that of its neighbours is, not as a decode's.
+    several times faster than a list. prompt: of a lone token, whether it is a prompt's, which was cut so: where no bit
+    then hangs on the cut, its attention is added up as that of its neighbours is, not as a decode's.
     """
 
     start: int
@@ -46,10 +46,6 @@ class SpanRows(NamedTuple):
     num_pages: int
     of_all: Tensor
     prompt: bool = False
-
-    @property
-    def decode(self) -> bool:
-        return self.num_tokens == 1 and not self.prompt
 
     @property
     def pages(self) -> Tensor:

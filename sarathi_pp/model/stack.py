@@ -175,6 +175,7 @@ class Stack(nn.Module):
     def _addresses(self, needed: Work) -> Work:
         """Memory that is kept: fresh one would be page faults at every call."""
         if self._places is None or self._room is None or any(map(operator.gt, needed, self._room)):
+            self._places = self._room = None  # until there is memory for all of it
             for name, size in needed._asdict().items():
                 if name not in self._work or self._work[name].numel() < size:
                     self._work.pop(name, None)

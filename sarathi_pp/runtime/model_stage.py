@@ -251,8 +251,9 @@ class ModelStage:
         ends = (num_tokens,) if self.device.type == "cpu" else (num_tokens, max(num_keys, num_tokens))
         for end in ends:
             pages = range(-(-end // self.kv.page_size))
-            for count in (num_tokens, 1):
-                inputs = build_inputs([Span(end - count, count, pages)], (count - 1,), self.kv.page_size, self.device)
+            for count, prompt in ((num_tokens, True), (1, False)):
+                spans = [Span(end - count, count, pages, prompt)]
+                inputs = build_inputs(spans, (count - 1,), self.kv.page_size, self.device)
                 y = self.model.forward(self._made_up(count), inputs, self.kv)
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))

@@ -217,3 +217,26 @@ def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end():
     for rows in (x[:, 1:], x.float(), x[..., :32]):
         with pytest.raises(AssertionError):
             stacked(rows, **call)
+
+
+def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch):
+    """What was already given back for it is not used."""
+    stacked = pair("llama", **WIDE)[1].model.layers[0]
+    assert isinstance(stacked, Stack)
+    work = stacked._code.Work
+    small = work(*[64] * len(work._fields))
+    stacked._addresses(small)
+    made, empty = [], torch.empty
+
+    def failing(*size, **kind):
+        if len(made) == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        made.append(empty(*size, **kind))
+        return made[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", failing)
+        with pytest.raises(RuntimeError, match="allocate"):
+            stacked._addresses(work(*[64 << 20] * len(work._fields)))
+    held = stacked._addresses(small)
+    assert held._asdict() == {name: memory.data_ptr() for name, memory in stacked._work.items()}

@@ -3,7 +3,7 @@
 Rows that are alone in their span, decodes, are read along their whole context: a read of memory, for which gathering
 pages and calling torch a dozen times costs three to four times what decode_kernel.py takes. In bfloat16, on a processor
 that multiplies it and with pages of a fitting size, decodes go through decode_lanes.py and chunks through
-chunk_kernel.py; elsewhere torch's products do the chunks (sdpa.py).
+chunk_kernel.py, a prompt's row too that was left alone; elsewhere torch's products do the chunks (sdpa.py).
 
 In float32 the chunks are decode_kernel.py's as well, a few rows at a time: a row's output is then the same to the last
 bit however its prompt was cut and whatever ran beside it, which is what float32 is chosen for. On one core of a Zen 4,
@@ -69,9 +69,9 @@ class NumbaAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32; in lanes weights are rounded to bfloat16."""
-        chunks, tiles = self._halves(inputs, query.dtype == torch.float32)
-        limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
         in_lanes = query.dtype == torch.bfloat16 and self.fits_lanes(kv)
+        chunks, tiles = self._halves(inputs, query.dtype == torch.float32, in_lanes)
+        limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
         rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits, in_lanes)
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
             query = query.contiguous()
@@ -87,11 +87,15 @@ class NumbaAttention:
             rule.tiles(query, out, tiles)
         return out
 
-    def _halves(self, inputs: StageInputs, all_in_tiles: bool) -> tuple[StageInputs, _Tiles | None]:
+    def _halves(self, inputs: StageInputs, all_in_tiles: bool, in_lanes: bool) -> tuple[StageInputs, _Tiles | None]:
         """The chunks of a microbatch and what goes row by row; every layer asks for the same one."""
         if self._split is None or self._split[0] is not inputs:
-            in_tiles = [span for span in inputs.spans if all_in_tiles or span.decode]
-            chunks = inputs._replace(spans=tuple(span for span in inputs.spans if not (all_in_tiles or span.decode)))
+            in_tiles: list[SpanRows] = []
+            in_chunks: list[SpanRows] = []
+            for span in inputs.spans:
+                alone = span.num_tokens == 1 and not (span.prompt and in_lanes)
+                (in_tiles if all_in_tiles or alone else in_chunks).append(span)
+            chunks = inputs._replace(spans=tuple(in_chunks))
             self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
         return self._split[1:]
 

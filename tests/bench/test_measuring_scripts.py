@@ -19,6 +19,7 @@ from typing import Any
 import click
 import pytest
 
+from sarathi_pp.bench.contest import Run
 from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
@@ -35,6 +36,7 @@ DIFFERENT = {
 }
 LINE = {"fixed_ms": 1.0, "a_rank_ms": 0.1, "residual": 0.0}
 Load = Callable[[str], ModuleType]
+Git = Callable[..., str]
 
 
 @pytest.fixture
@@ -42,6 +44,20 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     """By name: examples/measure/ is no package, and its scripts import each other as neighbours."""
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
+
+
+@pytest.fixture
+def git(monkeypatch: pytest.MonkeyPatch) -> Git:
+    """Of a repository of the test's own: a hook's git commands would reach for the one that it runs in."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    who = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false", "-c", "core.hooksPath=none")
+
+    def run(repository: Path, *words: str) -> str:
+        command = ["git", "-C", str(repository), *who, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    return run
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPTS.glob("*.py")))
@@ -217,10 +233,9 @@ def test_a_record_names_its_commit_command_and_machine(
     assert f"{os.cpu_count()} cores" in document["machine"]
 
 
-def test_the_commit_of_a_changed_tree_is_marked(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A hook's git commands would reach for the repository that it runs in.
-    for name in [name for name in os.environ if name.startswith("GIT_")]:
-        monkeypatch.delenv(name)
+def test_the_commit_of_a_changed_tree_is_marked(
+    load: Load, git: Git, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     record, examples = load("record"), tmp_path / "examples"
     monkeypatch.setattr(record, "EXAMPLES", examples)
     code, figures = tmp_path / "code.py", examples / "figures" / "found.json"
@@ -229,14 +244,10 @@ def test_the_commit_of_a_changed_tree_is_marked(load: Load, monkeypatch: pytest.
     for path in (code, figures):
         path.write_text("1\n")
 
-    def git(*words: str) -> str:
-        who = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false", "-c", "core.hooksPath=none")
-        return subprocess.run(["git", "-C", tmp_path, *who, *words], capture_output=True, text=True, check=True).stdout
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "first")
-    clean = git("rev-parse", "--short", "HEAD").strip()
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    clean = git(tmp_path, "rev-parse", "--short", "HEAD").strip()
     assert record.describe_commit() == clean
     figures.write_text("2\n")
     (tmp_path / "untracked").write_text("")
@@ -311,3 +322,52 @@ def test_weights_of_llamas(load: Load) -> None:
     shapes = load("simulate_gpus").SHAPES
     billions = {name: shape.weights_bytes(shape.num_layers, 2) / 2e9 for name, shape in shapes.items()}
     assert {name: round(size, 1) for name, size in billions.items()} == {"8b": 8.0, "70b": 70.6, "405b": 405.8}
+
+
+def run_of(commit: str, number: int, speed: float, token_ids: list[list[int]]) -> Run:
+    report = {
+        "total_tokens_per_s": speed,
+        "bubble_ratio_steady": 0.05,
+        "per_stage": [{"compute_s": 1.0}, {"compute_s": 2.0}],
+        "causes": {"host_s": 0.1},
+    }
+    return Run(commit, number, report, token_ids, busy_before=0.0, stolen=0.0, peak_bytes=0, command_s=1.0)
+
+
+def test_a_commit_is_compared_with_the_one_before_it_in_the_same_round(load: Load) -> None:
+    other = [[1], [9]]
+    # The second round goes backwards, on a machine half as fast.
+    runs = [run_of("a", 0, 100.0, [[1], [2]]), run_of("b", 0, 110.0, [[1], [2]]), run_of("c", 0, 99.0, other)]
+    runs += [run_of("c", 1, 54.0, other), run_of("b", 1, 60.0, [[1], [2]]), run_of("a", 1, 50.0, [[1], [2]])]
+    first, second, third = load("measure_commits").compare(("a", "b", "c"), runs)
+    assert first["commit"] == "a" and "tokens/s, of the one before" not in first
+    assert first["tokens/s"] == {"median": 75.0, "min": 50.0, "max": 100.0}
+    assert first["compute, s"]["median"] == 3.0
+    assert second["tokens/s, of the one before"]["min"] == pytest.approx(1.1)
+    assert second["tokens/s, of the one before"]["max"] == pytest.approx(1.2)
+    assert third["tokens/s, of the one before"]["median"] == pytest.approx(0.9)
+    assert (second["same tokens as the one before"]["min"], third["same tokens as the one before"]["max"]) == (1.0, 0.5)
+
+
+def test_a_commit_s_own_code_runs_and_none_that_is_not_there(
+    load: Load, git: Git, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commits = load("measure_commits")
+    repository = tmp_path / "repository"
+    (repository / "sarathi_pp").mkdir(parents=True)
+    (repository / "sarathi_pp" / "__init__.py").write_text("AGE = 'old'\n")
+    git(repository, "init", "-q")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "first")
+    commit = git(repository, "rev-parse", "--short", "HEAD").strip()
+    (repository / "sarathi_pp" / "__init__.py").write_text("AGE = 'new'\n")
+    monkeypatch.setattr(commits, "ROOT", repository)
+    run = commits.CommitRun.lay_out(commit, (), tmp_path)
+    assert (run.tree / "sarathi_pp" / "__init__.py").read_text() == "AGE = 'old'\n"
+    assert list(commits.subjects([commit])) == ["first"]
+    with pytest.raises(click.ClickException, match="c0ffee0 is not laid out"):
+        commits.CommitRun.lay_out("c0ffee0", (), tmp_path)
+    # As where PYTHONPATH does not come first.
+    monkeypatch.setattr(commits, "inherited", lambda additions: dict(os.environ))
+    with pytest.raises(click.ClickException, match=r"would run .*, not what was laid out"):
+        commits.CommitRun.lay_out(commit, (), tmp_path)

@@ -1,0 +1,149 @@
+"""What each change of the code was worth: the same work by several commits' code, in turn.
+
+    python examples/measure/make_254m.py /tmp/m254
+    python examples/measure/measure_commits.py --model /tmp/m254 --commit a44db26 --commit c1cdb6a \
+        --output examples/figures/commits.json
+
+Each commit's files are laid out by themselves and run by this Python, two stages with a compute thread each, in rounds
+of which every second goes backwards; a run of each before them, in which its kernels are compiled, is not counted. Of
+each commit: medians and extremes of its figures, what it has of the tokens a second of the one named before it, in the
+same round, and to how many of the requests it gave the same tokens as that one. In bfloat16 a sum that is made in
+another order may give others.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+from record import EXAMPLES, Record, spread
+
+from sarathi_pp.bench.contest import OurRun, Run, TokenIds, Work, hold
+from sarathi_pp.model.support import check_model
+from sarathi_pp.runtime.place import inherited
+from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.summary import Report
+
+DECODES = "uniform:n=32,min=64,max=128,output=64"
+SEQS = 32
+ROOT = EXAMPLES.parent
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRun(OurRun):
+    """`generate` of the code that lies in `tree`, with what it writes; the label is the commit's name."""
+
+    tree: Path
+
+    def environment(self, work: Work) -> dict[str, str]:
+        return {"PYTHONPATH": str(self.tree)}
+
+    def _answers(self, work: Work) -> Path:
+        # Of its own: older code replaces no directory in which it finds files that it does not know.
+        return self.tree / "answers.jsonl"
+
+    @classmethod
+    def lay_out(cls, commit: str, arguments: tuple[str, ...], directory: Path) -> CommitRun:
+        """Raises click.ClickException where git knows no such commit, or this Python would run other files."""
+        run = cls(commit, arguments, directory / commit)
+        found = subprocess.run(("git", "-C", str(ROOT), "archive", commit, "sarathi_pp"), capture_output=True)
+        if found.returncode:
+            raise click.ClickException(f"{commit} is not laid out: {found.stderr.decode().strip()}")
+        with tarfile.open(fileobj=io.BytesIO(found.stdout)) as files:
+            files.extractall(run.tree, filter="data")
+        run._check()
+        return run
+
+    def _check(self) -> None:
+        command = (sys.executable, "-P", "-c", "import sarathi_pp; print(sarathi_pp.__path__[0])")
+        environment = inherited({"PYTHONPATH": str(self.tree)})
+        taken = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        if Path(taken) != self.tree / "sarathi_pp":
+            raise click.ClickException(f"{self.label} would run {taken}, not what was laid out in {self.tree}")
+
+
+def figures_of(report: Report) -> dict[str, float]:
+    """host: what the stages wait while the first one's program plans, sends and takes in; of all stages, in seconds."""
+    return {
+        "tokens/s": report["total_tokens_per_s"],
+        "steady bubble": report["bubble_ratio_steady"],
+        "compute, s": sum(stage["compute_s"] for stage in report["per_stage"]),
+        "host, s": report["causes"]["host_s"],
+    }
+
+
+def compare(commits: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """In the order of the commits; runs: each commit's in the order of the rounds."""
+    of = {commit: [run for run in runs if run.entrant == commit] for commit in commits}
+    found = [{"commit": commit, **_spreads(of[commit])} for commit in commits]
+    for row, (before, after) in zip(found[1:], pairwise(commits), strict=True):
+        pairs = list(zip(of[before], of[after], strict=True))
+        row["tokens/s, of the one before"] = spread(
+            [b.report["total_tokens_per_s"] / a.report["total_tokens_per_s"] for a, b in pairs]
+        )
+        row["same tokens as the one before"] = spread([_same(a.token_ids, b.token_ids) for a, b in pairs])
+    return found
+
+
+def _spreads(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    figures = [figures_of(run.report) for run in runs]
+    return {name: spread([one[name] for one in figures]) for name in figures[0]} | {
+        "stolen": spread([run.stolen for run in runs])
+    }
+
+
+def _same(before: TokenIds, after: TokenIds) -> float:
+    return sum(one == other for one, other in zip(before, after, strict=True)) / len(before)
+
+
+def subjects(commits: Sequence[str]) -> Iterator[str]:
+    for commit in commits:
+        command = ("git", "-C", str(ROOT), "show", "--no-patch", "--format=%s", commit)
+        yield subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--commit", "commits", multiple=True, required=True, help="Two or more, in order.")
+@click.option("--workload", default=DECODES, show_default=True)
+@click.option("--policy", default="balanced", show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path))
+def main(model: Path, commits: tuple[str, ...], workload: str, policy: str, rounds: int, output: Path | None) -> None:
+    if len(set(commits)) != len(commits) or len(commits) < 2:
+        raise click.UsageError(f"--commit names two or more, each once; got {', '.join(commits)}")
+    record, facts = Record.begin(), check_model(model)
+    requests = list(parse_workload(workload).requests(vocabulary=facts.vocab_size))
+    with TemporaryDirectory() as scratch:
+        arguments = ("--stages", "2", "--policy", policy)
+        entrants = [CommitRun.lay_out(commit, arguments, Path(scratch)) for commit in commits]
+        work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
+        hold(work, entrants, 1, lambda run: None)
+        runs = hold(work, entrants, rounds, _say)
+    rows = compare(commits, runs)
+    for row, subject in zip(rows, subjects(commits), strict=True):
+        row["subject"] = subject
+    print(json.dumps(rows, indent=1))
+    record.write(
+        output, {"model": str(model), "workload": workload, "policy": policy, "rounds": rounds, "commits": rows}
+    )
+
+
+def _say(run: Run) -> None:
+    print(
+        run.round, run.entrant, *(f"{name} {figure:.4g}" for name, figure in figures_of(run.report).items()), flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()

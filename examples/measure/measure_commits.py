@@ -4,11 +4,12 @@
     python examples/measure/measure_commits.py --model /tmp/m254 --commit a44db26 --commit c1cdb6a \
         --output examples/figures/commits.json
 
-Each commit's files are laid out by themselves and run by this Python, two stages with a compute thread each, in rounds
-of which every second goes backwards; a run of each before them, in which its kernels are compiled, is not counted. Of
-each commit: medians and extremes of its figures, what it has of the tokens a second of the one named before it, in the
-same round, and to how many of the requests it gave the same tokens as that one. In bfloat16 a sum that is made in
-another order may give others.
+Each commit's `sarathi_pp` is laid out by itself and run by this Python with the libraries of now, two stages with a
+compute thread each, in rounds of which every second goes backwards; a run of each before them, in which its kernels are
+compiled, is not counted. Of each commit: medians and extremes of its figures, what it has of the tokens a second of the
+one named before it, in the same round, and to how many of the requests it gave the same tokens as that one; then each
+round's. In bfloat16 a sum that is made in another order may give others. Two commits between which `sarathi_pp` did not
+change tell what the same code differs by. Written after every round.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import json
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,6 +36,7 @@ from sarathi_pp.trace.summary import Report
 
 DECODES = "uniform:n=32,min=64,max=128,output=64"
 SEQS = 32
+GAIN, SAME = "tokens/s, of the one before", "same tokens as the one before"
 ROOT = EXAMPLES.parent
 
 
@@ -46,6 +47,10 @@ class CommitRun(OurRun):
     tree: Path
 
     def environment(self, work: Work) -> dict[str, str]:
+        return self._path
+
+    @property
+    def _path(self) -> dict[str, str]:
         return {"PYTHONPATH": str(self.tree)}
 
     def _answers(self, work: Work) -> Path:
@@ -66,8 +71,8 @@ class CommitRun(OurRun):
 
     def _check(self) -> None:
         command = (sys.executable, "-P", "-c", "import sarathi_pp; print(sarathi_pp.__path__[0])")
-        environment = inherited({"PYTHONPATH": str(self.tree)})
-        taken = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(command, env=inherited(self._path), capture_output=True, text=True, check=True)
+        taken = found.stdout.strip()
         if Path(taken) != self.tree / "sarathi_pp":
             raise click.ClickException(f"{self.label} would run {taken}, not what was laid out in {self.tree}")
 
@@ -83,66 +88,64 @@ def figures_of(report: Report) -> dict[str, float]:
 
 
 def compare(commits: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """In the order of the commits; runs: each commit's in the order of the rounds."""
+    """In the order of the commits; runs: each commit's in the order of the rounds, all of as many."""
     of = {commit: [run for run in runs if run.entrant == commit] for commit in commits}
-    found = [{"commit": commit, **_spreads(of[commit])} for commit in commits]
-    for row, (before, after) in zip(found[1:], pairwise(commits), strict=True):
-        pairs = list(zip(of[before], of[after], strict=True))
-        row["tokens/s, of the one before"] = spread(
-            [b.report["total_tokens_per_s"] / a.report["total_tokens_per_s"] for a, b in pairs]
-        )
-        row["same tokens as the one before"] = spread([_same(a.token_ids, b.token_ids) for a, b in pairs])
+    found: list[dict[str, Any]] = []
+    for before, commit in zip((None, *commits), commits, strict=False):
+        each = [{**figures_of(run.report), "stolen": run.stolen} for run in of[commit]]
+        if before is not None:
+            for row, a, b in zip(each, of[before], of[commit], strict=True):
+                row[GAIN] = b.report["total_tokens_per_s"] / a.report["total_tokens_per_s"]
+                row[SAME] = _same(a.token_ids, b.token_ids)
+        spreads = {name: spread([row[name] for row in each]) for name in each[0]}
+        found.append({"commit": commit, **spreads, "rounds": each})
     return found
-
-
-def _spreads(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    figures = [figures_of(run.report) for run in runs]
-    return {name: spread([one[name] for one in figures]) for name in figures[0]} | {
-        "stolen": spread([run.stolen for run in runs])
-    }
 
 
 def _same(before: TokenIds, after: TokenIds) -> float:
     return sum(one == other for one, other in zip(before, after, strict=True)) / len(before)
 
 
-def subjects(commits: Sequence[str]) -> Iterator[str]:
-    for commit in commits:
-        command = ("git", "-C", str(ROOT), "show", "--no-patch", "--format=%s", commit)
-        yield subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+def resolve(commit: str) -> dict[str, str]:
+    """Raises click.ClickException where git knows no such commit."""
+    command = ("git", "-C", str(ROOT), "show", "--no-patch", "--format=%h%n%s", f"{commit}^{{commit}}")
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise click.ClickException(f"--commit {commit}: {found.stderr.strip()}")
+    name, subject = found.stdout.strip().split("\n", 1)
+    return {"commit": name, "subject": subject}
 
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
-@click.option("--commit", "commits", multiple=True, required=True, help="Two or more, in order.")
+@click.option("--commit", "named", multiple=True, required=True, help="Two or more, in order.")
 @click.option("--workload", default=DECODES, show_default=True)
 @click.option("--policy", default="balanced", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path))
-def main(model: Path, commits: tuple[str, ...], workload: str, policy: str, rounds: int, output: Path | None) -> None:
-    if len(set(commits)) != len(commits) or len(commits) < 2:
-        raise click.UsageError(f"--commit names two or more, each once; got {', '.join(commits)}")
+def main(model: Path, named: tuple[str, ...], workload: str, policy: str, rounds: int, output: Path | None) -> None:
+    subjects = {one["commit"]: one["subject"] for one in map(resolve, named)}
+    commits = tuple(subjects)
+    if len(commits) != len(named) or len(commits) < 2:
+        raise click.UsageError(f"--commit names two or more, each once; got {', '.join(named)}")
     record, facts = Record.begin(), check_model(model)
     requests = list(parse_workload(workload).requests(vocabulary=facts.vocab_size))
+    runs: list[Run] = []
     with TemporaryDirectory() as scratch:
         arguments = ("--stages", "2", "--policy", policy)
         entrants = [CommitRun.lay_out(commit, arguments, Path(scratch)) for commit in commits]
         work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
         hold(work, entrants, 1, lambda run: None)
-        runs = hold(work, entrants, rounds, _say)
-    rows = compare(commits, runs)
-    for row, subject in zip(rows, subjects(commits), strict=True):
-        row["subject"] = subject
-    print(json.dumps(rows, indent=1))
-    record.write(
-        output, {"model": str(model), "workload": workload, "policy": policy, "rounds": rounds, "commits": rows}
-    )
+        for number in range(rounds):
+            runs += hold(work, entrants[:: -1 if number % 2 else 1], 1, _say)
+            rows = [{**row, "subject": subjects[row["commit"]]} for row in compare(commits, runs)]
+            given = {"model": str(model), "workload": workload, "policy": policy}
+            record.write(output, {**given, "rounds": number + 1, "commits": rows})
+    print(json.dumps([{name: row[name] for name in row if name != "rounds"} for row in rows], indent=1))
 
 
 def _say(run: Run) -> None:
-    print(
-        run.round, run.entrant, *(f"{name} {figure:.4g}" for name, figure in figures_of(run.report).items()), flush=True
-    )
+    print(run.entrant, *(f"{name} {figure:.4g}" for name, figure in figures_of(run.report).items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import pytest
 
-from sarathi_pp.bench.contest import Run
+from sarathi_pp.bench.contest import Run, Work
 from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
@@ -346,6 +346,7 @@ def test_a_commit_is_compared_with_the_one_before_it_in_the_same_round(load: Loa
     assert second["tokens/s, of the one before"]["min"] == pytest.approx(1.1)
     assert second["tokens/s, of the one before"]["max"] == pytest.approx(1.2)
     assert third["tokens/s, of the one before"]["median"] == pytest.approx(0.9)
+    assert [one["tokens/s"] for one in third["rounds"]] == [99.0, 54.0]
     assert (second["same tokens as the one before"]["min"], third["same tokens as the one before"]["max"]) == (1.0, 0.5)
 
 
@@ -364,9 +365,17 @@ def test_a_commit_s_own_code_runs_and_none_that_is_not_there(
     monkeypatch.setattr(commits, "ROOT", repository)
     run = commits.CommitRun.lay_out(commit, (), tmp_path)
     assert (run.tree / "sarathi_pp" / "__init__.py").read_text() == "AGE = 'old'\n"
-    assert list(commits.subjects([commit])) == ["first"]
-    with pytest.raises(click.ClickException, match="c0ffee0 is not laid out"):
-        commits.CommitRun.lay_out("c0ffee0", (), tmp_path)
+    # As a contest runs it.
+    work = Work(tmp_path, "bfloat16", (), 1, tmp_path)
+    command = [sys.executable, "-P", "-c", "import sarathi_pp; print(sarathi_pp.AGE)"]
+    environment = {**os.environ, **run.environment(work)}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "old\n"
+    assert str(run.tree) in " ".join(run.command(work))
+    assert commits.resolve("HEAD") == {"commit": commit, "subject": "first"}
+    with pytest.raises(click.ClickException, match="--commit c0ffee0"):
+        commits.resolve("c0ffee0")
+    with pytest.raises(click.UsageError, match=f"each once; got {commit}, HEAD"):
+        commits.main.callback(tmp_path, (commit, "HEAD"), "", "balanced", 1, None)
     # As where PYTHONPATH does not come first.
     monkeypatch.setattr(commits, "inherited", lambda additions: dict(os.environ))
     with pytest.raises(click.ClickException, match=r"would run .*, not what was laid out"):

@@ -59,7 +59,7 @@ class CommitRun(OurRun):
 
     @classmethod
     def lay_out(cls, commit: str, arguments: tuple[str, ...], directory: Path) -> CommitRun:
-        """Raises click.ClickException where git knows no such commit, or this Python would run other files."""
+        """Raises click.ClickException where the commit has no `sarathi_pp`, or this Python would run other files."""
         run = cls(commit, arguments, directory / commit)
         found = subprocess.run(("git", "-C", str(ROOT), "archive", commit, "sarathi_pp"), capture_output=True)
         if found.returncode:
@@ -131,21 +131,29 @@ def main(model: Path, named: tuple[str, ...], workload: str, policy: str, rounds
     record, facts = Record.begin(), check_model(model)
     requests = list(parse_workload(workload).requests(vocabulary=facts.vocab_size))
     runs: list[Run] = []
+
+    def keep(run: Run) -> None:
+        _say(run)
+        runs.append(run)
+        if len(runs) % len(commits) == 0:
+            rows = [{**row, "subject": subjects[row["commit"]]} for row in compare(commits, runs)]
+            given = {"model": str(model), "workload": workload, "policy": policy}
+            record.write(output, {**given, "rounds": run.round + 1, "commits": rows})
+
     with TemporaryDirectory() as scratch:
         arguments = ("--stages", "2", "--policy", policy)
         entrants = [CommitRun.lay_out(commit, arguments, Path(scratch)) for commit in commits]
         work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
         hold(work, entrants, 1, lambda run: None)
-        for number in range(rounds):
-            runs += hold(work, entrants[:: -1 if number % 2 else 1], 1, _say)
-            rows = [{**row, "subject": subjects[row["commit"]]} for row in compare(commits, runs)]
-            given = {"model": str(model), "workload": workload, "policy": policy}
-            record.write(output, {**given, "rounds": number + 1, "commits": rows})
+        hold(work, entrants, rounds, keep)
+    rows = compare(commits, runs)
     print(json.dumps([{name: row[name] for name in row if name != "rounds"} for row in rows], indent=1))
 
 
 def _say(run: Run) -> None:
-    print(run.entrant, *(f"{name} {figure:.4g}" for name, figure in figures_of(run.report).items()), flush=True)
+    print(
+        run.round, run.entrant, *(f"{name} {figure:.4g}" for name, figure in figures_of(run.report).items()), flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -376,6 +376,10 @@ def test_a_commit_s_own_code_runs_and_none_that_is_not_there(
         commits.resolve("c0ffee0")
     with pytest.raises(click.UsageError, match=f"each once; got {commit}, HEAD"):
         commits.main.callback(tmp_path, (commit, "HEAD"), "", "balanced", 1, None)
+    git(repository, "mv", "sarathi_pp", "elsewhere")
+    git(repository, "commit", "-qm", "moved")
+    with pytest.raises(click.ClickException, match="HEAD is not laid out"):
+        commits.CommitRun.lay_out("HEAD", (), tmp_path)
     # As where PYTHONPATH does not come first.
     monkeypatch.setattr(commits, "inherited", lambda additions: dict(os.environ))
     with pytest.raises(click.ClickException, match=r"would run .*, not what was laid out"):

@@ -28,9 +28,12 @@ PIECE_COLUMNS = 8
 # int32 columns of a merge: the tile's first row and tokens; the first partial row of its first piece; pieces.
 MERGE_COLUMNS = 4
 
-# Programs that a processor of the device holds at once. Fewer keys than the least are not worth a merge.
+# Programs that a processor of the device holds at once, and those with room for many rows.
 _PROGRAMS_PER_PROCESSOR = 2
-_LEAST_KEYS_PER_PIECE = 256
+_LARGE_PROGRAMS_PER_PROCESSOR = 1
+# Fewer keys are not worth a merge: of a piece that reads so many, each row's partial result, written and read again, is
+# an eighth of the bytes of its keys and values.
+_LEAST_KEYS_PER_ROW = 16
 # The least rows that tensor cores multiply.
 _LEAST_ROWS = 16
 
@@ -61,7 +64,8 @@ class Blocks:
 
     @classmethod
     def of(cls, group: int, head_dim: int, itemsize: int) -> Blocks:
-        """As large as 99 KiB of shared memory take with two blocks of keys and of values under way, and registers.
+        """As large as 99 KiB of shared memory take with two blocks of keys and of values in it, and registers. There
+        are three of each where products read shared memory themselves, as on Hopper, which has more of it.
 
         itemsize: bytes of a query, key or value. With 4 there are no tensor cores for IEEE products, whose factors then
         lie in registers: more than 32 rows were seen to spill thousands of bytes.
@@ -99,12 +103,13 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """first_key: the first block with a key that any row sees; end_key: behind the last such key."""
+    """rows: of its block. first_key: the first block with a key that any row sees; end_key: behind the last one."""
 
     extent: Extent
     first_row: int
     num_tokens: int
     start: int
+    rows: int
     first_key: int
 
     @property
@@ -163,7 +168,7 @@ class FixedWork:
         self._num_processors = num_processors
         has_many = longest * blocks.group > blocks.few_rows
         rows = blocks.many_rows if has_many else blocks.few_rows
-        # A sequence's tiles are full but for its last; keys_per_piece is no less than an equal share of all reading.
+        # A sequence's tiles are full but for its last; no piece is cut for less than an equal share of all reading.
         tiles = num_seqs + (num_tokens // (rows // blocks.group) if has_many else 0)
         shares = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_kv_heads)
         self._num_pieces, self._num_merges = tiles + shares, min(tiles, shares)
@@ -219,13 +224,14 @@ def _cut(
     tiles = [tile for extent in extents for tile in _tiles(extent, blocks, window)]
     # Long ones first: what is begun last is then short, and the device is not left waiting for one program.
     tiles.sort(key=lambda tile: tile.num_keys, reverse=True)
-    if keys_per_piece is None:
-        keys_per_piece = choose_keys_per_piece([tile.num_keys for tile in tiles], num_kv_heads, num_processors)
+    has_many = any(tile.rows > blocks.few_rows for tile in tiles)
+    programs = num_processors * (_LARGE_PROGRAMS_PER_PROCESSOR if has_many else _PROGRAMS_PER_PROCESSOR)
+    share = equal_share([tile.num_keys for tile in tiles], num_kv_heads, programs)
     pieces: list[int] = []
     merges: list[int] = []
     partial_rows = most_merged_tokens = 0
     for tile in tiles:
-        bounds = _bounds(tile, keys_per_piece, blocks.keys)
+        bounds = _bounds(tile, keys_per_piece or max(share, _LEAST_KEYS_PER_ROW * tile.rows), blocks.keys)
         split = len(bounds) > 2
         rows = tile.num_tokens * blocks.group
         if split:
@@ -236,7 +242,6 @@ def _cut(
             place = (tile.first_row, tile.num_tokens, tile.start, tile.extent.first_page)
             pieces += (*place, first, end, partial, int(first == tile.first_key))
             partial_rows += rows if split else 0
-    has_many = any(tile.num_tokens * blocks.group > blocks.few_rows for tile in tiles)
     return _Cut(pieces, merges, partial_rows, most_merged_tokens, has_many)
 
 
@@ -249,14 +254,13 @@ def _pinned(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def choose_keys_per_piece(tile_keys: Sequence[int], num_kv_heads: int, num_processors: int) -> int:
-    """About how many keys a program should read, for tiles that read so many each.
+def equal_share(tile_keys: Sequence[int], num_kv_heads: int, num_programs: int) -> int:
+    """How many keys each of the programs reads that the device holds at once, for tiles that read so many each.
 
-    An equal share of all reading for each program that the device holds at once: a long decode beside a chunk is cut as
-    well, and where there are enough tiles of about the same length nothing is.
+    With pieces of about as many a long decode beside a chunk is cut as well, and where there are enough tiles of about
+    the same length nothing is.
     """
-    share = -(-sum(tile_keys) * num_kv_heads // (num_processors * _PROGRAMS_PER_PROCESSOR))
-    return max(share, _LEAST_KEYS_PER_PIECE)
+    return -(-sum(tile_keys) * num_kv_heads // num_programs)
 
 
 def power_of_two(count: int) -> int:
@@ -271,11 +275,14 @@ def _tiles(extent: Extent, blocks: Blocks, window: int | None) -> Iterator[_Tile
         start = extent.start + token
         seen = 0 if window is None else max(start - window + 1, 0)
         num_tokens = min(step, extent.num_tokens - token)
-        yield _Tile(extent, extent.first_row + token, num_tokens, start, seen // blocks.keys * blocks.keys)
+        yield _Tile(extent, extent.first_row + token, num_tokens, start, rows, seen // blocks.keys * blocks.keys)
 
 
 def _bounds(tile: _Tile, keys_per_piece: int, block_keys: int) -> list[int]:
-    """Where the tile's pieces begin, and the end of the last: about equal, and no piece is empty."""
-    num_pieces = -(-tile.num_keys // keys_per_piece)
+    """Where the tile's pieces begin, and the end of the last: about equal, and no piece is empty.
+
+    Their number is the nearest, not the next: a tile a little longer than others is not worth two pieces and a merge.
+    """
+    num_pieces = max((2 * tile.num_keys + keys_per_piece) // (2 * keys_per_piece), 1)
     step = -(-tile.num_keys // (num_pieces * block_keys)) * block_keys
     return [*range(tile.first_key, tile.end_key, step), tile.end_key]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sarathi_pp_kernels.attention_work import AttentionWork, Blocks, Extent, choose_keys_per_piece, cut_work
+from sarathi_pp_kernels.attention_work import AttentionWork, Blocks, Extent, cut_work, equal_share
 from sarathi_pp_kernels.paged_attention import paged_attention, reference_paged_attention
 from torch import Tensor
 from torch.nn import functional
@@ -188,7 +188,7 @@ def test_blocks_of_the_real_size_are_exact(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     case = Case([(150, 20), (200, 1)], 32, num_heads, num_kv_heads, head_dim, dtype)
-    work = case.cut(120, 128, Blocks.of(case.group, head_dim, dtype.itemsize))
+    work = case.cut(120, 96, Blocks.of(case.group, head_dim, dtype.itemsize))
     assert work.merges.shape[0] and work.has_many == (20 * case.group > work.blocks.few_rows)
     close(case.run(work, sinks=True), case.expected(120, sinks=True), 3e-6 if dtype == torch.float32 else 2e-3)
 
@@ -205,7 +205,7 @@ def test_the_number_of_pieces_changes_only_roundings(window: int | None, most_ke
 
 
 def test_more_pieces_are_merged_than_are_read_at_once() -> None:
-    case = Case([(310, 1)], 32)
+    case = Case([(303, 1)], 32)
     work = case.cut(None, 16)
     assert int(work.merges[0, 3]) > 16
     close(case.run(work, sinks=True), case.expected(sinks=True))
@@ -356,13 +356,26 @@ def test_contexts_are_split_only_where_that_fills_the_device() -> None:
     # A chunk beside it has enough programs for all processors, and one decode would still read when they are done.
     parts = [Extent(0, 512, 0, 0), Extent(512, 1, 30000, 0)]
     pieces = cut_work(parts, Blocks.of(4, 128, 2), None, 8, 132, CPU).pieces
-    assert int((pieces[:, 0] < 512).sum()) == 16 and int((pieces[:, 0] == 512).sum()) > 20
+    assert int((pieces[:, 0] < 512).sum()) == 16 and int((pieces[:, 0] == 512).sum()) > 10
+
+
+def test_a_chunk_is_split_only_where_that_is_worth_its_partial_results() -> None:
+    """They are written and read again for each row: of short pieces they are more bytes than keys and values."""
+
+    def counts_of(num_tokens: int, start: int) -> list[int]:
+        pieces = cut_work([Extent(0, num_tokens, start, 0)], Blocks.of(4, 128, 2), None, 8, 132, CPU).pieces
+        return [int((pieces[:, 0] == row).sum()) for row in range(0, num_tokens, 32)]
+
+    assert counts_of(512, 0) == [1] * 16
+    # A processor holds one program with room for so many rows: 128 of them are all that 132 processors hold.
+    assert counts_of(512, 4096) == [1] * 16
+    assert counts_of(128, 8000) == [4] * 4
+    assert counts_of(32, 1000) == [1]
 
 
 def test_an_equal_share_of_the_keys_is_a_piece() -> None:
-    assert choose_keys_per_piece([32768], 8, 132) == 993
-    assert choose_keys_per_piece([32768], 1, 132) == 256
-    assert choose_keys_per_piece([4096] * 100, 8, 1) > 4096
+    assert equal_share([32768], 8, 264) == 993
+    assert equal_share([4096] * 100, 8, 2) > 4096
 
 
 _COMPILE = """

@@ -6,7 +6,13 @@ of keys, wherever their pages are.
     tile        rows: token 0 head 0, token 0 head 1, ... token 1 head 0, ...    the heads that share the KV head
     pages       (n,) page tables of the sequences, one after the other
     keys        (num_pages, num_kv_heads, page_size, head_dim)        values alike
-                 a block of keys reads its page ids first: any page size will do, and none is worth waiting for
+                 any page size will do
+
+A block's products run while later blocks are on their way, at addresses that are known by then:
+
+    multiplied           block 0     1     2    ...
+    keys and values of         2     3     4
+    page ids of                3     4     5    read by hand: loads that wait for loads are asked for late by Triton
 
 The softmax is summed up while walking (FlashAttention-2, Dao 2023), the query heads that share a KV head are rows of
 the same product, pages are read in place (PagedAttention, Kwon et al. 2023), pieces of one tile are merged afterwards
@@ -35,8 +41,9 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _LEAST_DIM = 16
 # Pieces of a tile that a merging program reads at once.
 _BLOCK_PIECES = 16
-# Blocks of keys and of values under way at once. Three of them do not fit into the shared memory of every device.
-NUM_STAGES = 2
+# One block of keys and of values is multiplied while the next ones are loaded. With 2 stages loads are begun behind the
+# products of the block before and waited for at once: nothing hides them.
+NUM_STAGES = 3
 
 
 def paged_attention(
@@ -53,8 +60,8 @@ def paged_attention(
     """(T, H, D) rotated queries, whose keys and values are in their pages already, to outputs like them.
 
     keys, values: (num_pages, num_kv_heads, page_size, D), contiguous. pages: (n,) int64. H is num_kv_heads times
-    work.blocks.group. softcap: scores become softcap * tanh(score / softcap). sinks: (H,), one more logit per head, in
-    the softmax's denominator alone.
+    work.blocks.group. scaling: above 0. softcap: scores become softcap * tanh(score / softcap). sinks: (H,), one more
+    logit per head, in the softmax's denominator alone.
     """
     if query.stride(2) != 1:
         query = query.contiguous()
@@ -63,12 +70,13 @@ def paged_attention(
     blocks = work.blocks
     assert num_heads == num_kv_heads * blocks.group, f"{num_heads} heads are not {num_kv_heads} times {blocks.group}"
     assert keys.is_contiguous() and values.is_contiguous() and pages.dtype == torch.int64
+    assert scaling > 0, f"the largest score is found before it is multiplied by {scaling}"
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     # Two and not halves of one: where a second half is not aligned to 16 bytes, it is another kernel to compile.
     maxima = torch.empty((work.partial_rows, num_kv_heads), dtype=torch.float32, device=query.device)
     sums = torch.empty_like(maxima)
     weighted = torch.empty((work.partial_rows, num_kv_heads, head_dim), dtype=torch.float32, device=query.device)
-    _attend[(work.pieces.shape[0], num_kv_heads)](
+    _attend[(work.pieces.shape[0] * num_kv_heads,)](
         query,
         *query.stride()[:2],
         keys,
@@ -97,7 +105,9 @@ def paged_attention(
         COLUMNS=PIECE_COLUMNS,
         # Four warps multiply 64 rows together.
         num_warps=8 if work.most_rows >= 128 else 4,
-        num_stages=NUM_STAGES,
+        num_stages=_num_stages(head_dim, query.device),
+        # Scores are multiplied in the subtraction before their exponential.
+        enable_fp_fusion=True,
     )
     if work.partial_rows:
         _merge[(work.merges.shape[0], work.most_merged_tokens, num_heads)](
@@ -159,7 +169,15 @@ def reference_paged_attention(
     return out
 
 
-@triton.jit
+def _num_stages(head_dim: int, device: torch.device) -> int:
+    """Heads of more than 128 channels take more than the 99 KiB of shared memory that every device has."""
+    if head_dim <= 128 or device.type != "cuda":
+        return NUM_STAGES
+    return NUM_STAGES if torch.cuda.get_device_capability(device)[0] in (9, 10) else NUM_STAGES - 1
+
+
+# Where the page tables begin in a microbatch's table depends on its rows: each way would be a kernel to compile.
+@triton.jit(do_not_specialize_on_alignment=["pages"])
 def _attend(
     query: tl.tensor,
     token_stride: tl.tensor,
@@ -191,22 +209,24 @@ def _attend(
 ) -> None:
     """A program's piece, in a block of FEW_ROWS or MANY_ROWS rows. MANY_ROWS 0: no tile of the microbatch has more.
 
-    Scores to base 2 are products times score_factor, or cap_factor * tanh(products * score_factor).
+    Scores to base 2 are products times score_factor, or cap_factor * tanh(products * score_factor). Programs begin in
+    the order of pieces, the longest first, in all KV heads.
     """
-    piece = pieces + tl.program_id(0) * COLUMNS
+    kv_head = tl.program_id(0) % num_kv_heads
+    piece = pieces + tl.program_id(0) // num_kv_heads * COLUMNS
     num_tokens = tl.load(piece + 1)
     # Two bodies of the same steps: a decode's few rows in the block of a chunk would multiply as long as all its rows.
     if MANY_ROWS == 0 or num_tokens * GROUP <= FEW_ROWS:
         _walk(
-            query, token_stride, head_stride, keys, values, num_kv_heads, pages, piece, sinks, maxima, sums, weighted,
-            out, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HAS_SPLITS, GROUP, HEAD_DIM, BLOCK_DIM,
-            PAGE_SIZE, FEW_ROWS, BLOCK_KEYS,
+            query, token_stride, head_stride, keys, values, num_kv_heads, kv_head, pages, piece, sinks, maxima, sums,
+            weighted, out, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HAS_SPLITS, GROUP, HEAD_DIM,
+            BLOCK_DIM, PAGE_SIZE, FEW_ROWS, BLOCK_KEYS,
         )  # fmt: skip
     else:
         _walk(
-            query, token_stride, head_stride, keys, values, num_kv_heads, pages, piece, sinks, maxima, sums, weighted,
-            out, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HAS_SPLITS, GROUP, HEAD_DIM, BLOCK_DIM,
-            PAGE_SIZE, MANY_ROWS, BLOCK_KEYS,
+            query, token_stride, head_stride, keys, values, num_kv_heads, kv_head, pages, piece, sinks, maxima, sums,
+            weighted, out, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HAS_SPLITS, GROUP, HEAD_DIM,
+            BLOCK_DIM, PAGE_SIZE, MANY_ROWS, BLOCK_KEYS,
         )  # fmt: skip
 
 
@@ -218,6 +238,7 @@ def _walk(
     keys: tl.tensor,
     values: tl.tensor,
     num_kv_heads: tl.tensor,
+    kv_head: tl.tensor,
     pages: tl.tensor,
     piece: tl.tensor,
     sinks: tl.tensor,
@@ -245,7 +266,6 @@ def _walk(
     table = pages + tl.load(piece + 3)
     end_key = tl.load(piece + 5)
     partial = tl.load(piece + 6)
-    kv_head = tl.program_id(1)
 
     row = tl.arange(0, BLOCK_ROWS)
     token = row // GROUP
@@ -260,35 +280,18 @@ def _walk(
 
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    summed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     if sinks is not None:
-        # A key without value: what the walk begins with, in one piece of each tile.
+        # A key without value: what summing begins with, in one piece of each tile.
         takes_sinks = tl.load(piece + 7) != 0
         sink = tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) * _LOG2_E
         peak = tl.where(takes_sinks, sink, peak)
         total = tl.where(takes_sinks, 1.0, total)
 
-    for first in range(tl.load(piece + 4), end_key, BLOCK_KEYS):
-        key = first + tl.arange(0, BLOCK_KEYS)
-        there = key < end_key
-        if HAS_WINDOW:
-            there = there & (key > start - window)
-        page = tl.load(table + key // PAGE_SIZE, mask=there, other=0)
-        place = (page * num_kv_heads + kv_head) * (PAGE_SIZE * HEAD_DIM) + (key % PAGE_SIZE) * HEAD_DIM
-        key_block = tl.load(keys + place[None, :] + channel[:, None], mask=there[None, :] & of_head[:, None], other=0.0)
-        distance = position[:, None] - key[None, :]
-        seen = there[None, :] & (distance >= 0)
-        if HAS_WINDOW:
-            seen = seen & (distance < window)
-        scores = _scores(queries, key_block, seen, score_factor, cap_factor, HAS_SOFTCAP)
-        peak, weights, shrink = _weights(peak, scores)
-        total = total * shrink + tl.sum(weights, 1)
-        value_block = tl.load(
-            values + place[:, None] + channel[None, :], mask=there[:, None] & of_head[None, :], other=0.0
-        )
-        rounded = weights.to(value_block.dtype)
-        summed = tl.dot(rounded, value_block, acc=summed * shrink[:, None], input_precision="ieee")
-
+    peak, total, summed = _sum_up(
+        queries, position, peak, total, keys, values, num_kv_heads, kv_head, table, tl.load(piece + 4), end_key, start,
+        num_tokens, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HEAD_DIM, BLOCK_DIM, PAGE_SIZE,
+        BLOCK_ROWS, BLOCK_KEYS,
+    )  # fmt: skip
     if HAS_SPLITS and partial >= 0:
         slot = (partial + row).to(tl.int64) * num_kv_heads + kv_head
         _store_partial(maxima, sums, weighted, slot, peak, total, summed, live, channel, HEAD_DIM)
@@ -299,27 +302,139 @@ def _walk(
 
 
 @triton.jit
-def _scores(
+def _sum_up(
     queries: tl.tensor,
-    key_block: tl.tensor,
-    seen: tl.tensor,
+    position: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    num_kv_heads: tl.tensor,
+    kv_head: tl.tensor,
+    table: tl.tensor,
+    begin: tl.tensor,
+    end_key: tl.tensor,
+    start: tl.tensor,
+    num_tokens: tl.tensor,
     score_factor: tl.tensor,
     cap_factor: tl.tensor,
+    window: tl.tensor,
     HAS_SOFTCAP: tl.constexpr,
-) -> tl.tensor:
-    """(rows, keys) float32 to base 2; -inf where a row does not see a key."""
-    scores = tl.dot(queries, key_block, input_precision="ieee") * score_factor
-    if HAS_SOFTCAP:
-        scores = cap_factor * _tanh(scores)
-    return tl.where(seen, scores, float("-inf"))
+    HAS_WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The rows' peak, the sum of their weights and that of their weighted values, over the keys [begin, end_key)."""
+    channel = tl.arange(0, BLOCK_DIM)
+    summed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    # Where the head lies in a page, and how far apart pages are.
+    inside = kv_head * (PAGE_SIZE * HEAD_DIM) + channel[None, :]
+    page_step = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
+    offset = tl.arange(0, BLOCK_KEYS)
+    unseen = start - window  # the last key that no row sees
+    page = _pages(table, begin, end_key, unseen, offset, HAS_WINDOW, PAGE_SIZE, BLOCK_KEYS)
+    for first in range(begin, end_key, BLOCK_KEYS):
+        place = inside + _places(page, page_step, first, offset, PAGE_SIZE, HEAD_DIM, BLOCK_KEYS)[:, None]
+        page = _pages(table, first + BLOCK_KEYS, end_key, unseen, offset, HAS_WINDOW, PAGE_SIZE, BLOCK_KEYS)
+        wanted = _there(first, end_key, unseen, offset, HAS_WINDOW)[:, None]
+        if HEAD_DIM < BLOCK_DIM:
+            wanted = wanted & (channel < HEAD_DIM)[None, :]
+        key_block = tl.load(keys + place, mask=wanted, other=0.0)
+        scores = tl.dot(queries, tl.trans(key_block), input_precision="ieee")
+        if HAS_SOFTCAP:
+            scores = cap_factor * _tanh(scores * score_factor)
+        whole = first + BLOCK_KEYS <= start + 1  # every row sees every key: most blocks
+        if HAS_WINDOW:
+            whole = whole & (first >= unseen + num_tokens)
+        masked = scores
+        if not whole:
+            masked = tl.where(_seen(position - first, window, offset, HAS_WINDOW), scores, float("-inf"))
+        # Costs nothing, and Triton, which looks for them beside branches, finds that one product feeds the other.
+        scores = tl.where(whole, scores, masked)
+        peak, weights, shrink = _weights(peak, scores, 1.0 if HAS_SOFTCAP else score_factor)
+        total = total * shrink + tl.sum(weights, 1)
+        value_block = tl.load(values + place, mask=wanted, other=0.0)
+        rounded = weights.to(value_block.dtype)
+        summed = tl.dot(rounded, value_block, acc=summed * shrink[:, None], input_precision="ieee")
+    return peak, total, summed
 
 
 @triton.jit
-def _weights(peak: tl.tensor, scores: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """For scores (rows, keys): the rows' peak with them, their weights, and what weights until now shrink by."""
-    higher = tl.maximum(peak, tl.max(scores, 1))
+def _there(
+    first: tl.tensor, end_key: tl.tensor, unseen: tl.tensor, offset: tl.tensor, HAS_WINDOW: tl.constexpr
+) -> tl.tensor:
+    """(keys,), whether the piece has these keys of the block at `first` and any row sees them."""
+    there = offset < end_key - first
+    if HAS_WINDOW:
+        there = there & (offset > unseen - first)
+    return there
+
+
+@triton.jit
+def _pages(
+    table: tl.tensor,
+    first: tl.tensor,
+    end_key: tl.tensor,
+    unseen: tl.tensor,
+    offset: tl.tensor,
+    HAS_WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> tl.tensor:
+    """Page ids of the block's keys, int32: one for each, or a single one where blocks do not cross pages."""
+    if PAGE_SIZE % BLOCK_KEYS == 0:
+        page = tl.load(table + first // PAGE_SIZE, mask=first < end_key, other=0)
+    else:
+        there = _there(first, end_key, unseen, offset, HAS_WINDOW)
+        if BLOCK_KEYS % PAGE_SIZE == 0:
+            page = tl.load(table + first // PAGE_SIZE + offset // PAGE_SIZE, mask=there, other=0)
+        else:
+            page = tl.load(table + (first + offset) // PAGE_SIZE, mask=there, other=0)
+    return page.to(tl.int32)
+
+
+@triton.jit
+def _places(
+    page: tl.tensor,
+    page_step: tl.tensor,
+    first: tl.tensor,
+    offset: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> tl.tensor:
+    """(keys,) int64: where the block's keys lie. Blocks begin at multiples of BLOCK_KEYS, and mostly so do pages."""
+    if PAGE_SIZE % BLOCK_KEYS == 0:
+        inside = first % PAGE_SIZE + offset
+    elif BLOCK_KEYS % PAGE_SIZE == 0:
+        inside = offset % PAGE_SIZE
+    else:
+        inside = (first + offset) % PAGE_SIZE
+    return page.to(tl.int64) * page_step + inside * HEAD_DIM
+
+
+@triton.jit
+def _seen(position: tl.tensor, window: tl.tensor, offset: tl.tensor, HAS_WINDOW: tl.constexpr) -> tl.tensor:
+    """(rows, keys), whether a row at a position sees a key at an offset, both counted from the block's first key."""
+    seen = offset[None, :] <= position[:, None]
+    if HAS_WINDOW:
+        seen = seen & (offset[None, :] > (position - window)[:, None])
+    return seen
+
+
+@triton.jit
+def _weights(peak: tl.tensor, scores: tl.tensor, factor: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """For scores (rows, keys), to base 2 once times the factor: the rows' peak with them, their weights, and what
+    weights until now shrink by.
+
+    The largest is found before it is multiplied: then products become part of the subtractions.
+    """
+    higher = tl.maximum(peak, tl.max(scores, 1) * factor)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet: 0, not NaN
-    return higher, tl.exp2(scores - base[:, None]), tl.exp2(peak - base)
+    return higher, tl.exp2(scores * factor - base[:, None]), tl.exp2(peak - base)
 
 
 @triton.jit

@@ -389,12 +389,12 @@ from sarathi_pp_kernels.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, Bloc
 
 cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-def compile(kernel, signature, constants, warps):
+def compile(kernel, signature, constants, warps, stages):
     names = kernel.arg_names
     types = {name: signature.get(name, "constexpr") for name in names}
-    even = [name for name in names if types[name][0] == "*" or "stride" in name]
+    even = [name for name in names if types[name][0] == "*" and name != "pages" or "stride" in name]
     source = ASTSource(kernel, types, constants, {(names.index(name),): [["tt.divisibility", 16]] for name in even})
-    options = {"num_warps": warps, "num_stages": module.NUM_STAGES}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -421,12 +421,14 @@ for arch, has_many, head_dim, group in shapes:
         {**tensors, **partial, **numbers, **factors, "pages": "*i64", "pieces": "*i32"},
         {**shape, **rows, **rule},
         8 if has_many and blocks.many_rows >= 128 else 4,
+        module.NUM_STAGES - (head_dim > 128 and arch < 90),
     )
     found[f"merge {arch} {head_dim} {group} {has_many}"] = compile(
         module._merge,
         {"merges": "*i32", "num_kv_heads": "i32", **partial, "out": "*" + dtype},
         {**shape, "BLOCK_DIM": power_of_two(head_dim), "BLOCK_PIECES": module._BLOCK_PIECES, "COLUMNS": MERGE_COLUMNS},
         4,
+        3,
     )
 print(json.dumps(found))
 """
@@ -453,4 +455,5 @@ def test_it_compiles_for_gpus_and_fits(dtype: str, shapes: list[tuple[int, bool,
     found = json.loads(done.stdout)
     assert len(found) == 10, "kernels for chunks and decodes, and those that merge"
     for kernel, made in found.items():
-        assert made["cubin"] > 1000 and made["shared"] <= 99 * 1024 and made["spilled"] <= 64, (kernel, made)
+        shared = (227 if " 90 " in kernel else 99) * 1024
+        assert made["cubin"] > 1000 and made["shared"] <= shared and made["spilled"] <= 64, (kernel, made)

@@ -64,6 +64,8 @@ def _norm_rows(x, added, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.co
     begin = tl.program_id(0).to(tl.int64) * WIDTH
     dtype = out.dtype.element_ty
     row = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)
+    # Before the sum, which it would otherwise wait for: loads stay on their side of a barrier.
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         row += tl.load(added + begin + at, mask=inside, other=0.0).to(tl.float32)
         total = row.to(dtype)
@@ -71,5 +73,4 @@ def _norm_rows(x, added, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.co
         row = total.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + epsilon)
     normed = (row * inverse).to(dtype).to(tl.float32)
-    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + begin + at, (normed * gain).to(dtype), mask=inside)

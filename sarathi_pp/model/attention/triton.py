@@ -19,9 +19,10 @@ from sarathi_pp.model.kv import KVShard
 
 
 class TritonAttention:
-    """page_multiple 16: pages are read key by key, so that smaller ones would do too, but no size below it is tested.
+    """page_multiple 16: keys are read one by one, so that smaller pages would do too, but no size below it is tested.
 
-    default_page_size: for the same reason large pages gain nothing, and small ones waste less at a sequence's end.
+    default_page_size: for the same reason large pages gain little, a few instructions of a block of keys, and small
+    ones waste less at a sequence's end.
     """
 
     name = "triton"

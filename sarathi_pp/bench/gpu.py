@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,11 +38,14 @@ Figures = dict[str, Any]
 
 # What is promised of a GPU.
 _PREFILL_SHARE, _DECODE_SHARE, _PIGGYBACK_FACTOR, _ATTENTION_SHARE, _CONTEST_FACTOR = 0.6, 0.7, 10.0, 0.8, 2.0
-_CHUNK = 512
-_PREFILL_TOKENS = 2048
-_DECODES, _CONTEXT = 64, 1024
-_PIGGYBACKED = (2, 4, 8, 16, 32, 64)
-_REPEATS = 20
+# Of one layer's attention.
+_SHAPES: dict[str, Extents] = {
+    "chunk 512 at 0": ((0, 512),),
+    "chunk 512 at 4096": ((4096, 512),),
+    "64 decodes at 1024": ((1024, 1),) * 64,
+    "4 decodes at 8000": ((8000, 1),) * 4,
+    "chunk 448 at 1024, 64 decodes at 512": ((1024, 448), *(((512, 1),) * 64)),
+}
 _COMMAND = (sys.executable, "-P", "-m", "sarathi_pp", "generate", "--ignore-eos", "--quiet")
 # What cannot be told from it costs this.
 _NOTHING_S = 1e-7
@@ -54,6 +57,8 @@ class Sizes:
     """large: what is timed. small: what is compared with transformers. rows: prompts of that comparison.
 
     middle: what answers `requests` mixed requests, with up to `longest` tokens of prompt, here and in transformers.
+    prefill: tokens of a microbatch. decodes: of another, each behind `context` tokens. chunk: tokens of those in which
+    decodes ride along, the numbers `piggybacked`. attention: sequences of a microbatch, by what it is called.
     """
 
     large: ModelShape = LLAMA_3_8B
@@ -64,6 +69,18 @@ class Sizes:
     longest: int = 1024
     matrix: int = 8192
     array_bytes: int = 4 << 30
+    prefill: int = 2048
+    decodes: int = 64
+    context: int = 1024
+    chunk: int = 512
+    piggybacked: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    attention: Mapping[str, Extents] = field(default_factory=lambda: _SHAPES)
+    repeats: int = 20
+
+    @property
+    def kv_tokens(self) -> int:
+        """What the microbatches take, at pages of any backend's size."""
+        return self.decodes * (self.context + 256)
 
 
 @dataclass(slots=True)
@@ -87,7 +104,7 @@ class Bench:
     def large(self) -> GpuStage:
         """Made when the first part asks."""
         if self.stage is None:
-            self.stage = GpuStage(self.sizes.large, self.dtype, self.device, _DECODES * (_CONTEXT + 256))
+            self.stage = GpuStage(self.sizes.large, self.dtype, self.device, self.sizes.kv_tokens)
         return self.stage
 
 
@@ -148,9 +165,9 @@ def _rates(bench: Bench) -> Figures:
     """What the device sustains: large products in the dtype, and reading memory."""
     size, device = bench.sizes.matrix, bench.device
     left, right = (torch.randn(size, size, device=device, dtype=bench.dtype) for _ in range(2))
-    (product_s,) = seconds(device, lambda: functional.linear(left, right), repeats=_REPEATS)
+    (product_s,) = seconds(device, lambda: functional.linear(left, right), repeats=bench.sizes.repeats)
     array = torch.ones(bench.sizes.array_bytes // 4, device=device)
-    (read_s,) = seconds(device, array.sum, repeats=_REPEATS)
+    (read_s,) = seconds(device, array.sum, repeats=bench.sizes.repeats)
     bench.rates = {"flops": 2 * size**3 / product_s, "bytes_per_s": bench.sizes.array_bytes / read_s}
     return dict(bench.rates)
 
@@ -259,57 +276,55 @@ def _logits(bench: Bench) -> Figures:
 
 def _microbatches(bench: Bench) -> Figures:
     """A prompt chunk against the products' rate, and decodes against the rate of reading."""
-    stage, shape = bench.large(), bench.sizes.large
-    prefill: Extents = [(0, _PREFILL_TOKENS)]
-    decodes: Extents = [(_CONTEXT, 1)] * _DECODES
+    stage, sizes = bench.large(), bench.sizes
+    shape = sizes.large
+    prefill: Extents = [(0, sizes.prefill)]
+    decodes: Extents = [(sizes.context, 1)] * sizes.decodes
     calls = [stage.microbatch(prefill), stage.microbatch(decodes)]
     if bench.device.type == "cuda":
         calls.append(stage.captured(decodes))
-    taken = seconds(bench.device, *calls, repeats=_REPEATS)
+    taken = seconds(bench.device, *calls, repeats=bench.sizes.repeats)
     figures: Figures = {
-        "prefill": {"tokens": _PREFILL_TOKENS, "s": taken[0]},
-        "decode": {"decodes": _DECODES, "context": _CONTEXT, "eager_s": taken[1], "graph_s": (taken + [None])[2]},
+        "prefill": {"tokens": sizes.prefill, "s": taken[0]},
+        "decode": {
+            "decodes": sizes.decodes,
+            "context": sizes.context,
+            "eager_s": taken[1],
+            "graph_s": (taken + [None])[2],
+        },
     }
     share = shape.flops(prefill, 1) / taken[0] / bench.rates["flops"]
     read = shape.read_bytes(decodes, bench.dtype.itemsize) / min(taken[1:]) / bench.rates["bytes_per_s"]
     figures["prefill"]["share_of_flops"], figures["decode"]["share_of_bandwidth"] = share, read
-    bench.check(f"{_PREFILL_TOKENS} prompt tokens: share of the products' rate", share, _PREFILL_SHARE)
-    bench.check(f"{_DECODES} decodes: share of the rate of reading", read, _DECODE_SHARE)
+    bench.check(f"{sizes.prefill} prompt tokens: share of the products' rate", share, _PREFILL_SHARE)
+    bench.check(f"{sizes.decodes} decodes: share of the rate of reading", read, _DECODE_SHARE)
     return figures
 
 
 def _piggyback(bench: Bench) -> Figures:
-    """What a decode costs beside a chunk that it fills up to 512 tokens, and in a microbatch of decodes (SARATHI 3)."""
-    stage, curve = bench.large(), []
-    for count in _PIGGYBACKED:
-        decodes: Extents = [(_CONTEXT, 1)] * count
-        chunk: Extents = [(0, _CHUNK - count)]
+    """What a decode costs beside a chunk that it fills up to its size, and in a microbatch of decodes (SARATHI 3)."""
+    stage, sizes, curve = bench.large(), bench.sizes, []
+    for count in sizes.piggybacked:
+        decodes: Extents = [(sizes.context, 1)] * count
+        chunk: Extents = [(0, sizes.chunk - count)]
         alone_s, chunk_s, both_s = seconds(
             bench.device,
             stage.microbatch(decodes),
             stage.microbatch(chunk),
             stage.microbatch([*chunk, *decodes]),
-            repeats=_REPEATS,
+            repeats=bench.sizes.repeats,
         )
         cost_s = max((both_s - chunk_s) / count, _NOTHING_S)
         saved = alone_s / count / cost_s
         curve.append({"decodes": count, "alone_s": alone_s, "chunk_s": chunk_s, "both_s": both_s, "factor": saved})
         if count <= 8:
             bench.check(f"{count} decodes beside a chunk cost less by", saved, _PIGGYBACK_FACTOR)
-    return {"chunk": _CHUNK, "context": _CONTEXT, "curve": curve}
+    return {"chunk": sizes.chunk, "context": sizes.context, "curve": curve}
 
 
 def _attention(bench: Bench) -> Figures:
     """One layer's attention by every backend that runs, each over the pages that it takes."""
-    shapes: dict[str, Extents] = {
-        "chunk 512 at 0": [(0, 512)],
-        "chunk 512 at 4096": [(4096, 512)],
-        "64 decodes at 1024": [(1024, 1)] * 64,
-        "4 decodes at 8000": [(8000, 1)] * 4,
-        "chunk 448 at 1024, 64 decodes at 512": [(1024, 448), *[(512, 1)] * 64],
-    }
-    if bench.device.type == "cpu":
-        shapes = {"chunk 32 at 0": [(0, 32)], "4 decodes at 100": [(100, 1)] * 4}
+    shapes = bench.sizes.attention
     needs = Needs(bench.dtype, bench.sizes.large.head_dim, softcap=False, sinks=False)
     bench.stage = None  # its weights are not needed here, and each backend has pages of its own
     torch.cuda.empty_cache()
@@ -320,9 +335,9 @@ def _attention(bench: Bench) -> Figures:
             backend = choose_backend(name, bench.device, None, needs)
         except ConfigError:
             continue
-        stage = GpuStage(layer, bench.dtype, bench.device, _DECODES * (_CONTEXT + 256), name)
+        stage = GpuStage(layer, bench.dtype, bench.device, bench.sizes.kv_tokens, name)
         for what, extents in shapes.items():
-            (taken[what][name],) = seconds(bench.device, attention_call(backend, stage, extents), repeats=_REPEATS)
+            (taken[what][name],) = seconds(bench.device, attention_call(backend, stage, extents), repeats=bench.sizes.repeats)
     for what, by_name in taken.items():
         if "triton" in by_name:
             share = min(by_name.values()) / by_name["triton"]
@@ -336,8 +351,8 @@ def _profile(bench: Bench) -> Figures:
     itemsize = bench.dtype.itemsize
     # Shares that the parts before have measured; those of estimates where they have failed.
     met = {check["what"]: check["seen"] for check in bench.checks}
-    product_share = met.get(f"{_PREFILL_TOKENS} prompt tokens: share of the products' rate", _PREFILL_SHARE)
-    read_share = met.get(f"{_DECODES} decodes: share of the rate of reading", _DECODE_SHARE)
+    product_share = met.get(f"{bench.sizes.prefill} prompt tokens: share of the products' rate", _PREFILL_SHARE)
+    read_share = met.get(f"{bench.sizes.decodes} decodes: share of the rate of reading", _DECODE_SHARE)
     speed = DeviceSpeed(
         {itemsize: product_share * bench.rates["flops"], 2: product_share * bench.rates["flops"]},
         read_share * bench.rates["bytes_per_s"],

@@ -1,0 +1,230 @@
+"""Tensors that say they are on a CUDA device, and lie in the host's memory.
+
+Whatever torch is asked to do with them is done there, after a look at what a real device would not do or not at once:
+operands of two devices, reads of memory that nobody has written, copies that the host has to wait for, and captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tests.mockgpu import machine
+from tests.mockgpu.flash import varlen_attn
+from tests.mockgpu.machine import TIMELINE, forbid_in_capture, spoil
+from tests.mockgpu.timeline import POOL, MockGpuError
+
+# Between devices; all else wants its operands on one.
+_COPIES = ("aten::_to_copy", "aten::copy_", "aten::to")
+# Their size or their answer is the device's to say.
+_ANSWERS = (
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::bincount",
+)
+# What may take indices from the host, which it copies first.
+_INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
+
+
+class MockTensor(torch.Tensor):
+    """host: the numbers."""
+
+    host: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor, device: torch.device) -> MockTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=device,
+        )
+        made.host = host
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One operation of torch's, of which an operand or the result is on a device."""
+    name = func._schema.name
+    flat, tree = tree_flatten((tuple(args), dict(kwargs)))
+    ours = [one for one in flat if isinstance(one, MockTensor)]
+    of_host = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, MockTensor)]
+    target = kwargs.get("device", next((one for one in args if isinstance(one, torch.device)), None))
+    if name not in _COPIES:
+        _look_at_devices(name, ours, of_host)
+    if name in _ANSWERS:
+        forbid_in_capture(name)
+    here = _device(ours, target)
+    mutated = [one.host for one in _mutated(func, args, kwargs) if isinstance(one, MockTensor)]
+    host_args, host_kwargs = tree_unflatten([_to_host(one) for one in flat], tree)
+    if name == "aten::_fused_sdp_choice":
+        return 0  # what is chosen for CPU is not for a device
+    call = varlen_attn if name == "torch_attn::_varlen_attn" else func
+    number = machine.current_stream(here).number
+    # Copied first: what is to be copied from device to host is there only when the host has waited.
+    crosses = name in _COPIES and _crosses(name, args, target)
+    if crosses:
+        _cross(name, args, kwargs, number, ours)
+    kept = [one.clone() for one in mutated] if machine.recording() is not None else []
+    found = call(*host_args, **host_kwargs)
+    if machine.recording() is None and (mutated or not _is_view(found, ours)):
+        TIMELINE.launch(number, name, [one.host for one in ours], mutated)
+    if name in _ANSWERS:
+        TIMELINE.wait(TIMELINE.point(number), name)
+    _record(lambda: call(*host_args, **host_kwargs), found, ours, mutated, kept)
+    if target is not None and torch.device(target).type == "cpu":
+        return found
+    return _wrapped(found, flat, here, number, fresh=name in ("aten::empty", "aten::empty_strided", "aten::empty_like"))
+
+
+def _device(ours: Sequence[MockTensor], target: object) -> torch.device:
+    wanted = None if target is None else torch.device(target)  # type: ignore[call-overload]
+    if wanted is None or wanted.type == "cpu":
+        return ours[0].device
+    return torch.device("cuda", machine.index_of(wanted))
+
+
+def _look_at_devices(name: str, ours: Sequence[MockTensor], of_host: Sequence[torch.Tensor]) -> None:
+    devices = {one.device for one in ours}
+    stray = [one for one in of_host if one.dim()]
+    if stray and name in _INDEXED:
+        forbid_in_capture(f"{name} with indices on the host")
+        TIMELINE.waits[f"{name} with indices on the host"] += 1
+        stray = []
+    if len(devices) > 1 or (devices and stray):
+        found = sorted({str(one.device) for one in (*ours, *stray)})
+        raise MockGpuError(f"{name}: Expected all tensors to be on the same device, but found {', '.join(found)}")
+
+
+def _mutated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += given if isinstance(given, (list, tuple)) else [given]
+    return found
+
+
+def _to_host(one: Any) -> Any:
+    if isinstance(one, MockTensor):
+        return one.host
+    if isinstance(one, torch.device) and one.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(one, torch.Generator) and one.device.type == "cuda":
+        raise MockGpuError("generators of devices are not made up")
+    return one
+
+
+def _crosses(name: str, args: Sequence[Any], target: object) -> bool:
+    if name == "aten::copy_":
+        return isinstance(args[0], MockTensor) != isinstance(args[1], MockTensor)
+    if isinstance(args[0], MockTensor):
+        return target is not None and torch.device(target).type == "cpu"  # type: ignore[call-overload]
+    return True
+
+
+def _cross(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], number: int, ours: Sequence[MockTensor]) -> None:
+    """A copy between host and device: who waits for whom."""
+    positional = args[2] if name == "aten::copy_" and len(args) > 2 else False
+    asynchronous = bool(kwargs.get("non_blocking", positional))
+    source = args[1] if name == "aten::copy_" else args[0]
+    if isinstance(source, MockTensor):
+        forbid_in_capture("a copy to the host")
+        if asynchronous:
+            raise MockGpuError("a copy to the host that nobody waits for: what it gives is not there yet")
+        TIMELINE.wait(TIMELINE.point(number), "copy to the host")
+    elif TIMELINE.is_pinned(source) and asynchronous:
+        TIMELINE.reads_later(number, source)
+    else:
+        forbid_in_capture("a copy from memory that is not pinned")
+        TIMELINE.wait(TIMELINE.point(number), "copy from the host")
+
+
+def _record(
+    again: Callable[[], Any],
+    found: Any,
+    ours: Sequence[MockTensor],
+    mutated: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+) -> None:
+    """Into the graph that is captured, if one is. What a capture computes is not there: what was, is put back."""
+    recording = machine.recording()
+    if recording is None:
+        return
+    for now, before in zip(mutated, kept, strict=True):
+        now.copy_(before)
+    places = {one.host.untyped_storage().data_ptr() for one in ours}
+    results = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
+    made = [one.untyped_storage().data_ptr() not in places for one in results]
+
+    def redo() -> None:
+        new = [one for one in tree_flatten(again())[0] if isinstance(one, torch.Tensor)]
+        for result, of_own, value in zip(results, made, new, strict=True):
+            if of_own:
+                result.copy_(value)
+
+    recording.work.append(redo)
+    recording.reads += [one.host for one in ours]
+    recording.writes += mutated
+    recording.made += [result for result, of_own in zip(results, made, strict=True) if of_own]
+
+
+def _is_view(found: Any, ours: Sequence[MockTensor]) -> bool:
+    """Whether there is nothing for the device to do."""
+    places = {one.host.untyped_storage().data_ptr() for one in ours}
+    results = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
+    return bool(results) and all(one.untyped_storage().data_ptr() in places for one in results)
+
+
+def _wrapped(found: Any, flat: Sequence[Any], device: torch.device, number: int, *, fresh: bool) -> Any:
+    """What was an operand comes back as that."""
+    given = {id(one.host): one for one in flat if isinstance(one, MockTensor)}
+
+    def wrap(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        if id(one) in given:
+            return given[id(one)]
+        is_new = one.untyped_storage().data_ptr() not in places
+        if fresh:
+            spoil(one)
+        if machine.recording() is not None:
+            if is_new:
+                TIMELINE.allocate(one, POOL)
+        elif is_new:
+            TIMELINE.allocate(one, number)
+            if not fresh:
+                TIMELINE.launch(number, "its result", (), (one,))
+        # Where views of it are made inside an inference mode and outside, an inference tensor would not do.
+        with torch.inference_mode(False):
+            return MockTensor(one, device)
+
+    places = {one.host.untyped_storage().data_ptr() for one in flat if isinstance(one, MockTensor)}
+    return tree_map(wrap, found)

@@ -1,9 +1,8 @@
-"""One stage with random weights on a device, and what its microbatches take: no checkpoint, no pipeline around it."""
+"""One stage with random weights on a device, and its microbatches: no checkpoint, no pipeline around it."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sarathi_pp.model.attention import AttentionBackend, Needs, choose_backend
+from sarathi_pp.model.attention import Needs, choose_backend
+from sarathi_pp.model.body import bare_head, embody
 from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.paged import PAGED
 from sarathi_pp.model.slice import StageModel
-from sarathi_pp.trace.clock import SystemClock
 
 # (tokens behind, tokens) of each sequence of a microbatch.
 Extents = Sequence[tuple[int, int]]
@@ -75,42 +74,48 @@ LLAMA_3_8B = ModelShape(4096, 14336, 32, 32, 8, 128256)
 
 
 class GpuStage:
-    """All layers of a model with weights of seed 0, and pages that hold numbers. attention: a backend's name."""
+    """All layers of a model with weights of seed 0, and pages that hold numbers. attention: a backend's name.
+
+    weights: in the place of random ones, by their names in transformers.
+    """
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, num_tokens: int, attention: str = "auto"
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_tokens: int,
+        attention: str = "auto",
+        weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.shape = shape
         self.device = device
         needs = Needs(dtype, shape.head_dim, softcap=False, sinks=False)
         backend = choose_backend(attention, device, None, needs)
         self.page_size = backend.default_page_size
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(0)
-            with torch.device(device):
-                module = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=PAGED)
-        module.requires_grad_(False).eval()
+        module = random_model(shape, dtype, device, PAGED)
+        if weights is not None:
+            module.load_state_dict(weights)
+        module.requires_grad_(False)
         fuse(module)
-        layers = (0, shape.num_layers)
-        self.model = StageModel(module, layers, shape.num_layers, (None,) * shape.num_layers, backend, 0)
+        embody(module, "model")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was merged
+        layers, count = (0, shape.num_layers), shape.num_layers
+        self.model = StageModel(module, layers, count, (None,) * count, backend, 0, 0, bare_head(module, "lm_head"))
         num_pages = -(-num_tokens // self.page_size)
-        self.kv = KVShard(
-            layers, num_pages, self.page_size, shape.num_kv_heads, shape.head_dim, dtype, device, spare=True
-        )
-        for layer in range(*layers):
-            self.kv.keys(layer).normal_()
-            self.kv.values(layer).normal_()
+        self.kv = filled_shard(shape, num_pages, self.page_size, dtype, device)
 
     def microbatch(self, extents: Extents) -> Callable[[], Tensor]:
         """What computes it, launched operation by operation: logits behind each sequence."""
-        spans, rows, ids = self.laid_out(extents)
+        spans, rows, ids = self._laid_out(extents)
         inputs = build_inputs(spans, rows, self.page_size, self.device)
         x = torch.tensor(ids, device=self.device)
         return lambda: self.model.forward(x, inputs, self.kv)
 
     def captured(self, extents: Extents) -> Callable[[], Tensor]:
         """The same by a CUDA graph of that very shape, which is what a pipeline's uniform microbatches get."""
-        spans, rows, ids = self.laid_out(extents)
+        spans, rows, ids = self._laid_out(extents)
         shape = Shape(len(ids), len(spans), decodes=len(ids) == len(spans))
         pool = torch.cuda.graph_pool_handle()
         graphs = StageGraphs(
@@ -126,51 +131,42 @@ class GpuStage:
         assert compute is not None, "it was captured for it"
         return lambda: compute(None)
 
-    def laid_out(self, extents: Extents) -> tuple[list[Span], list[int], list[int]]:
-        spans, rows, ids, first_page = [], [], [], 0
-        for start, count in extents:
-            end_page = first_page + -(-(start + count) // self.page_size)
-            assert end_page <= self.kv.num_pages, f"{extents} do not fit {self.kv.num_pages} pages"
-            spans.append(Span(start, count, range(first_page, end_page)))
-            ids += [(7 * position + 3) % self.shape.vocab_size for position in range(start, start + count)]
+    def _laid_out(self, extents: Extents) -> tuple[list[Span], list[int], list[int]]:
+        spans = lay_out(extents, self.page_size, self.kv.num_pages)
+        rows, ids = [], []
+        for span in spans:
+            places = range(span.start, span.start + span.num_tokens)
+            ids += [(7 * place + 3) % self.shape.vocab_size for place in places]
             rows.append(len(ids) - 1)
-            first_page = end_page
         return spans, rows, ids
 
 
-def attention_call(backend: AttentionBackend, stage: GpuStage, extents: Extents) -> Callable[[], Tensor]:
-    """A backend's attention alone, of one layer."""
-    spans, rows, _ = stage.laid_out(extents)
-    inputs = build_inputs(spans, rows, stage.page_size, stage.device)
-    query = torch.randn(
-        inputs.num_tokens, stage.shape.num_heads, stage.shape.head_dim, dtype=stage.kv.dtype, device=stage.device
-    )
-    scaling = stage.shape.head_dim**-0.5
-    return lambda: backend(query, stage.kv, 0, inputs, scaling=scaling, sliding_window=None, softcap=None, sinks=None)
+def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> Any:
+    """transformers' own, with weights of seed 0."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        with torch.device(device):
+            module = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=attention)
+    return module.eval()
 
 
-@torch.inference_mode()
-def seconds(device: torch.device, *calls: Callable[[], object], repeats: int) -> list[float]:
-    """The median of each, taken in turn so that a device that slows down slows all of them; once before, unmeasured."""
-    for call in calls:
-        call()
-    spans: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, taken in zip(calls, spans, strict=True):
-            taken.append(_once_s(device, call))
-    return [statistics.median(taken) for taken in spans]
+def filled_shard(
+    shape: ModelShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> KVShard:
+    layers = (0, shape.num_layers)
+    kv = KVShard(layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim, dtype, device, spare=True)
+    for layer in range(*layers):
+        kv.keys(layer).normal_()
+        kv.values(layer).normal_()
+    return kv
 
 
-def _once_s(device: torch.device, call: Callable[[], object]) -> float:
-    if device.type != "cuda":
-        clock = SystemClock()
-        begin_s = clock.now()
-        call()
-        return clock.now() - begin_s
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize(device)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(1e-3 * begin.elapsed_time(end))
+def lay_out(extents: Extents, page_size: int, num_pages: int) -> list[Span]:
+    """In pages of their own, one after the other."""
+    spans, first_page = [], 0
+    for start, count in extents:
+        end_page = first_page + -(-(start + count) // page_size)
+        assert end_page <= num_pages, f"{extents} do not fit {num_pages} pages"
+        spans.append(Span(start, count, range(first_page, end_page)))
+        first_page = end_page
+    return spans

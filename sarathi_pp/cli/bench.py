@@ -99,7 +99,7 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
 
 @bench.command()
 @click.option("--budget", type=click.FloatRange(min=1), default=450.0, show_default=True, help="Seconds for all parts.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the JSON document here.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the JSON document here, after every part.")
 def gpu(budget: float, output: Path | None) -> int:
     """Check and measure all that a GPU runs, on one: exactness, kernels, graphs, rates. Prints a JSON document.
 
@@ -113,8 +113,10 @@ def gpu(budget: float, output: Path | None) -> int:
     def say(part: str) -> None:
         click.echo(part, err=True)
 
-    document = bench_gpu(torch.device("cuda", 0), SystemClock(), budget, say)
-    if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
+    def save(document: dict[str, Any]) -> None:
+        if output is not None:
+            output.write_text(json.dumps(document, indent=1) + "\n")
+
+    document = bench_gpu(torch.device("cuda", 0), SystemClock(), budget, say, save)
     click.echo(json.dumps(document))
     return 0 if all(check["met"] for check in document["checks"]) else 1

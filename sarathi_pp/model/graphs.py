@@ -23,8 +23,9 @@ from sarathi_pp.model.inputs import FixedInputs, Span
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.slice import StageModel
 
-# Above, a microbatch keeps the device busy for longer than it takes to launch, whatever the model.
-_MOST_TOKENS = 1024
+# Above, a microbatch keeps the device busy for longer than it takes to launch; a model of 1.5B takes half as long again
+# to be launched as an H100 takes for 1,024 tokens (estimated).
+_MOST_TOKENS = 2048
 # The last bits of a size that is no power of two: sizes are at most an eighth apart.
 _STEPS_PER_DOUBLING = 8
 
@@ -46,9 +47,14 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, work: Callable[[], None]) -> None:
-        # thread_local: what other threads ask of the device meanwhile is none of the graph's affair.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        before = torch.cuda.current_stream()
+        try:
+            # thread_local: what other threads ask of the device meanwhile is none of the graph's affair.
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+        finally:
+            # A capture that fails leaves its own stream behind as the current one, for which no input waits.
+            torch.cuda.set_stream(before)
 
     def replay(self) -> None:
         self._graph.replay()

@@ -137,9 +137,10 @@ class ModelStages:
             )
         except RuntimeError as error:
             _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
-            gc.collect()
-            torch.cuda.empty_cache()
-            return None
+        # Behind the except block: what was captured lives as long as its traceback.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
 
     def _working_bytes(self, layers: tuple[int, int]) -> int:
         """Measured: what computing a microbatch takes, and what its graphs take, which share their memory."""

@@ -68,6 +68,13 @@ class Edge:
                 f"no memory for messages of up to {self.message_bytes} bytes; try a smaller --chunk-size"
             ) from error
 
+    def take_device(self) -> None:
+        """For a thread that is new: its device is the first one of the machine until it is told, and whatever asks for
+        that one takes hundreds of megabytes of it.
+        """
+        if self.payloads.device.type == "cuda":
+            torch.cuda.set_device(self.payloads.device)
+
     def rows(self) -> torch.Tensor | None:
         """One payload's memory on the device, where it is not in the message's own. Raises CapacityError."""
         if self.lane is None:
@@ -156,6 +163,7 @@ class TorchSender:
 
     def _run(self) -> None:
         try:
+            self._edge.take_device()
             while True:
                 try:
                     item = self._outbox.get(timeout=HEARTBEAT_S)
@@ -240,6 +248,7 @@ class TorchReceiver:
     def _run(self) -> None:
         posted: deque[tuple[dist.Work, _Buffer]] = deque()
         try:
+            self._edge.take_device()
             while True:
                 while not posted or not self._free.empty():
                     buffer = self._free.get()

@@ -3,73 +3,143 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from sarathi_pp.bench import gpu
-from sarathi_pp.bench.gpu import Sizes, bench_gpu
+from sarathi_pp.bench import gpu, gpu_microbatches, gpu_pipelines
+from sarathi_pp.bench.gpu import bench_gpu
+from sarathi_pp.bench.gpu_plan import Bench, Figures, Sizes
 from sarathi_pp.bench.gpu_stage import LLAMA_3_8B, ModelShape
 from sarathi_pp.cli.main import cli
 from sarathi_pp.core.cost import StageCost
 from sarathi_pp.trace.clock import ManualClock, SystemClock
 
+Part = Callable[[Bench, Figures], None]
+
 CPU = torch.device("cpu")
 TINY = ModelShape(32, 64, 2, 4, 2, 2048)
-SIZES = Sizes(large=TINY, small=TINY, middle=TINY, rows=3, requests=2, longest=32, matrix=64, array_bytes=1 << 16)
+SIZES = Sizes(
+    large=TINY,
+    small=TINY,
+    middle=TINY,
+    rows=3,
+    requests=2,
+    longest=32,
+    matrix=64,
+    array_bytes=1 << 16,
+    prefill=32,
+    decodes=4,
+    context=40,
+    chunk=32,
+    piggybacked=(2, 16),
+    attention={"chunk 32 at 4": [(4, 32)], "4 decodes at 100": [(100, 1)] * 4},
+    layers=2,
+    repeats=3,
+    warm_s=0.0,
+)
+PARTS = ["rates", "exact", "contest", "microbatches", "piggyback", "profile", "logits", "attention", "kernels"]
+
+
+def forget(document: object) -> None: ...
 
 
 @pytest.mark.timeout(300)
-def test_every_part_runs_on_cpu(monkeypatch):
-    monkeypatch.setattr(gpu, "_REPEATS", 1)
+def test_every_part_runs_on_cpu():
     said: list[str] = []
-    document = json.loads(json.dumps(bench_gpu(CPU, SystemClock(), 280.0, said.append, SIZES)))
-    assert said == ["rates", "exact", "logits", "microbatches", "piggyback", "attention", "profile", "contest"]
+    saved: list[str] = []
+    document = bench_gpu(CPU, SystemClock(), 280.0, said.append, lambda part: saved.append(json.dumps(part)), SIZES)
+    assert said == PARTS and len(saved) == len(PARTS)
+    assert json.loads(saved[-1]) == (document := json.loads(json.dumps(document)))
+    assert "microbatches" in json.loads(saved[3]) and "piggyback" not in json.loads(saved[3])
     errors = {part: document[part].get("error") for part in said if "error" in document[part]}
     assert not errors, errors
     assert document["machine"]["device"] == "cpu"
     assert document["machine"]["attention"]["sdpa"] is None and "cuda" in document["machine"]["attention"]["triton"]
-    assert [run["rows_equal"] for run in document["exact"]["runs"]] == [3], document["exact"]
+    found = document["exact"]
+    assert found["rows"] >= 2 and found["rows"] + found["near_ties"] == 3
+    assert [run["rows_equal"] for run in found["runs"]] == [found["rows"]], found
     met = {check["what"]: check["met"] for check in document["checks"]}
     assert met["2 stages --attention sdpa: tokens equal transformers'"]
     assert document["microbatches"]["prefill"]["share_of_flops"] > 0
-    assert [point["decodes"] for point in document["piggyback"]["curve"]] == [2, 4, 8, 16, 32, 64]
-    assert all({"numba", "sdpa"} <= set(by_name) for by_name in document["attention"]["s"].values())
+    for point in document["piggyback"]["curve"]:
+        low, high = point["both"]["quartiles_s"]
+        assert low <= point["both"]["s"] <= high and point["factor"] > 0
+    assert [point["decodes"] for point in document["piggyback"]["curve"]] == [2, 16]
+    chunk, decodes = document["attention"]["of_a_layer"].values()
+    assert set(chunk) == {"numba", "sdpa", "dense"} and set(decodes) == {"numba", "sdpa"}
+    for name in ("numba", "sdpa"):
+        assert met[f"{name}: nearer to float32 than transformers by"], document["logits"]
+    assert all(one["s"] > 0 and one["calls"] for what in ("prefill", "decode") for one in document["kernels"][what])
     assert document["contest"]["factor"] > 0
     (stage,) = document["profile"]["stages"]
     assert StageCost(**{**stage, "layers": tuple(stage["layers"])}).a1 > 0
 
 
 def test_a_part_that_fails_is_a_check_that_is_not_met_and_the_others_go_on(monkeypatch):
-    def fail(bench: object) -> dict[str, object]:
+    def exact(bench: Bench, figures: Figures) -> None:
+        figures["rows"] = 3
         raise RuntimeError("no kernel image is available")
 
-    def rates(bench: object) -> dict[str, object]:
-        return {"flops": 1.0}
+    def part(bench: Bench, figures: Figures) -> None:
+        figures["flops"] = 1.0
 
-    fail.__name__ = "_exact"
-    rates.__name__ = "_rates"
-    monkeypatch.setattr(gpu, "_exact", fail)
-    monkeypatch.setattr(gpu, "_rates", rates)
-    for name in ("_logits", "_microbatches", "_piggyback", "_attention", "_profile", "_contest"):
-        monkeypatch.setattr(gpu, name, rates)
-    document = bench_gpu(CPU, SystemClock(), 10.0, lambda part: None, SIZES)
+    for name in PARTS:
+        monkeypatch.setattr(gpu, name, renamed(part, name))
+    monkeypatch.setattr(gpu, "exact", exact)
+    document = bench_gpu(CPU, SystemClock(), 10.0, lambda part: None, forget, SIZES)
     assert document["exact"]["error"] == "RuntimeError: no kernel image is available"
+    assert document["exact"]["rows"] == 3, "what it had before is kept"
     assert document["checks"] == [{"what": "exact runs", "seen": False, "wanted": True, "met": False}]
-    assert document["rates"]["flops"] == 1.0
+    assert all(document[name]["flops"] == 1.0 for name in PARTS if name != "exact")
+
+
+def renamed(part: Part, name: str) -> Part:
+    def other(bench: Bench, figures: Figures) -> None:
+        part(bench, figures)
+
+    other.__name__ = name
+    return other
+
+
+def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
+    """And says what it has said so far."""
+    hanging = "import sys, time; print('at rank 1', file=sys.stderr, flush=True); time.sleep(60)"
+    monkeypatch.setattr(gpu_pipelines, "_COMMAND", (sys.executable, "-c", hanging))
+    clock = SystemClock()
+    bench = Bench(CPU, torch.float32, SIZES, clock, clock.now() + 3)
+    figures: Figures = {}
+    gpu_pipelines.exact(bench, figures)
+    (run,) = figures["runs"]
+    assert run["rows_equal"] == 0 and "not over after" in run["said"] and "at rank 1" in run["said"]
+    assert not bench.checks[0]["met"]
+
+
+def test_a_difference_that_noise_hides_is_not_taken_for_nothing(monkeypatch):
+    """Both microbatches take as long, within a millisecond: a decode costs no more than that, and perhaps so much."""
+    bench = Bench(CPU, torch.float32, SIZES, ManualClock(), 1.0)
+    monkeypatch.setattr(Bench, "large", lambda bench: SimpleNamespace(microbatch=lambda extents: lambda: None))
+    taken = {"s": 0.010, "quartiles_s": [0.0095, 0.010]}
+    monkeypatch.setattr(Bench, "seconds", lambda bench, *calls: [{"s": 0.004}, taken, taken])
+    figures: Figures = {}
+    gpu_microbatches.piggyback(bench, figures)
+    point = figures["curve"][0]
+    assert point["cost_s"] == 0 and point["factor"] == pytest.approx(0.004 / 0.001)
+    assert bench.checks[0]["met"] is False
 
 
 def test_what_there_is_no_time_for_is_said(monkeypatch):
     clock = ManualClock()
 
-    def slow(bench: object) -> dict[str, object]:
+    def rates(bench: Bench, figures: Figures) -> None:
         clock.sleep(100)
-        return {}
 
-    slow.__name__ = "_rates"
-    monkeypatch.setattr(gpu, "_rates", slow)
-    document = bench_gpu(CPU, clock, 50.0, lambda part: None, SIZES)
+    monkeypatch.setattr(gpu, "rates", rates)
+    document = bench_gpu(CPU, clock, 50.0, lambda part: None, forget, SIZES)
     assert document["rates"] == {"took_s": 100}
     assert {document[part]["left_out"] for part in ("exact", "attention")} == {"the 50 s were over"}
 

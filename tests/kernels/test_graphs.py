@@ -187,7 +187,7 @@ def test_shapes_of_a_run() -> None:
     assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
     decodes = [shape.num_tokens for shape in shapes if shape.decodes]
     mixed = [shape.num_tokens for shape in shapes if not shape.decodes]
-    assert (max(decodes), min(decodes), max(mixed), min(mixed)) == (96, 1, 1024, 2)
+    assert (max(decodes), min(decodes), max(mixed), min(mixed)) == (96, 1, 2048, 2)
     assert all(shape.num_seqs == min(shape.num_tokens, 96) for shape in shapes)
     assert {shape.num_tokens for shape in graph_shapes(100, 8) if not shape.decodes} >= {100}
 

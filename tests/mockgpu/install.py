@@ -44,6 +44,7 @@ def install() -> None:
         "Stream": machine.Stream,
         "Event": machine.Event,
         "stream": machine.stream,
+        "set_stream": machine.set_stream,
         "current_stream": machine.current_stream,
         "default_stream": machine.default_stream,
         "graph_pool_handle": lambda: (0, 1),

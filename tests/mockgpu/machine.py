@@ -22,24 +22,30 @@ _stream_numbers = count(100)
 
 @dataclass(slots=True)
 class Recording:
-    """What is captured: each to be done again, with what it reads and writes, and memory that it gave."""
+    """What is captured: each to be done again, with what it reads and writes, and memory that it gave.
+
+    spoilt: something was asked for that no capture allows.
+    """
 
     work: list[Callable[[], None]] = field(default_factory=list)
     reads: list[torch.Tensor] = field(default_factory=list)
     writes: list[torch.Tensor] = field(default_factory=list)
     made: list[torch.Tensor] = field(default_factory=list)
+    spoilt: bool = False
 
 
 class _Thread(threading.local):
     """As CUDA has it: a new thread's device is the first one, whatever the others have chosen."""
 
     def __init__(self) -> None:
-        self.device = 0
+        self.device = 0  # no context is made for it before it is used
         self.streams: dict[int, Stream] = {}
         self.recording: Recording | None = None
 
 
 _thread = _Thread()
+# Devices on which this process holds a context, hundreds of megabytes each.
+contexts: set[int] = set()
 
 
 def num_devices() -> int:
@@ -52,6 +58,7 @@ def current_device() -> int:
 
 def set_device(device: object) -> None:
     _thread.device = index_of(device)
+    contexts.add(_thread.device)
 
 
 def index_of(device: object) -> int:
@@ -69,6 +76,7 @@ def recording() -> Recording | None:
 
 def forbid_in_capture(what: str) -> None:
     if _thread.recording is not None:
+        _thread.recording.spoilt = True
         raise MockGpuError(f"{what}: operation not permitted when stream is capturing")
 
 
@@ -79,6 +87,8 @@ class Stream:
         self.device_index = index_of(device)
         self.device = torch.device("cuda", self.device_index)
         self.number = next(_stream_numbers) if number is None else number
+        if number is None:
+            contexts.add(self.device_index)
 
     def wait_stream(self, stream: Stream) -> None:
         TIMELINE.follow(self.number, TIMELINE.point(stream.number))
@@ -109,6 +119,12 @@ def default_stream(device: object = None) -> Stream:
     return Stream(index, number=index)
 
 
+def set_stream(stream: Stream) -> None:
+    """Its device becomes the current one too."""
+    set_device(stream.device_index)
+    _thread.streams[stream.device_index] = stream
+
+
 class stream:  # noqa: N801  torch's name
     """torch.cuda.stream: inside, the stream and its device are the current ones."""
 
@@ -117,13 +133,14 @@ class stream:  # noqa: N801  torch's name
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            self._before = _thread.device, dict(_thread.streams)
-            _thread.device = self._stream.device_index
-            _thread.streams[self._stream.device_index] = self._stream
+            self._before = current_stream(), current_stream(self._stream.device_index)
+            set_stream(self._stream)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if self._stream is not None:
-            _thread.device, _thread.streams = self._before
+            of_thread, of_device = self._before
+            set_stream(of_device)
+            set_stream(of_thread)
 
 
 class device:  # noqa: N801  torch's name
@@ -140,7 +157,7 @@ class device:  # noqa: N801  torch's name
 
 
 class Event:
-    """torch.cuda.Event. The first time that it is asked whether it is over it is not, as of a device that runs behind."""
+    """torch.cuda.Event. It is not over the first time that it is asked, as on a device that runs behind."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._timed = enable_timing
@@ -224,6 +241,9 @@ class graph:  # noqa: N801  torch's name
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         found, _thread.recording = _thread.recording, None
+        if found is not None and found.spoilt:
+            # As torch does it: the stream of the capture stays the current one.
+            raise MockGpuError("operation failed due to a previous error during capture")
         self._inside.__exit__(kind, error, trace)
         if kind is None and found is not None:
             for made in found.made:

@@ -34,6 +34,14 @@ _ANSWERS = (
 _INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
+def _histc(x: torch.Tensor, *bounds: Any, **how: Any) -> torch.Tensor:
+    return torch.histc(x.float(), *bounds, **how).to(x.dtype)
+
+
+# What a device does and the host does not.
+_INSTEAD: dict[str, Callable[..., Any]] = {"torch_attn::_varlen_attn": varlen_attn, "aten::histc": _histc}
+
+
 class MockTensor(torch.Tensor):
     """host: the numbers."""
 
@@ -82,11 +90,12 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if name in _ANSWERS:
         forbid_in_capture(name)
     here = _device(ours, target)
+    machine.contexts.add(here.index)
     mutated = [one.host for one in _mutated(func, args, kwargs) if isinstance(one, MockTensor)]
     host_args, host_kwargs = tree_unflatten([_to_host(one) for one in flat], tree)
     if name == "aten::_fused_sdp_choice":
         return 0  # what is chosen for CPU is not for a device
-    call = varlen_attn if name == "torch_attn::_varlen_attn" else func
+    call = _INSTEAD.get(name, func)
     number = machine.current_stream(here).number
     # Copied first: what is to be copied from device to host is there only when the host has waited.
     crosses = name in _COPIES and _crosses(name, args, target)

@@ -144,10 +144,12 @@ class Timeline:
         return found is not None and not found.expired()
 
     def allocate(self, tensor: torch.Tensor, stream: int) -> None:
-        """Its memory is a device's, of what the stream had."""
+        """Its memory is a device's, of what the stream had: what that was given so far may be using it still."""
         with self._lock:
             self._sweep()
-            self._memory(tensor, stream)
+            memory = self._memory(tensor, stream)
+            if memory is not None and stream != POOL:
+                memory.write = (stream, self.point(stream)[stream], "whoever had the memory before")
 
     def report(self, hazard: str) -> None:
         """Of what nobody can be told by an exception: into the file of that name, and raised all the same."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mockgpu import machine
-from tests.mockgpu.machine import TIMELINE, Stream
+from tests.mockgpu.machine import TIMELINE, Stream, forbid_in_capture
 from tests.mockgpu.tensor import MockTensor
 from tests.mockgpu.timeline import MockGpuError
 
@@ -36,7 +36,7 @@ class Transfer:
 
 
 def install() -> None:
-    new_group, isend, irecv = dist.new_group, dist.isend, dist.irecv
+    new_group, isend, irecv, all_reduce = dist.new_group, dist.isend, dist.irecv, dist.all_reduce
 
     def group_of(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         made = new_group(*args, backend="gloo" if backend == "nccl" else backend, **kwargs)
@@ -68,10 +68,25 @@ def install() -> None:
         tensor.host.copy_(came)
         return Transfer(stream, tensor)
 
+    def sum_up(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(tensor, MockTensor):
+            return all_reduce(tensor, *args, group=group, **kwargs)
+        # gloo's own way with CUDA tensors: the host copies, and waits.
+        stream = _stream(tensor, group) if group in _streams else machine.current_stream(tensor.device)
+        assert stream is not None
+        stream.wait_stream(machine.current_stream(tensor.device))
+        forbid_in_capture("a sum among processes")
+        total = tensor.host.clone()
+        all_reduce(total, *args, group=group, **kwargs)
+        TIMELINE.launch(stream.number, "a sum among processes", [tensor.host], [tensor.host])
+        tensor.host.copy_(total)
+        Transfer(stream).wait()
+
     patched: dict[str, Callable[..., Any]] = {
         "new_group": group_of,
         "isend": send,
         "irecv": receive,
+        "all_reduce": sum_up,
         "is_nccl_available": lambda: True,
     }
     for name, made_up in patched.items():

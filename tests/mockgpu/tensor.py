@@ -68,6 +68,9 @@ class MockTensor(torch.Tensor):
     ) -> Any:
         return run(func, args, kwargs or {})
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{self.host!r} on {self.device}"
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

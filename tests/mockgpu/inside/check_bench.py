@@ -1,0 +1,53 @@
+"""`bench gpu` on a device: the parts that are of one process. The whole pipelines of the others are tested as such."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sarathi_pp.bench import gpu
+from sarathi_pp.bench.gpu import bench_gpu
+from sarathi_pp.bench.gpu_plan import Bench, Figures, Sizes
+from sarathi_pp.bench.gpu_stage import ModelShape
+from sarathi_pp.trace.clock import SystemClock
+
+TINY = ModelShape(32, 64, 2, 4, 2, 256)
+SIZES = Sizes(
+    large=TINY,
+    small=TINY,
+    matrix=64,
+    array_bytes=1 << 16,
+    prefill=24,
+    decodes=3,
+    context=40,
+    chunk=16,
+    piggybacked=(2,),
+    attention={"chunk": ((20, 40),), "decodes": ((100, 1), (30, 1)), "mixed": ((20, 9), (30, 1))},
+    layers=2,
+    repeats=2,
+    warm_s=0.0,
+)
+
+
+def nothing(bench: Bench, figures: Figures) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available.*:UserWarning")
+def test_every_part_runs_on_a_device(monkeypatch):
+    for name in ("exact", "contest"):
+        nothing.__name__ = name
+        monkeypatch.setattr(gpu, name, nothing)
+    document = bench_gpu(torch.device("cuda", 0), SystemClock(), 250.0, lambda part: None, lambda part: None, SIZES)
+    errors = {name: part["traceback"] for name, part in document.items() if isinstance(part, dict) and "error" in part}
+    assert not errors, next(iter(errors.values()))
+    assert document["machine"]["device"] == "Mock GPU"
+    for what in ("prefill", "decode"):
+        assert {"eager", "graph"} <= set(document["microbatches"][what])
+    chunk, decodes, mixed = document["attention"]["of_a_layer"].values()
+    assert set(chunk) == {"triton", "varlen", "sdpa", "dense"} and set(mixed) == {"triton", "varlen", "sdpa"}
+    assert decodes["share_of_bandwidth"] > 0
+    met = {check["what"]: check["met"] for check in document["checks"]}
+    assert {f"{name}: nearer to float32 than transformers by" for name in ("triton", "varlen", "sdpa")} <= {
+        what for what, found in met.items() if found
+    }
+    assert any(what.startswith("chunk: Triton beside") for what in met)

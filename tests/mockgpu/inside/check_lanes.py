@@ -1,0 +1,77 @@
+"""Lanes on CUDA streams: what waits for what, seen to race where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sarathi_pp.runtime.transport import CudaSideStream
+from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.lane import Lane
+from tests.mockgpu.machine import TIMELINE, Stream
+from tests.mockgpu.nccl import Transfer
+from tests.mockgpu.timeline import MockGpuError
+
+GPU = torch.device("cuda", 0)
+
+
+class Careless(CudaSideStream):
+    """One that forgets a wait."""
+
+    def __init__(self, forgets: str) -> None:
+        super().__init__(GPU, SystemClock())
+        setattr(self, forgets, lambda *given: None)
+
+
+@pytest.fixture
+def communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers that are over when the device comes to them."""
+    stream = Stream(GPU)
+
+    def transfer(how: str) -> Callable[..., Any]:
+        def begin(rows: Any, peer: int, group: object) -> Transfer:
+            stream.wait_stream(torch.cuda.current_stream())
+            read, written = ([rows.host], []) if how == "send" else ([], [rows.host])
+            TIMELINE.launch(stream.number, how, read, written)
+            return Transfer(stream, rows)
+
+        return begin
+
+    monkeypatch.setattr(dist, "isend", transfer("send"))
+    monkeypatch.setattr(dist, "irecv", transfer("receive"))
+
+
+def sent(side: CudaSideStream) -> None:
+    lane = Lane(None, 1, side)  # type: ignore[arg-type]
+    lane.send(torch.ones(3, device=GPU))
+    torch.ones(3, device=GPU)
+    lane.wait_for_room(1)
+
+
+def received(side: CudaSideStream) -> None:
+    lane = Lane(None, 1, side)  # type: ignore[arg-type]
+    torch.ones(8, device=GPU)
+    rows = lane.buffer((3,), torch.float32, GPU)
+    landed = lane.receive(rows)
+    lane.admit(landed)
+    rows.sum()
+
+
+@pytest.mark.usefixtures("communicator")
+@pytest.mark.parametrize("transfer", [sent, received])
+def test_nothing_races(transfer):
+    transfer(CudaSideStream(GPU, SystemClock()))
+
+
+@pytest.mark.usefixtures("communicator")
+@pytest.mark.parametrize(
+    ("transfer", "forgets"),
+    [(sent, "after_computing"), (received, "after_computing"), (received, "before_computing")],
+)
+def test_a_wait_that_is_forgotten_is_a_race(transfer, forgets):
+    with pytest.raises(MockGpuError, match="for which it has not waited"):
+        transfer(Careless(forgets))

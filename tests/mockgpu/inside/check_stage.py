@@ -1,0 +1,96 @@
+"""A pipeline's stages on a device: what their hosts wait for, and what they do where no graph can be had."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
+from sarathi_pp.model.attention.triton import TritonAttention
+from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.slice import load_stage
+from sarathi_pp.runtime.model_stage import ModelStage
+from tests.mockgpu.machine import TIMELINE
+from tests.model.families import NUM_LAYERS, write_checkpoint
+
+GPU = torch.device("cuda", 0)
+GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+DRAWN = SamplingRow(position=0, temperature=1.0, top_k=3, top_p=0.9, min_p=0.0, seed=7)
+SHAPES = (Shape(8, 3, decodes=False), Shape(2, 2, decodes=True))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama", directory)
+    return directory
+
+
+def make_stage(model: Path, layers: tuple[int, int], *, graphed: bool) -> ModelStage:
+    loaded = load_stage(model, layers, NUM_LAYERS, torch.float32, GPU, TritonAttention())
+    config = loaded.module.config
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    kv = KVShard(layers, 8, 16, heads, head_dim, torch.float32, GPU, spare=True)
+    graphs = None
+    if graphed:
+        sizes = config.hidden_size, config.num_attention_heads
+        graphs = StageGraphs(loaded, kv, SHAPES, *sizes, GPU, lambda: CudaGraph(torch.cuda.graph_pool_handle()))
+    return ModelStage(loaded, kv, config.hidden_size, torch.float32, GPU, graphs=graphs)
+
+
+def microbatches(row: SamplingRow) -> list[MicroBatch]:
+    """A prompt, another beside a decode, and decodes."""
+    return [
+        MicroBatch(0, (Chunk(0, 0, 0, 5, False, (3, 4, 5, 6, 7), (4,), row),), (), 0.0),
+        MicroBatch(
+            1, (Chunk(1, 0, 0, 3, False, (6, 7, 8), (2,), row), Chunk(0, 0, 5, 1, True, (5,), (), row)), (), 0.0
+        ),
+        MicroBatch(2, (Chunk(0, 0, 6, 1, True, (9,), (), row), Chunk(1, 0, 3, 1, True, (3,), (), row)), (), 0.0),
+    ]
+
+
+def waited(work) -> tuple[object, Counter[str]]:
+    before = TIMELINE.waits.copy()
+    found = work()
+    return found, TIMELINE.waits - before
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("row", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_host_waits_for_its_tokens_and_for_nothing_else(model, graphed, row):
+    middle = NUM_LAYERS // 2
+    first = make_stage(model, (0, middle), graphed=graphed)
+    last = make_stage(model, (middle, NUM_LAYERS), graphed=graphed)
+    for microbatch in microbatches(row):
+        output, waits = waited(lambda: first.prepare(microbatch)(None))  # noqa: B023
+        assert output.hidden.is_cuda and not waits, waits
+        answered, waits = waited(lambda: last.prepare(microbatch)(output.hidden))  # noqa: B023
+        assert answered.tokens and waits == {"copy to the host": 1}, waits
+    expected = (3, 0) if graphed else None
+    assert first.graphed == last.graphed == expected
+
+
+def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
+    """Another one would be current from then on, and no input waits for it."""
+    x = torch.ones(2, device=GPU)
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        CudaGraph(torch.cuda.graph_pool_handle()).capture(lambda: x.tolist())
+    assert torch.cuda.current_stream().number == before.number
+
+
+def test_weights_are_on_the_device_once(model):
+    """What is merged has taken the place of its parts."""
+    logging.disable(logging.INFO)
+    before = TIMELINE.live_bytes()
+    loaded = load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, GPU, TritonAttention())
+    held = TIMELINE.live_bytes() - before
+    weights = sum(parameter.numel() * 4 for parameter in loaded.module.parameters())
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in loaded.module.buffers())
+    # A second copy of any merged part would be more than that.
+    assert weights <= held <= weights + buffers + weights // 32

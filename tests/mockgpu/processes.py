@@ -1,0 +1,17 @@
+"""Processes that have made-up GPUs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.runtime.processes import environment
+
+SITE = Path(__file__).with_name("site")
+
+
+def with_gpus(count: int, hazards: Path) -> dict[str, str]:
+    """An environment; hazards: a file that exists afterwards if a real device would have gone wrong."""
+    inherited = environment()
+    paths = os.pathsep.join((str(SITE), inherited["PYTHONPATH"]))
+    return {**inherited, "MOCK_GPUS": str(count), "MOCK_GPU_HAZARDS": str(hazards), "PYTHONPATH": paths}

@@ -1,0 +1,26 @@
+"""What is checked in processes with made-up GPUs, torch's own being replaced for good: the files in inside/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mockgpu.processes import with_gpus
+from tests.runtime.processes import ROOT
+
+CHECKS = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
+
+
+@pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
+def test_with_a_gpu(checks: Path, tmp_path: Path) -> None:
+    # What is computed while a graph is captured is garbage, here as there.
+    garbage = ("-W", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    own = ("-p", "no:cacheprovider", "-o", "python_files=check_*.py", *garbage)
+    command = (sys.executable, "-m", "pytest", "-q", *own, str(checks))
+    done = subprocess.run(
+        command, cwd=ROOT, env=with_gpus(2, tmp_path / "hazards"), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

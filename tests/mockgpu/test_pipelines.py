@@ -1,0 +1,94 @@
+"""`generate --device cuda` in processes with made-up GPUs: every token is transformers', and nothing races."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mockgpu.processes import with_gpus
+from tests.runtime.processes import COMMAND, Files
+from tests.runtime.references import Reference, make_reference
+
+NEW_TOKENS = 4
+# Few and short: Triton's interpreter takes a second for what a device does in microseconds.
+LONGEST, MOST = 13, 4
+
+
+@pytest.fixture(scope="module", params=["llama"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run as it was resolved, and its report; its answers are compared."""
+    files = Files(folder)
+    asked = [
+        (prompt, output[:NEW_TOKENS])
+        for prompt, output in zip(reference.prompts, reference.outputs, strict=True)
+        if len(prompt) <= LONGEST
+    ][:MOST]
+    files.write_prompts([prompt for prompt, _ in asked])
+    few = ("--chunk-size", "12", "--max-num-seqs", "3", "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos")
+    command = (*COMMAND, *files.options(reference.directory, "--device", "cuda", "--dtype", "float32", *few, *options))
+    hazards = folder / "hazards"
+    done = subprocess.run(
+        command, cwd=folder, env=with_gpus(gpus, hazards), capture_output=True, text=True, timeout=280
+    )
+    assert not hazards.exists(), hazards.read_text()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert files.tokens() == [tokens for _, tokens in asked]
+    return json.loads((files.run / "run.json").read_text()), files.report()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "transport"),
+    [
+        (1, ("--stages", "1"), "gloo"),
+        (1, ("--stages", "2"), "gloo"),
+        (2, ("--stages", "2"), "nccl"),
+        (2, ("--stages", "4"), "gloo"),
+        pytest.param(4, ("--stages", "2", "--replicas", "2"), "nccl", marks=pytest.mark.full),
+    ],
+    ids=["alone", "shared", "nccl", "two-on-each", "replicas"],
+)
+def test_pipelines_by_graphs(
+    reference: Reference, tmp_path: Path, gpus: int, options: tuple[str, ...], transport: str
+) -> None:
+    run, report = generate(reference, tmp_path, gpus, *options)
+    assert (run["transport"], run["attention"]) == (transport, "triton")
+    assert all(stage["graph_hit_rate"] == 1.0 for stage in report["per_stage"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "transport"),
+    [
+        (1, ("--stages", "2", "--attention", "sdpa"), "gloo"),
+        (2, ("--stages", "2", "--enforce-eager"), "nccl"),
+        (2, ("--stages", "1", "--tensor-parallel-size", "2"), "nccl"),
+        (1, ("--stages", "1", "--tensor-parallel-size", "2"), "gloo"),
+    ],
+    ids=["sdpa", "nccl", "shards", "shards-shared"],
+)
+def test_pipelines_without_graphs(
+    reference: Reference, tmp_path: Path, gpus: int, options: tuple[str, ...], transport: str
+) -> None:
+    run, report = generate(reference, tmp_path, gpus, *options)
+    assert run["transport"] == transport
+    assert all(stage["graph_hit_rate"] is None for stage in report["per_stage"])
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["gemma2", "mixtral", "gpt_oss", pytest.param("qwen3", marks=pytest.mark.full)],
+    indirect=True,
+)
+def test_families(reference: Reference, tmp_path: Path) -> None:
+    """Soft caps and windows, experts that no graph holds, sinks, norms of heads."""
+    run, report = generate(reference, tmp_path, 1, "--stages", "2")
+    assert run["attention"] == "triton"
+    experts = reference.family in ("mixtral", "gpt_oss")
+    assert all(stage["graph_hit_rate"] == (None if experts else 1.0) for stage in report["per_stage"])

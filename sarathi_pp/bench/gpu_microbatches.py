@@ -77,9 +77,9 @@ def _launched(bench: Bench, stage: GpuStage, extents: Extents) -> Callable[[], T
 
 def _profiled(bench: Bench, call: Callable[[], Tensor]) -> list[Figures]:
     """The kernels of one call that take longest: their time together, and how many there are."""
-    activity = torch.profiler.ProfilerActivity.CUDA if bench.on_gpu else torch.profiler.ProfilerActivity.CPU
+    activity = torch.profiler.ProfilerActivity
     call()
-    with torch.profiler.profile(activities=[activity]) as profiled:
+    with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if bench.on_gpu else [])]) as profiled:
         call()
         if bench.on_gpu:
             torch.cuda.synchronize(bench.device)

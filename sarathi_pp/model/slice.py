@@ -219,7 +219,7 @@ def _load(
         check_shards(directory, shard.size)
         split = Split(config.base_model_tp_plan, family, layers, shard)
     tied = bool(config.tie_word_embeddings)
-    tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count)
+    tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count, device)
     if split is not None:
         tensors = split.take(tensors)
     needed = sum(tensor.num_bytes() for tensor in tensors.values())
@@ -238,7 +238,7 @@ def _load(
                 output_loading_info=True,
             )
             _require_complete(directory, layers, module, loaded)
-            module.to(device)
+            module.to(device)  # what is no weight
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise _too_large(layers, needed, _first_line(error)) from error

@@ -74,34 +74,62 @@ class Cut:
         return shape[self.dim] // (self.blocks * self.size) * math.prod(shape[self.dim + 1 :])
 
 
+class Arrived:
+    """A tensor that was read, on its way to a device. `to` is all that transformers' loader asks of it.
+
+    The loader places every tensor in the host's memory, unless accelerate is there to tell it of another. A stage would
+    then lie there in whole before it moves; so what is read goes on at once, and a few tensors are there at a time.
+    """
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self._host = host
+        self._device = device
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        return self._host.to(self._device, dtype)
+
+
 class StoredTensor:
     """A tensor that is still in its file; `[...]` reads it, into new memory each time.
 
     This is the form in which transformers' loader takes tensors that it places one at a time, in a few
-    threads. dtype: the float type the loader is going to want. A tensor larger than BLOCK_BYTES is converted
-    block by block while it is read, so that it is never held in both types; smaller ones are left as stored,
-    because transformers keeps some (gpt_oss's norms) in float32 whatever is asked for.
+    threads. dtype: the float type the loader is going to want. device: where it is to be, whatever the loader says. A
+    tensor larger than BLOCK_BYTES is converted block by block while it is read, so that it is never held in both types;
+    smaller ones are left as stored, because transformers keeps some (gpt_oss's norms) in float32 whatever is asked for.
     """
 
-    def __init__(self, entry: TensorEntry, count: ReadCount, dtype: torch.dtype, cut: Cut | None = None) -> None:
+    def __init__(
+        self,
+        entry: TensorEntry,
+        count: ReadCount,
+        dtype: torch.dtype,
+        cut: Cut | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._entry = entry
         self._count = count
         self._dtype = dtype
         self._cut = cut
+        self._device = device
         self.shape = entry.shape if cut is None else cut.of(entry.shape)
 
     def cut(self, cut: Cut) -> StoredTensor:
         """A part of it, of which alone bytes are read."""
         assert self._cut is None, "cut once"
-        return StoredTensor(self._entry, self._count, self._dtype, cut)
+        return StoredTensor(self._entry, self._count, self._dtype, cut, self._device)
 
     def num_bytes(self) -> int:
         """In memory, as the type that the loader wants."""
         stored = _DTYPES[self._entry.dtype]
         return math.prod(self.shape) * (self._dtype if stored.is_floating_point else stored).itemsize
 
-    def __getitem__(self, everything: EllipsisType) -> Tensor:
+    def __getitem__(self, everything: EllipsisType) -> Tensor | Arrived:
         """All of it. Raises InputError where the file is shorter than it was."""
+        host = self.read()
+        return host if self._device is None or self._device.type == "cpu" else Arrived(host, self._device)
+
+    def read(self) -> Tensor:
+        """In the host's memory."""
         stored = _DTYPES[self._entry.dtype]
         num_bytes = math.prod(self.shape) * stored.itemsize
         convert = stored.is_floating_point and stored != self._dtype and num_bytes > BLOCK_BYTES
@@ -162,6 +190,7 @@ def stage_tensors(
     tied: bool,
     dtype: torch.dtype,
     count: ReadCount,
+    device: torch.device | None = None,
 ) -> dict[str, StoredTensor]:
     """The stored tensors of the layers [first, end), and of the embedding or the head at either end.
 
@@ -184,5 +213,5 @@ def stage_tensors(
             if any(name in parts for name in family.first_modules):
                 wanted = first == 0 or (end == num_layers and tied and family.embed in parts)
         if wanted:
-            chosen[key] = StoredTensor(entry, count, dtype)
+            chosen[key] = StoredTensor(entry, count, dtype, device=device)
     return chosen

@@ -11,7 +11,7 @@ from torch.utils._device import _device_constructors
 from tests.mockgpu import machine, nccl
 from tests.mockgpu.guard import give_cuda_a_guard
 from tests.mockgpu.machine import TIMELINE, TOTAL_BYTES, forbid_in_capture
-from tests.mockgpu.tensor import MockTensor, run
+from tests.mockgpu.tensor import MockTensor, made, run
 from tests.mockgpu.timeline import MockGpuError
 
 _kept: list[object] = []
@@ -96,19 +96,25 @@ def _pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
 
 def _patch_factories() -> None:
     """Those whose arguments torch looks at before any operation is asked for."""
-    empty, tensor = torch.empty, torch.tensor
+    empty, tensor, arange = torch.empty, torch.tensor, torch.arange
     _device_constructors()  # made once, of what `with torch.device(...)` is for
 
     def copied(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         return tensor(data, device="cpu", **kwargs).to(empty(0).device if device is None else device)
 
     def pinned_or_not(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        made = empty(*args, **kwargs)
+        found = empty(*args, **kwargs)
         if pin_memory:
-            TIMELINE.pin(made)
-        return made
+            TIMELINE.pin(found)
+        return found
 
-    torch.empty, torch.tensor = pinned_or_not, copied
+    def counted(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Else it is a result that grows, and one of ours cannot."""
+        wanted = empty(0).device if device is None else torch.device(device)
+        host = arange(*args, device="cpu" if wanted.type == "cuda" else wanted, **kwargs)
+        return made(host, torch.device("cuda", machine.index_of(wanted))) if wanted.type == "cuda" else host
+
+    torch.empty, torch.tensor, torch.arange = pinned_or_not, copied, counted
 
 
 def _patch_interpreter() -> None:

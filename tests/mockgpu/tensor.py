@@ -191,7 +191,8 @@ def _record(
     if recording is None:
         return
     for now, before in zip(mutated, kept, strict=True):
-        now.copy_(before)
+        if now.shape == before.shape:  # else it was made for this
+            now.copy_(before)
     places = {one.host.untyped_storage().data_ptr() for one in ours}
     results = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
     made = [one.untyped_storage().data_ptr() not in places for one in results]
@@ -206,6 +207,23 @@ def _record(
     recording.reads += [one.host for one in ours]
     recording.writes += mutated
     recording.made += [result for result, of_own in zip(results, made, strict=True) if of_own]
+
+
+def made(host: torch.Tensor, device: torch.device) -> MockTensor:
+    """New memory of a device, with these numbers."""
+    number = machine.current_stream(device).number
+    if machine.recording() is None:
+        TIMELINE.allocate(host, number)
+        TIMELINE.launch(number, "a factory", (), (host,))
+    else:
+        TIMELINE.allocate(host, POOL)
+    return wrapped(host, device)
+
+
+def wrapped(host: torch.Tensor, device: torch.device) -> MockTensor:
+    # Where views of it are made inside an inference mode and outside, an inference tensor would not do.
+    with torch.inference_mode(False):
+        return MockTensor(host, device)
 
 
 def _is_view(found: Any, ours: Sequence[MockTensor]) -> bool:
@@ -234,9 +252,7 @@ def _wrapped(found: Any, flat: Sequence[Any], device: torch.device, number: int,
             TIMELINE.allocate(one, number)
             if not fresh:
                 TIMELINE.launch(number, "its result", (), (one,))
-        # Where views of it are made inside an inference mode and outside, an inference tensor would not do.
-        with torch.inference_mode(False):
-            return MockTensor(one, device)
+        return wrapped(one, device)
 
     places = {one.host.untyped_storage().data_ptr() for one in flat if isinstance(one, MockTensor)}
     return tree_map(wrap, found)

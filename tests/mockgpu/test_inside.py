@@ -17,7 +17,7 @@ CHECKS = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
 @pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
 def test_with_a_gpu(checks: Path, tmp_path: Path) -> None:
     # What is computed while a graph is captured is garbage, here as there.
-    garbage = ("-W", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    garbage = ("-W", "ignore::RuntimeWarning")
     own = ("-p", "no:cacheprovider", "-o", "python_files=check_*.py", *garbage)
     command = (sys.executable, "-m", "pytest", "-q", *own, str(checks))
     done = subprocess.run(

@@ -79,7 +79,7 @@ pure() {
 }
 model() {
     local bad=0 jobs=(-n auto)
-    run_tests tests/model tests/kernels || bad=1
+    run_tests tests/model tests/kernels tests/mockgpu || bad=1
     oldest || bad=1
     return $bad
 }

@@ -1,6 +1,7 @@
 """Everything that a GPU runs, checked and measured on one: `sarathi-pp bench gpu`.
 
-    machine -> rates -> exact -> contest -> microbatches -> piggyback -> profile -> logits -> attention -> kernels
+    machine -> rates -> nccl -> exact -> contest
+            -> microbatches -> piggyback -> profile -> logits -> attention -> kernels
 
 Each part is a function of its own, which fills in its figures as it gets them; what a part promises is a check with
 what was wanted and what was seen. An error ends its part alone; a part that there is no time left for says so. Whole
@@ -25,6 +26,7 @@ from sarathi_pp.bench.gpu_plan import DECODE_SHARE, PREFILL_SHARE, Bench, Figure
 from sarathi_pp.core.estimate import DeviceSpeed, estimate_cost
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention import BACKENDS, why_not
+from sarathi_pp.runtime.transport import start_nccl_alone
 from sarathi_pp.trace.clock import Clock
 
 SCHEMA = "sarathi-pp/gpu/2"
@@ -44,7 +46,7 @@ def bench_gpu(
     begin_s = clock.now()
     bench = Bench(device, dtype, sizes or Sizes(), clock, begin_s + budget_s)
     document: Figures = {"schema": SCHEMA, "machine": machine(device), "checks": bench.checks}
-    for part in (rates, exact, contest, microbatches, piggyback, profile, logits, attention, kernels):
+    for part in (rates, nccl, exact, contest, microbatches, piggyback, profile, logits, attention, kernels):
         name = part.__name__
         figures: Figures = {}
         document[name] = figures
@@ -93,6 +95,15 @@ def rates(bench: Bench, figures: Figures) -> None:
     (read,) = bench.seconds(array.sum)
     bench.rates = {"flops": 2 * size**3 / product["s"], "bytes_per_s": bench.sizes.array_bytes / read["s"]}
     figures |= {**bench.rates, "product": product, "read": read}
+
+
+def nccl(bench: Bench, figures: Figures) -> None:
+    """Between ranks it cannot run on one GPU; that it starts can be seen."""
+    if not bench.on_gpu:
+        figures["left_out"] = "NCCL runs between GPUs"
+        return
+    figures["sum"] = start_nccl_alone(bench.device, "lo")
+    bench.check("NCCL starts, and sums up a 1 to", figures["sum"], 1.0)
 
 
 def profile(bench: Bench, figures: Figures) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from sarathi_pp.runtime.cuda_timer import CudaMark, CudaTimer
-from sarathi_pp.runtime.place import INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE
+from sarathi_pp.runtime.place import INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE, variable
 from sarathi_pp.runtime.standing import Standing
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Landing
@@ -66,6 +66,21 @@ def has_nccl() -> bool:
 
 def nccl_lanes(device: torch.device, clock: Clock) -> Lanes:
     return Lanes("nccl", device, lambda: CudaSideStream(device, clock))
+
+
+def start_nccl_alone(device: torch.device, interface: str) -> float:
+    """Opens a communicator of this process alone, all that one GPU allows, and returns its sum of a single 1."""
+    with ExitStack() as stack:
+        for name, value in surroundings("nccl", interface, None).items():
+            stack.enter_context(variable(name, value))
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        try:
+            one = torch.ones(1, device=device)
+            dist.all_reduce(one)
+            return float(one)
+        finally:
+            dist.destroy_process_group()
 
 
 def surroundings(backend: str, interface: str, nccl_interface: str | None) -> Mapping[str, str]:

@@ -19,6 +19,7 @@ from tests.mockgpu.timeline import MockGpuError
 
 # Communicators with the stream that each has from its first transfer on.
 _streams: dict[dist.ProcessGroup, Stream | None] = {}
+_theirs: dict[str, Callable[..., Any]] = {}
 # gloo stops what nobody holds any more.
 _leaving: list[tuple[dist.Work, torch.Tensor]] = []
 
@@ -36,61 +37,72 @@ class Transfer:
 
 
 def install() -> None:
-    new_group, isend, irecv, all_reduce = dist.new_group, dist.isend, dist.irecv, dist.all_reduce
-
-    def group_of(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        made = new_group(*args, backend="gloo" if backend == "nccl" else backend, **kwargs)
-        if backend == "nccl" and made is not dist.GroupMember.NON_GROUP_MEMBER:
-            _streams[made] = None
-        return made
-
-    def send(tensor: torch.Tensor, dst: int | None = None, group: Any = None, **kwargs: Any) -> Any:
-        stream = _stream(tensor, group)
-        if stream is None:
-            return isend(tensor, dst, group=group, **kwargs)
-        assert isinstance(tensor, MockTensor)
-        stream.wait_stream(machine.current_stream(tensor.device))
-        TIMELINE.launch(stream.number, "a send of NCCL's", [tensor.host], ())
-        leaving = tensor.host.clone()
-        _leaving[:] = [one for one in _leaving if not one[0].is_completed()]
-        _leaving.append((isend(leaving, dst, group=group, **kwargs), leaving))
-        return Transfer(stream, tensor)
-
-    def receive(tensor: torch.Tensor, src: int | None = None, group: Any = None, **kwargs: Any) -> Any:
-        stream = _stream(tensor, group)
-        if stream is None:
-            return irecv(tensor, src, group=group, **kwargs)
-        assert isinstance(tensor, MockTensor)
-        stream.wait_stream(machine.current_stream(tensor.device))
-        came = torch.empty_like(tensor.host)
-        irecv(came, src, group=group, **kwargs).wait()
-        TIMELINE.launch(stream.number, "a receive of NCCL's", (), [tensor.host])
-        tensor.host.copy_(came)
-        return Transfer(stream, tensor)
-
-    def sum_up(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if not isinstance(tensor, MockTensor):
-            return all_reduce(tensor, *args, group=group, **kwargs)
-        # gloo's own way with CUDA tensors: the host copies, and waits.
-        stream = _stream(tensor, group) if group in _streams else machine.current_stream(tensor.device)
-        assert stream is not None
-        stream.wait_stream(machine.current_stream(tensor.device))
-        forbid_in_capture("a sum among processes")
-        total = tensor.host.clone()
-        all_reduce(total, *args, group=group, **kwargs)
-        TIMELINE.launch(stream.number, "a sum among processes", [tensor.host], [tensor.host])
-        tensor.host.copy_(total)
-        Transfer(stream).wait()
-
     patched: dict[str, Callable[..., Any]] = {
-        "new_group": group_of,
-        "isend": send,
-        "irecv": receive,
-        "all_reduce": sum_up,
+        "init_process_group": _init_process_group,
+        "new_group": _new_group,
+        "isend": _isend,
+        "irecv": _irecv,
+        "all_reduce": _all_reduce,
         "is_nccl_available": lambda: True,
     }
+    _theirs.update({name: getattr(dist, name) for name in patched})
     for name, made_up in patched.items():
         setattr(dist, name, made_up)
+
+
+def _init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    _theirs["init_process_group"]("gloo" if backend == "nccl" else backend, *args, **kwargs)
+    if backend == "nccl":
+        _streams[dist.group.WORLD] = None
+
+
+def _new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    made = _theirs["new_group"](*args, backend="gloo" if backend == "nccl" else backend, **kwargs)
+    if backend == "nccl" and made is not dist.GroupMember.NON_GROUP_MEMBER:
+        _streams[made] = None
+    return made
+
+
+def _isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, **kwargs: Any) -> Any:
+    stream = _stream(tensor, group)
+    if stream is None:
+        return _theirs["isend"](tensor, dst, group=group, **kwargs)
+    assert isinstance(tensor, MockTensor)
+    stream.wait_stream(machine.current_stream(tensor.device))
+    TIMELINE.launch(stream.number, "a send of NCCL's", [tensor.host], ())
+    leaving = tensor.host.clone()
+    _leaving[:] = [one for one in _leaving if not one[0].is_completed()]
+    _leaving.append((_theirs["isend"](leaving, dst, group=group, **kwargs), leaving))
+    return Transfer(stream, tensor)
+
+
+def _irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, **kwargs: Any) -> Any:
+    stream = _stream(tensor, group)
+    if stream is None:
+        return _theirs["irecv"](tensor, src, group=group, **kwargs)
+    assert isinstance(tensor, MockTensor)
+    stream.wait_stream(machine.current_stream(tensor.device))
+    came = torch.empty_like(tensor.host)
+    _theirs["irecv"](came, src, group=group, **kwargs).wait()
+    TIMELINE.launch(stream.number, "a receive of NCCL's", (), [tensor.host])
+    tensor.host.copy_(came)
+    return Transfer(stream, tensor)
+
+
+def _all_reduce(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    """Of gloo too, which takes CUDA tensors here: then the host copies."""
+    if not isinstance(tensor, MockTensor):
+        return _theirs["all_reduce"](tensor, *args, group=group, **kwargs)
+    forbid_in_capture("a sum among processes")
+    group = dist.group.WORLD if group is None else group
+    computing = machine.current_stream(tensor.device)
+    stream = (_stream(tensor, group) if group in _streams else None) or computing
+    stream.wait_stream(computing)
+    total = tensor.host.clone()
+    _theirs["all_reduce"](total, *args, group=group, **kwargs)
+    TIMELINE.launch(stream.number, "a sum among processes", [tensor.host], [tensor.host])
+    tensor.host.copy_(total)
+    Transfer(stream).wait()
 
 
 def _stream(tensor: torch.Tensor, group: Any) -> Stream | None:

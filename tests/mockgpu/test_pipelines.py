@@ -90,5 +90,6 @@ def test_families(reference: Reference, tmp_path: Path) -> None:
     """Soft caps and windows, experts that no graph holds, sinks, norms of heads."""
     run, report = generate(reference, tmp_path, 1, "--stages", "2")
     assert run["attention"] == "triton"
-    experts = reference.family in ("mixtral", "gpt_oss")
-    assert all(stage["graph_hit_rate"] == (None if experts else 1.0) for stage in report["per_stage"])
+    # Experts by torch's grouped product, which on the host here asks how many tokens each of them got.
+    captured = {None, 1.0} if reference.family in ("mixtral", "gpt_oss") else {1.0}
+    assert {stage["graph_hit_rate"] for stage in report["per_stage"]} <= captured

@@ -41,6 +41,7 @@ def test_every_part_runs_on_a_device(monkeypatch):
     errors = {name: part["traceback"] for name, part in document.items() if isinstance(part, dict) and "error" in part}
     assert not errors, next(iter(errors.values()))
     assert document["machine"]["device"] == "Mock GPU"
+    assert document["nccl"]["sum"] == 1.0
     for what in ("prefill", "decode"):
         assert {"eager", "graph"} <= set(document["microbatches"][what])
     chunk, decodes, mixed = document["attention"]["of_a_layer"].values()

@@ -243,19 +243,19 @@ class ModelStage:
         return forward
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
-        """A chunk of made-up tokens, then a decode behind it, so that first-call costs (compilation, kernel
-        choice, allocator) fall before the run. On a device both again behind a long context, which kernels there share
-        out, and a draw of either kind.
+        """Microbatches of made-up tokens, so that first-call costs (compilation, kernel choice, allocator) fall before
+        the run; and a draw of either kind.
         """
         room = self.kv.num_pages * self.kv.page_size
-        num_tokens, num_keys = min(num_tokens, room), min(num_keys, room)
-        ends = (num_tokens,) if self.device.type == "cpu" else (num_tokens, max(num_keys, num_tokens))
-        for end in ends:
-            pages = range(-(-end // self.kv.page_size))
-            for count, prompt in ((num_tokens, True), (1, False)):
-                spans = [Span(end - count, count, pages, prompt)]
-                inputs = build_inputs(spans, (count - 1,), self.kv.page_size, self.device)
-                y = self.model.forward(self._made_up(count), inputs, self.kv)
+        on_device = self.device.type != "cpu"
+        for microbatch in warming(min(num_tokens, room), min(num_keys, room), on_device=on_device):
+            spans, rows = [], 0
+            for end, count, prompt in microbatch:
+                # They may share pages: nobody wants what is written there.
+                spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
+                rows += count
+            inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
+            y = self.model.forward(self._made_up(rows), inputs, self.kv)
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
         if self.model.head or self._head is not None:
@@ -284,6 +284,21 @@ class ModelStage:
             spans.append(Span(start, num_tokens, table, not decode))
             ids.extend(token_ids)
         return spans, ids
+
+
+def warming(num_tokens: int, num_keys: int, *, on_device: bool) -> list[list[tuple[int, int, bool]]]:
+    """What to warm up with: of each microbatch the sequences, as the end of their tokens, how many, and whether they
+    are a prompt's.
+
+    A chunk, and a decode behind it. On a device both again behind a long context, which kernels there share out, and
+    the chunk beside such a decode: what is shared out is compiled apart, and so are chunks.
+    """
+    chunk, decode = (num_tokens, num_tokens, True), (num_tokens, 1, False)
+    if not on_device:
+        return [[chunk], [decode]]
+    end = max(num_keys, num_tokens)
+    late = (end, 1, False)
+    return [[chunk], [decode], [(end, num_tokens, True)], [late], [chunk, late]]
 
 
 def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:

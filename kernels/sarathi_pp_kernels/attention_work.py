@@ -15,8 +15,11 @@ in the microbatch changes a row's result only by way of that number. Chunks and 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +39,11 @@ _LARGE_PROGRAMS_PER_PROCESSOR = 1
 _LEAST_KEYS_PER_ROW = 16
 # The least rows that tensor cores multiply.
 _LEAST_ROWS = 16
+_INT_BYTES = 4
+_NUM_KEYS = attrgetter("num_keys")
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Rows [first_row, first_row + num_tokens) of the microbatch: tokens [start, start + num_tokens) of one sequence.
 
     first_page: where its page table begins in the microbatch's page tables, one after the other.
@@ -101,24 +105,18 @@ class AttentionWork:
         return self.blocks.many_rows if self.has_many else self.blocks.few_rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """rows: of its block. first_key: the first block with a key that any row sees; end_key: behind the last one."""
+class _Tile(NamedTuple):
+    """num_keys: from first_key, where the first block begins with a key that any row sees, to behind the last one.
+    rows: of its block. first_page: see Extent.
+    """
 
-    extent: Extent
+    num_keys: int
     first_row: int
     num_tokens: int
     start: int
-    rows: int
+    first_page: int
     first_key: int
-
-    @property
-    def end_key(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def num_keys(self) -> int:
-        return self.end_key - self.first_key
+    rows: int
 
 
 def cut_work(
@@ -133,7 +131,7 @@ def cut_work(
 ) -> AttentionWork:
     """The work of a microbatch, moved to the device in one copy. keys_per_piece: None chooses it."""
     cut = _cut(extents, blocks, window, num_kv_heads, num_processors, keys_per_piece)
-    table = _moved(torch.tensor(cut.pieces + cut.merges, dtype=torch.int32), device)
+    table = _moved(torch.frombuffer(cut.pieces + cut.merges, dtype=torch.int32), device)
     return AttentionWork(
         table[: len(cut.pieces)].view(-1, PIECE_COLUMNS),
         table[len(cut.pieces) :].view(-1, MERGE_COLUMNS),
@@ -183,7 +181,7 @@ class FixedWork:
             window,
             # A tile that is split once has two pieces.
             partial_rows=2 * shares * rows,
-            most_merged_tokens=rows // blocks.group,
+            most_merged_tokens=min(rows // blocks.group, longest),
             has_many=has_many,
         )
 
@@ -195,19 +193,18 @@ class FixedWork:
         assert pieces <= self._num_pieces and merges <= self._num_merges, f"{pieces} pieces, {merges} merges"
         assert cut.partial_rows <= work.partial_rows and cut.most_merged_tokens <= work.most_merged_tokens
         assert work.has_many or not cut.has_many
-        table = torch.zeros(self._table.shape, dtype=torch.int32)
-        table[: len(cut.pieces)] = torch.tensor(cut.pieces, dtype=torch.int32)
-        end = self._num_pieces * PIECE_COLUMNS
-        table[end : end + len(cut.merges)] = torch.tensor(cut.merges, dtype=torch.int32)
-        self._table.copy_(_pinned(table, self._table.device), non_blocking=True)
+        table = cut.pieces + array("i", bytes(_INT_BYTES * PIECE_COLUMNS * (self._num_pieces - pieces))) + cut.merges
+        table.frombytes(bytes(_INT_BYTES * MERGE_COLUMNS * (self._num_merges - merges)))
+        host = torch.frombuffer(table, dtype=torch.int32)
+        self._table.copy_(_pinned(host, self._table.device), non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """See AttentionWork: pieces and merges as numbers in a row."""
+    """See AttentionWork: pieces and merges as int32 numbers in a row."""
 
-    pieces: list[int]
-    merges: list[int]
+    pieces: array[int]
+    merges: array[int]
     partial_rows: int
     most_merged_tokens: int
     has_many: bool
@@ -221,27 +218,29 @@ def _cut(
     num_processors: int,
     keys_per_piece: int | None,
 ) -> _Cut:
-    tiles = [tile for extent in extents for tile in _tiles(extent, blocks, window)]
+    """Between two microbatches, when the device has nothing else to do: in tuples and arrays, not in objects."""
+    tiles: list[_Tile] = []
+    for extent in extents:
+        tiles += _tiles(extent, blocks, window)
     # Long ones first: what is begun last is then short, and the device is not left waiting for one program.
-    tiles.sort(key=lambda tile: tile.num_keys, reverse=True)
+    tiles.sort(key=_NUM_KEYS, reverse=True)
     has_many = any(tile.rows > blocks.few_rows for tile in tiles)
     programs = num_processors * (_LARGE_PROGRAMS_PER_PROCESSOR if has_many else _PROGRAMS_PER_PROCESSOR)
-    share = equal_share([tile.num_keys for tile in tiles], num_kv_heads, programs)
-    pieces: list[int] = []
-    merges: list[int] = []
+    share = equal_share(sum(map(_NUM_KEYS, tiles)), num_kv_heads, programs)
+    pieces, merges = array("i"), array("i")
     partial_rows = most_merged_tokens = 0
-    for tile in tiles:
-        bounds = _bounds(tile, keys_per_piece or max(share, _LEAST_KEYS_PER_ROW * tile.rows), blocks.keys)
-        split = len(bounds) > 2
-        rows = tile.num_tokens * blocks.group
-        if split:
-            merges += (tile.first_row, tile.num_tokens, partial_rows, len(bounds) - 1)
-            most_merged_tokens = max(most_merged_tokens, tile.num_tokens)
-        for first, end in zip(bounds, bounds[1:], strict=False):
-            partial = partial_rows if split else -1
-            place = (tile.first_row, tile.num_tokens, tile.start, tile.extent.first_page)
-            pieces += (*place, first, end, partial, int(first == tile.first_key))
-            partial_rows += rows if split else 0
+    for num_keys, first_row, num_tokens, start, first_page, first_key, rows in tiles:
+        step = _step(num_keys, keys_per_piece or max(share, _LEAST_KEYS_PER_ROW * rows), blocks.keys)
+        end_key = first_key + num_keys
+        if step >= num_keys:
+            pieces.extend((first_row, num_tokens, start, first_page, first_key, end_key, -1, 1))
+            continue
+        merges.extend((first_row, num_tokens, partial_rows, -(-num_keys // step)))
+        most_merged_tokens = max(most_merged_tokens, num_tokens)
+        for key in range(first_key, end_key, step):
+            end, takes_sinks = min(key + step, end_key), int(key == first_key)
+            pieces.extend((first_row, num_tokens, start, first_page, key, end, partial_rows, takes_sinks))
+            partial_rows += num_tokens * blocks.group
     return _Cut(pieces, merges, partial_rows, most_merged_tokens, has_many)
 
 
@@ -254,13 +253,13 @@ def _pinned(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def equal_share(tile_keys: Sequence[int], num_kv_heads: int, num_programs: int) -> int:
-    """How many keys each of the programs reads that the device holds at once, for tiles that read so many each.
+def equal_share(num_keys: int, num_kv_heads: int, num_programs: int) -> int:
+    """How many keys each of the programs reads that the device holds at once, for tiles that read so many together.
 
     With pieces of about as many a long decode beside a chunk is cut as well, and where there are enough tiles of about
     the same length nothing is.
     """
-    return -(-sum(tile_keys) * num_kv_heads // num_programs)
+    return -(-num_keys * num_kv_heads // num_programs)
 
 
 def power_of_two(count: int) -> int:
@@ -269,20 +268,20 @@ def power_of_two(count: int) -> int:
 
 
 def _tiles(extent: Extent, blocks: Blocks, window: int | None) -> Iterator[_Tile]:
-    rows = blocks.few_rows if extent.num_tokens * blocks.group <= blocks.few_rows else blocks.many_rows
+    first_row, count, begin, first_page = extent
+    rows = blocks.few_rows if count * blocks.group <= blocks.few_rows else blocks.many_rows
     step = rows // blocks.group
-    for token in range(0, extent.num_tokens, step):
-        start = extent.start + token
-        seen = 0 if window is None else max(start - window + 1, 0)
-        num_tokens = min(step, extent.num_tokens - token)
-        yield _Tile(extent, extent.first_row + token, num_tokens, start, rows, seen // blocks.keys * blocks.keys)
+    for token in range(0, count, step):
+        start, num_tokens = begin + token, min(step, count - token)
+        first_key = 0 if window is None else max(start - window + 1, 0) // blocks.keys * blocks.keys
+        num_keys = start + num_tokens - first_key
+        yield _Tile(num_keys, first_row + token, num_tokens, start, first_page, first_key, rows)
 
 
-def _bounds(tile: _Tile, keys_per_piece: int, block_keys: int) -> list[int]:
-    """Where the tile's pieces begin, and the end of the last: about equal, and no piece is empty.
+def _step(num_keys: int, keys_per_piece: int, block_keys: int) -> int:
+    """How far apart a tile's pieces begin, which are about equal and none of them empty; num_keys or more: it is one.
 
     Their number is the nearest, not the next: a tile a little longer than others is not worth two pieces and a merge.
     """
-    num_pieces = max((2 * tile.num_keys + keys_per_piece) // (2 * keys_per_piece), 1)
-    step = -(-tile.num_keys // (num_pieces * block_keys)) * block_keys
-    return [*range(tile.first_key, tile.end_key, step), tile.end_key]
+    num_pieces = (2 * num_keys + keys_per_piece) // (2 * keys_per_piece)
+    return num_keys if num_pieces <= 1 else -(-num_keys // (num_pieces * block_keys)) * block_keys

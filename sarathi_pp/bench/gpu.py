@@ -1,7 +1,7 @@
 """Everything that a GPU runs, checked and measured on one: `sarathi-pp bench gpu`.
 
     machine -> rates -> nccl -> exact -> contest
-            -> microbatches -> piggyback -> profile -> logits -> attention -> kernels
+            -> microbatches -> piggyback -> sampling -> profile -> logits -> attention -> kernels
 
 Each part is a function of its own, which fills in its figures as it gets them; what a part promises is a check with
 what was wanted and what was seen. An error ends its part alone; a part that there is no time left for says so. Whole
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import sarathi_pp
 from sarathi_pp.bench.gpu_attention import attention, logits
-from sarathi_pp.bench.gpu_microbatches import kernels, microbatches, piggyback
+from sarathi_pp.bench.gpu_microbatches import kernels, microbatches, piggyback, sampling
 from sarathi_pp.bench.gpu_pipelines import contest, exact
 from sarathi_pp.bench.gpu_plan import DECODE_SHARE, PREFILL_SHARE, Bench, Figures, Sizes
 from sarathi_pp.core.estimate import DeviceSpeed, estimate_cost
@@ -46,7 +46,7 @@ def bench_gpu(
     begin_s = clock.now()
     bench = Bench(device, dtype, sizes or Sizes(), clock, begin_s + budget_s)
     document: Figures = {"schema": SCHEMA, "machine": machine(device), "checks": bench.checks}
-    for part in (rates, nccl, exact, contest, microbatches, piggyback, profile, logits, attention, kernels):
+    for part in (rates, nccl, exact, contest, microbatches, piggyback, sampling, profile, logits, attention, kernels):
         name = part.__name__
         figures: Figures = {}
         document[name] = figures

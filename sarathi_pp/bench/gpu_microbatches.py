@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sarathi_pp.bench.gpu_plan import DECODE_SHARE, PIGGYBACK_FACTOR, PREFILL_SHARE, Bench, Figures
 from sarathi_pp.bench.gpu_stage import Extents, GpuStage
+from sarathi_pp.core.plan import SamplingRow
+from sarathi_pp.model.sampling import sample
 
 # Kernels that are told of one microbatch.
 _MOST_KERNELS = 16
@@ -54,6 +57,19 @@ def piggyback(bench: Bench, figures: Figures) -> None:
         curve.append({**point, "factor": factor})
         if count <= 8:
             bench.check(f"{count} decodes beside a chunk cost less by", factor, PIGGYBACK_FACTOR)
+
+
+def sampling(bench: Bench, figures: Figures) -> None:
+    """What it takes to draw a token for each of the decodes, until the host has them."""
+    rows, vocabulary = bench.sizes.decodes, bench.sizes.large.vocab_size
+    logits = torch.randn(rows, vocabulary, dtype=bench.dtype, device=bench.device)
+    kinds = {
+        "greedy": SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0),
+        "temperature": SamplingRow(position=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0),
+        "top_k 50, top_p 0.95": SamplingRow(position=0, temperature=0.8, top_k=50, top_p=0.95, min_p=0.0, seed=0),
+    }
+    calls = [partial(sample, logits, [row] * rows) for row in kinds.values()]
+    figures |= {"rows": rows, "vocabulary": vocabulary, **dict(zip(kinds, bench.seconds(*calls), strict=True))}
 
 
 def kernels(bench: Bench, figures: Figures) -> None:

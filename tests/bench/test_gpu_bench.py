@@ -42,7 +42,19 @@ SIZES = Sizes(
     repeats=3,
     warm_s=0.0,
 )
-PARTS = ["rates", "nccl", "exact", "contest", "microbatches", "piggyback", "profile", "logits", "attention", "kernels"]
+PARTS = [
+    "rates",
+    "nccl",
+    "exact",
+    "contest",
+    "microbatches",
+    "piggyback",
+    "sampling",
+    "profile",
+    "logits",
+    "attention",
+    "kernels",
+]
 
 
 def forget(document: object) -> None: ...
@@ -70,6 +82,7 @@ def test_every_part_runs_on_cpu():
         low, high = point["both"]["quartiles_s"]
         assert low <= point["both"]["s"] <= high and point["factor"] > 0
     assert [point["decodes"] for point in document["piggyback"]["curve"]] == [2, 16]
+    assert document["sampling"]["greedy"]["s"] > 0
     chunk, decodes = document["attention"]["of_a_layer"].values()
     assert set(chunk) == {"numba", "sdpa", "dense"} and set(decodes) == {"numba", "sdpa"}
     for name in ("numba", "sdpa"):

@@ -374,8 +374,8 @@ def test_a_chunk_is_split_only_where_that_is_worth_its_partial_results() -> None
 
 
 def test_an_equal_share_of_the_keys_is_a_piece() -> None:
-    assert equal_share([32768], 8, 264) == 993
-    assert equal_share([4096] * 100, 8, 2) > 4096
+    assert equal_share(32768, 8, 264) == 993
+    assert equal_share(4096 * 100, 8, 2) > 4096
 
 
 _COMPILE = """

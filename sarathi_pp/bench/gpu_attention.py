@@ -11,9 +11,16 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from sarathi_pp.bench.gpu_plan import ATTENTION_SHARE, Bench, Figures
-from sarathi_pp.bench.gpu_stage import Extents, GpuStage, ModelShape, filled_shard, lay_out, random_model
-from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.attention import BACKENDS, AttentionBackend, Needs, choose_backend
+from sarathi_pp.bench.gpu_stage import (
+    Extents,
+    GpuStage,
+    ModelShape,
+    filled_shard,
+    lay_out,
+    made_up_tokens,
+    random_model,
+)
+from sarathi_pp.model.attention import BACKENDS, AttentionBackend, Needs, choose_backend, why_not
 from sarathi_pp.model.graphs import CudaGraph
 from sarathi_pp.model.inputs import build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -28,7 +35,7 @@ def logits(bench: Bench, figures: Figures) -> None:
     """Of a small model in half precision, by each backend: how far from float32, beside transformers' own distance."""
     shape, dtype, device = bench.sizes.small, torch.bfloat16, bench.device
     extents: Extents = [(0, 100)]
-    ids = [(7 * position + 3) % shape.vocab_size for position in range(100)]
+    ids = made_up_tokens(0, 100, shape.vocab_size)
     theirs = random_model(shape, dtype, device)
     weights = theirs.state_dict()
     exact = GpuStage(shape, torch.float32, device, 512, "sdpa", weights).microbatch(extents)()
@@ -56,28 +63,30 @@ def attention(bench: Bench, figures: Figures) -> None:
     taken: dict[str, Figures] = {what: {} for what in bench.sizes.attention}
     figures |= {"layers": shape.num_layers, "of_a_layer": taken}
     for name in _serving(bench, bench.dtype, shape):
-        backend = choose_backend(name, bench.device, None)
-        page_size = backend.default_page_size
-        kv = filled_shard(shape, -(-bench.sizes.kv_tokens // page_size), page_size, bench.dtype, bench.device)
-        for what, extents in bench.sizes.attention.items():
-            taken[what][name] = _of_a_layer(bench, shape.num_layers, _paged(bench, shape, backend, kv, extents))
-        del kv
+        try:
+            _by_backend(bench, shape, name, taken)
+        except Exception as error:  # of a library that is there and does not run
+            for found in taken.values():
+                found.setdefault(name, {"error": f"{type(error).__name__}: {error}"})
+            bench.check(f"attention {name} runs", False, True)
     for what, extents in bench.sizes.attention.items():
         if len(extents) == 1:
             taken[what]["dense"] = _of_a_layer(bench, shape.num_layers, _dense(bench, shape, *extents[0]))
         _compare(bench, what, extents, shape, taken[what])
 
 
+def _by_backend(bench: Bench, shape: ModelShape, name: str, taken: dict[str, Figures]) -> None:
+    needs = Needs(bench.dtype, shape.head_dim, softcap=False, sinks=False)
+    backend = choose_backend(name, bench.device, None, needs)
+    page_size = backend.default_page_size
+    kv = filled_shard(shape, -(-bench.sizes.kv_tokens // page_size), page_size, bench.dtype, bench.device)
+    for what, extents in bench.sizes.attention.items():
+        taken[what][name] = _of_a_layer(bench, shape.num_layers, _paged(bench, shape, backend, kv, extents))
+
+
 def _serving(bench: Bench, dtype: torch.dtype, shape: ModelShape) -> list[str]:
     needs = Needs(dtype, shape.head_dim, softcap=False, sinks=False)
-    names = []
-    for name in BACKENDS:
-        try:
-            choose_backend(name, bench.device, None, needs)
-        except ConfigError:
-            continue
-        names.append(name)
-    return names
+    return [name for name in BACKENDS if why_not(name, bench.device, needs) is None]
 
 
 def _query(bench: Bench, shape: ModelShape, extents: Extents) -> Tensor:
@@ -125,10 +134,10 @@ def _of_a_layer(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) 
 
 def _compare(bench: Bench, what: str, extents: Extents, shape: ModelShape, taken: Figures) -> None:
     """Triton's kernel with the quickest of the others; of decodes, how near to the rate of reading too."""
-    if "triton" not in taken:
+    if "s" not in taken.get("triton", {}):
         return
     own_s = taken["triton"]["s"]
-    rivals = {name: taken[name]["s"] for name in _FUSED if name in taken and name != "triton"}
+    rivals = {name: taken[name]["s"] for name in _FUSED if name != "triton" and "s" in taken.get(name, {})}
     if all(count == 1 for _, count in extents):
         keys = sum(start + count for start, count in extents)
         read = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize * keys

@@ -13,6 +13,8 @@ from sarathi_pp.bench.gpu_stage import Extents, GpuStage
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.model.sampling import sample
 
+# What a clock tells.
+_LEAST_S = 1e-9
 # Kernels that are told of one microbatch.
 _MOST_KERNELS = 16
 
@@ -22,12 +24,13 @@ def microbatches(bench: Bench, figures: Figures) -> None:
     stage, sizes = bench.large(), bench.sizes
     prefill, decodes = _prefill(bench), _decodes(bench)
     calls = [stage.microbatch(prefill), stage.microbatch(decodes)]
-    if bench.on_gpu:
+    if stage.has_graphs:
         calls += [stage.captured(prefill), stage.captured(decodes)]
     taken = bench.seconds(*calls)
+    figures["attention"] = stage.model.backend.name
     figures["prefill"] = {"tokens": sizes.prefill, "eager": taken[0]}
     figures["decode"] = {"decodes": sizes.decodes, "context": sizes.context, "eager": taken[1]}
-    if bench.on_gpu:
+    if stage.has_graphs:
         figures["prefill"]["graph"], figures["decode"]["graph"] = taken[2:]
     # What a pipeline runs is a graph, where there are any.
     prefill_s, decode_s = (one["s"] for one in taken[-2:])
@@ -47,12 +50,12 @@ def piggyback(bench: Bench, figures: Figures) -> None:
         decodes: Extents = [(sizes.context, 1)] * count
         chunk: Extents = [(0, sizes.chunk - count)]
         # By graphs: launched one by one, the kernels of a few decodes take the host longer than the device.
-        calls = [_launched(bench, stage, extents) for extents in (decodes, chunk, [*chunk, *decodes])]
+        calls = [_launched(stage, extents) for extents in (decodes, chunk, [*chunk, *decodes])]
         alone, beneath, both = bench.seconds(*calls)
         cost_s = (both["s"] - beneath["s"]) / count
         # Where the difference is less than what two measurements differ by, that is the most it can be.
         noise_s = sum(high - low for low, high in (beneath["quartiles_s"], both["quartiles_s"])) / count
-        factor = alone["s"] / count / max(cost_s, noise_s)
+        factor = alone["s"] / count / max(cost_s, noise_s, _LEAST_S)
         point = {"decodes": count, "alone": alone, "chunk": beneath, "both": both, "cost_s": cost_s, "noise_s": noise_s}
         curve.append({**point, "factor": factor})
         if count <= 8:
@@ -76,7 +79,7 @@ def kernels(bench: Bench, figures: Figures) -> None:
     """Where the time of a microbatch goes, so that a share that is missed can be explained."""
     stage = bench.large()
     for what, extents in (("prefill", _prefill(bench)), ("decode", _decodes(bench))):
-        figures[what] = _profiled(bench, _launched(bench, stage, extents))
+        figures[what] = _profiled(bench, _launched(stage, extents))
 
 
 def _prefill(bench: Bench) -> Extents:
@@ -87,8 +90,8 @@ def _decodes(bench: Bench) -> Extents:
     return [(bench.sizes.context, 1)] * bench.sizes.decodes
 
 
-def _launched(bench: Bench, stage: GpuStage, extents: Extents) -> Callable[[], Tensor]:
-    return stage.captured(extents) if bench.on_gpu else stage.microbatch(extents)
+def _launched(stage: GpuStage, extents: Extents) -> Callable[[], Tensor]:
+    return stage.captured(extents) if stage.has_graphs else stage.microbatch(extents)
 
 
 def _profiled(bench: Bench, call: Callable[[], Tensor]) -> list[Figures]:
@@ -99,6 +102,8 @@ def _profiled(bench: Bench, call: Callable[[], Tensor]) -> list[Figures]:
         call()
         if bench.on_gpu:
             torch.cuda.synchronize(bench.device)
-    kind = "self_device_time_total" if bench.on_gpu else "self_cpu_time_total"
-    found = sorted(profiled.key_averages(), key=lambda event: getattr(event, kind), reverse=True)[:_MOST_KERNELS]
-    return [{"name": event.key[:160], "calls": event.count, "s": 1e-6 * getattr(event, kind)} for event in found]
+    kind, unit = ("self_device_time_total", "CUDA") if bench.on_gpu else ("self_cpu_time_total", "CPU")
+    events = [event for event in profiled.key_averages() if event.device_type.name == unit]
+    events.sort(key=lambda event: getattr(event, kind), reverse=True)
+    longest = events[:_MOST_KERNELS]
+    return [{"name": event.key[:160], "calls": event.count, "s": 1e-6 * getattr(event, kind)} for event in longest]

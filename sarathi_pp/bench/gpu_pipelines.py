@@ -74,7 +74,7 @@ def _write_small(shape: ModelShape, folder: Path) -> Any:
 @torch.inference_mode()
 def _greedy(model: Any, prompt: Sequence[int], device: torch.device) -> tuple[list[int], float]:
     """transformers' answer, and the smallest gap between the two best logits on the way."""
-    settings = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    settings = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}
     told = {"return_dict_in_generate": True, "output_logits": True}
     found = model.generate(torch.tensor([prompt], device=device), **settings, **told)
     best = torch.stack([logits[0] for logits in found.logits]).float().topk(2).values
@@ -127,7 +127,8 @@ def contest(bench: Bench, figures: Figures) -> None:
         (folder / "asked.json").write_text(json.dumps({**asked, "parameters": {"batching": "continuous", "pp": 1}}))
         program = Path(__file__).with_name("peers") / "transformers_program.py"
         said = _run(bench, [sys.executable, "-P", str(program), str(folder / "asked.json")])
-    figures["generate_batch"] = tokens / json.loads(said.splitlines()[-1])["wall_s"]
+    theirs = json.loads(said.splitlines()[-1])
+    figures |= {"generate_batch": tokens / theirs["wall_s"], "their_attention": theirs["attention"]}
     figures["factor"] = figures["ours"] / figures["generate_batch"]
     what = f"{len(requests)} requests: tokens a second, times generate_batch's"
     bench.check(what, figures["factor"], CONTEST_FACTOR)

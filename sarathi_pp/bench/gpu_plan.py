@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sarathi_pp.bench.gpu_stage import LLAMA_3_8B, Extents, GpuStage, ModelShape
+from sarathi_pp.model.memory import give_back
 from sarathi_pp.trace.clock import Clock
 
 Figures = dict[str, Any]
@@ -95,7 +96,7 @@ class Bench:
     def forget(self) -> None:
         """The large stage is not needed any more, or not now."""
         self.stage = None
-        torch.cuda.empty_cache()
+        give_back()
 
     def seconds(self, *calls: Callable[[], object]) -> list[Figures]:
         """What each takes: the median, and the quartiles.

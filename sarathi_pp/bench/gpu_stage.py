@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sarathi_pp.model.attention import Needs, choose_backend
+from sarathi_pp.model.attention import Fixable, Needs, choose_backend
 from sarathi_pp.model.body import bare_head, embody
 from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.paged import PAGED
 from sarathi_pp.model.slice import StageModel
 
@@ -100,7 +101,7 @@ class GpuStage:
         fuse(module)
         embody(module, "model")
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # of what was merged
+            give_back()  # what was merged
         layers, count = (0, shape.num_layers), shape.num_layers
         self.model = StageModel(module, layers, count, (None,) * count, backend, 0, 0, bare_head(module, "lm_head"))
         num_pages = -(-num_tokens // self.page_size)
@@ -112,6 +113,10 @@ class GpuStage:
         inputs = build_inputs(spans, rows, self.page_size, self.device)
         x = torch.tensor(ids, device=self.device)
         return lambda: self.model.forward(x, inputs, self.kv)
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.device.type == "cuda" and isinstance(self.model.backend, Fixable)
 
     def captured(self, extents: Extents) -> Callable[[], Tensor]:
         """The same by a CUDA graph of that very shape, which is what a pipeline's uniform microbatches get."""
@@ -135,10 +140,13 @@ class GpuStage:
         spans = lay_out(extents, self.page_size, self.kv.num_pages)
         rows, ids = [], []
         for span in spans:
-            places = range(span.start, span.start + span.num_tokens)
-            ids += [(7 * place + 3) % self.shape.vocab_size for place in places]
+            ids += made_up_tokens(span.start, span.num_tokens, self.shape.vocab_size)
             rows.append(len(ids) - 1)
         return spans, rows, ids
+
+
+def made_up_tokens(start: int, count: int, vocab_size: int) -> list[int]:
+    return [(7 * place + 3) % vocab_size for place in range(start, start + count)]
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> Any:

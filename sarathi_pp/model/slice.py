@@ -14,6 +14,7 @@ fused and packed (fuse.py), layers in one call (stack.py), without what transfor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ from sarathi_pp.model.fuse import fuse
 from sarathi_pp.model.hole import Hole
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.memory import in_gib, is_out_of_memory
+from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
 from sarathi_pp.model.paged import PAGED, PagedCall
 from sarathi_pp.model.stack import stack
 from sarathi_pp.model.support import ConfigFile, check_shards, find_family
@@ -226,7 +227,7 @@ def _load(
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     stage_class = _with_holes(getattr(transformers, family.architecture), family, layers, num_layers, tied, split)
-    with _quiet():
+    with _quiet() as said:
         try:
             module, loaded = stage_class.from_pretrained(
                 None,
@@ -240,8 +241,9 @@ def _load(
             _require_complete(directory, layers, module, loaded)
             module.to(device)  # what is no weight
         except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise _too_large(layers, needed, _first_line(error)) from error
+            reports = [line for text in said for line in text.splitlines() if tells_of_memory(line)]
+            if is_out_of_memory(error) or reports:
+                raise _too_large(layers, needed, reports[-1].strip() if reports else _first_line(error)) from error
             raise InputError(f"{directory}: the weights do not fit config.json: {error}") from error
     if device.type == "cpu" and _has_experts(config):
         # The default, a grouped product, takes nothing but bf16 on CPU in the older torch releases supported.
@@ -251,8 +253,7 @@ def _load(
     if split is not None:
         split.join(getattr(module.get_submodule(family.base), family.layers))
     if device.type == "cuda":
-        # Merged parts leave memory that torch keeps and nothing uses; whoever counts KV pages asks the driver.
-        torch.cuda.empty_cache()
+        give_back()  # what was merged
     return module, needed
 
 
@@ -369,15 +370,32 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Loading without transformers' progress bar and report: what matters in it is raised."""
+def _quiet() -> Iterator[list[str]]:
+    """Loading without transformers' progress bar and report: what matters in it is raised.
+
+    Gives what is said meanwhile: an error while experts are put together is told there alone.
+    """
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
+    said = _Said()
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.disable_default_handler()
+    transformers_logging.add_handler(said)
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        yield said.texts
     finally:
+        transformers_logging.remove_handler(said)
+        transformers_logging.enable_default_handler()
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()

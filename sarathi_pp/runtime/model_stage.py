@@ -5,7 +5,6 @@ MicroBatch -> page tables -> StageInputs -> layers (through paged attention) -> 
 
 from __future__ import annotations
 
-import gc
 import logging
 from array import array
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from sarathi_pp.model.attention import Fixable, Needs, choose_backend
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.slice import Head, StageModel, load_head, load_stage
@@ -138,8 +138,7 @@ class ModelStages:
         except RuntimeError as error:
             _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
         # Behind the except block: what was captured lives as long as its traceback.
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back()
         return None
 
     def _working_bytes(self, layers: tuple[int, int]) -> int:
@@ -155,7 +154,7 @@ class ModelStages:
         stage.warm_up(num_tokens, num_tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
         del stage, kv
-        torch.cuda.empty_cache()
+        give_back()
         return peak * (2 if self._has_graphs() else 1)
 
 

@@ -6,18 +6,16 @@ over what its upstream neighbour sends.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.errors import MemoryLostError
-from sarathi_pp.model.memory import is_out_of_memory
+from sarathi_pp.model.memory import give_back, is_out_of_memory
 from sarathi_pp.runtime.stage import Compute, Stage, StageOutput
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import Compute as ComputeSpan
@@ -181,9 +179,7 @@ class StageRunner:
             if self._collectives_s is not None:
                 raise self._no_memory(microbatch, "", error) from error
         # Behind the except block: the failed attempt's tensors live as long as its traceback.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back()
         try:
             return compute(hidden), True
         except RuntimeError as error:

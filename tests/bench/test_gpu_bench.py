@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -50,10 +51,10 @@ PARTS = [
     "microbatches",
     "piggyback",
     "sampling",
+    "kernels",
     "profile",
     "logits",
     "attention",
-    "kernels",
 ]
 
 
@@ -135,7 +136,8 @@ def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
 def test_a_difference_that_noise_hides_is_not_taken_for_nothing(monkeypatch):
     """Both microbatches take as long, within a millisecond: a decode costs no more than that, and perhaps so much."""
     bench = Bench(CPU, torch.float32, SIZES, ManualClock(), 1.0)
-    monkeypatch.setattr(Bench, "large", lambda bench: SimpleNamespace(microbatch=lambda extents: lambda: None))
+    stage = SimpleNamespace(has_graphs=False, microbatch=lambda extents: lambda: None)
+    monkeypatch.setattr(Bench, "large", lambda bench: stage)
     taken = {"s": 0.010, "quartiles_s": [0.0095, 0.010]}
     monkeypatch.setattr(Bench, "seconds", lambda bench, *calls: [{"s": 0.004}, taken, taken])
     figures: Figures = {}
@@ -152,8 +154,10 @@ def test_what_there_is_no_time_for_is_said(monkeypatch):
         clock.sleep(100)
 
     monkeypatch.setattr(gpu, "rates", rates)
-    document = bench_gpu(CPU, clock, 50.0, lambda part: None, forget, SIZES)
+    saved: list[Figures] = []
+    document = bench_gpu(CPU, clock, 50.0, lambda part: None, lambda part: saved.append(copy.deepcopy(part)), SIZES)
     assert document["rates"] == {"took_s": 100}
+    assert saved[-1] == document
     assert {document[part]["left_out"] for part in ("exact", "attention")} == {"the 50 s were over"}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import core_model_loading
 
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model import slice as slices
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.weights import StoredTensor
 from tests.faults.jobs import started
-from tests.model.families import NUM_LAYERS
+from tests.model.families import NUM_LAYERS, write_checkpoint
 from tests.runtime.processes import Files
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,3 +56,15 @@ def test_no_memory_in_the_middle_of_loading_is_not_taken_for_a_bad_checkpoint(er
     monkeypatch.setattr(StoredTensor, "__getitem__", refuse)
     with pytest.raises(CapacityError, match=r"layers \[0, 5\) have .* of weights"):
         load(model, None)
+
+
+def test_experts_that_cannot_be_put_together_for_want_of_memory_are_no_bad_checkpoint(tmp_path, monkeypatch):
+    """transformers catches what its conversions raise, and raises something that says nothing of memory."""
+
+    def refuse(*given: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+
+    write_checkpoint("mixtral", tmp_path)
+    monkeypatch.setattr(core_model_loading.MergeModulelist, "convert", refuse)
+    with pytest.raises(CapacityError, match=r"of weights: .*CUDA out of memory. Tried to allocate 3.00 GiB"):
+        load(tmp_path, None)

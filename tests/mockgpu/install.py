@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.utils._device import _device_constructors
 
 from tests.mockgpu import machine, nccl
 from tests.mockgpu.guard import give_cuda_a_guard
-from tests.mockgpu.machine import TIMELINE, TOTAL_BYTES, forbid_in_capture
+from tests.mockgpu.machine import TIMELINE, TOTAL_BYTES, forbid_in_capture, released
 from tests.mockgpu.tensor import MockTensor, made, run
 from tests.mockgpu.timeline import MockGpuError
 
@@ -39,7 +41,7 @@ def install() -> None:
         "memory_allocated": lambda device=None: TIMELINE.live_bytes(),
         "max_memory_allocated": lambda device=None: TIMELINE.peak,
         "reset_peak_memory_stats": _reset_peak,
-        "empty_cache": lambda: None,
+        "empty_cache": machine.empty_cache,
         "synchronize": _synchronize,
         "Stream": machine.Stream,
         "Event": machine.Event,
@@ -63,6 +65,15 @@ def install() -> None:
     _kept.append(library)
     _patch_interpreter()
     nccl.install()
+    atexit.register(_look_at_contexts)
+    assert torch.empty(0, device="cuda").device.index == 0, "the guard answers"
+
+
+def _look_at_contexts() -> None:
+    """A rank that has a context on another rank's device takes memory of that."""
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is not None and not machine.contexts <= {int(rank) % machine.num_devices()}:
+        TIMELINE.note(f"rank {rank} holds contexts on devices {sorted(machine.contexts)}")
 
 
 def _properties(device: object = None) -> SimpleNamespace:
@@ -142,25 +153,25 @@ def _patch_interpreter() -> None:
             raise MockGpuError(f"{name}: Pointer argument cannot be accessed from {here}: {', '.join(strays)}")
         hosts = [one.host for one in tensors]
         before = [host.clone() for host in hosts]
-        host_args = [one.host if isinstance(one, MockTensor) else one for one in args]
-
-        def work() -> None:
-            call(self, *host_args, **kwargs)
-
-        work()
+        call(self, *(_of_host(one) for one in args), **kwargs)
         pairs = zip(hosts, before, strict=True)
         written = [host for host, old in pairs if not _same(host, old)]
         recording = machine.recording()
         if recording is None:
             TIMELINE.launch(machine.current_stream().number, name, hosts, written)
-        else:
-            for host, old in zip(hosts, before, strict=True):
-                host.copy_(old)
-            recording.work.append(work)
-            recording.reads += hosts
-            recording.writes += written
+            return
+        for host, old in zip(hosts, before, strict=True):
+            host.copy_(old)
+        operands = [recording.hold(_of_host(one)) for one in args]
+        recording.work.append(lambda: call(self, *map(released, operands), **kwargs))
+        recording.reads += map(recording.hold, hosts)
+        recording.writes += map(recording.hold, written)
 
     GridExecutor.__call__ = launch
+
+
+def _of_host(one: Any) -> Any:
+    return one.host if isinstance(one, MockTensor) else one
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,12 +12,32 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.mockgpu.timeline import MockGpuError, Timeline
 
-TOTAL_BYTES = 2 << 30
-TIMELINE = Timeline()
+TOTAL_BYTES = int(os.environ.get("MOCK_GPU_BYTES", str(2 << 30)))
+TIMELINE = Timeline(TOTAL_BYTES)
 _stream_numbers = count(100)
+
+
+class Address:
+    """Where a tensor lies, which a graph knows and does not keep from being freed."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(host.untyped_storage())
+        self._dtype = host.dtype
+        self._place = host.storage_offset(), host.size(), host.stride()
+
+    def tensor(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # type: ignore[attr-defined]
+        if storage is None:
+            TIMELINE.report("a graph reads or writes memory that was freed after it was captured")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._place)  # type: ignore[call-overload, no-any-return]
+
+
+def released(one: Any) -> Any:
+    return one.tensor() if isinstance(one, Address) else one
 
 
 @dataclass(slots=True)
@@ -28,10 +48,18 @@ class Recording:
     """
 
     work: list[Callable[[], None]] = field(default_factory=list)
-    reads: list[torch.Tensor] = field(default_factory=list)
-    writes: list[torch.Tensor] = field(default_factory=list)
+    reads: list[Any] = field(default_factory=list)
+    writes: list[Any] = field(default_factory=list)
     made: list[torch.Tensor] = field(default_factory=list)
     spoilt: bool = False
+
+    def hold(self, one: Any) -> Any:
+        """What of its own a graph keeps; of the rest it knows the address."""
+        if not isinstance(one, torch.Tensor):
+            return one
+        place = one.untyped_storage().data_ptr()
+        own = any(made.untyped_storage().data_ptr() == place for made in self.made)
+        return one if own or not place else Address(one)
 
 
 class _Thread(threading.local):
@@ -46,6 +74,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 # Devices on which this process holds a context, hundreds of megabytes each.
 contexts: set[int] = set()
+captures_failed: list[Recording] = []
 
 
 def num_devices() -> int:
@@ -72,6 +101,11 @@ def index_of(device: object) -> int:
 
 def recording() -> Recording | None:
     return _thread.recording
+
+
+def empty_cache() -> None:
+    if captures_failed:
+        raise MockGpuError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
 
 def forbid_in_capture(what: str) -> None:
@@ -210,8 +244,8 @@ class CUDAGraph:
         found = self._recorded
         if found is None:
             raise MockGpuError("replay of a graph that was not captured")
-        number = current_stream().number
-        TIMELINE.launch(number, "a graph", found.reads, found.writes)
+        reads, writes = ([released(one) for one in some] for some in (found.reads, found.writes))
+        TIMELINE.launch(current_stream().number, "a graph", reads, writes)
         with torch.inference_mode():
             for one in found.work:
                 one()
@@ -242,7 +276,9 @@ class graph:  # noqa: N801  torch's name
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         found, _thread.recording = _thread.recording, None
         if found is not None and found.spoilt:
-            # As torch does it: the stream of the capture stays the current one.
+            # As torch does it: the stream of the capture stays the current one, and before 2.12 the allocator takes the
+            # capture for one that goes on.
+            captures_failed.append(found)
             raise MockGpuError("operation failed due to a previous error during capture")
         self._inside.__exit__(kind, error, trace)
         if kind is None and found is not None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.mockgpu import machine
 from tests.mockgpu.flash import varlen_attn
-from tests.mockgpu.machine import TIMELINE, forbid_in_capture, spoil
+from tests.mockgpu.machine import TIMELINE, forbid_in_capture, released, spoil
 from tests.mockgpu.timeline import POOL, MockGpuError
 
 # Between devices; all else wants its operands on one.
@@ -30,6 +30,7 @@ _ANSWERS = (
     "aten::_unique2",
     "aten::bincount",
 )
+_EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like")
 # What may take indices from the host, which it copies first.
 _INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
@@ -100,20 +101,23 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return 0  # what is chosen for CPU is not for a device
     call = _INSTEAD.get(name, func)
     number = machine.current_stream(here).number
-    # Copied first: what is to be copied from device to host is there only when the host has waited.
     crosses = name in _COPIES and _crosses(name, args, target)
     if crosses:
-        _cross(name, args, kwargs, number, ours)
+        _look_at_copy(name, args, kwargs)
     kept = [one.clone() for one in mutated] if machine.recording() is not None else []
     found = call(*host_args, **host_kwargs)
     if machine.recording() is None and (mutated or not _is_view(found, ours)):
         TIMELINE.launch(number, name, [one.host for one in ours], mutated)
     if name in _ANSWERS:
         TIMELINE.wait(TIMELINE.point(number), name)
-    _record(lambda: call(*host_args, **host_kwargs), found, ours, mutated, kept)
+    _record(call, (host_args, host_kwargs), found, ours, mutated, kept)
     if target is not None and torch.device(target).type == "cpu":
+        _wait_for_copy(name, args, kwargs, number)
         return found
-    return _wrapped(found, flat, here, number, fresh=name in ("aten::empty", "aten::empty_strided", "aten::empty_like"))
+    result = _wrapped(found, flat, here, number, fresh=name in _EMPTY)
+    if crosses:
+        _wait_for_copy(name, args, kwargs, number)
+    return result
 
 
 def _device(ours: Sequence[MockTensor], target: object) -> torch.device:
@@ -162,25 +166,35 @@ def _crosses(name: str, args: Sequence[Any], target: object) -> bool:
     return True
 
 
-def _cross(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], number: int, ours: Sequence[MockTensor]) -> None:
-    """A copy between host and device: who waits for whom."""
-    positional = args[2] if name == "aten::copy_" and len(args) > 2 else False
-    asynchronous = bool(kwargs.get("non_blocking", positional))
-    source = args[1] if name == "aten::copy_" else args[0]
+def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False))
+
+
+def _look_at_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Between host and device: what must not be."""
+    asynchronous, source = _is_asynchronous(name, args, kwargs), args[1] if name == "aten::copy_" else args[0]
     if isinstance(source, MockTensor):
         forbid_in_capture("a copy to the host")
         if asynchronous:
             raise MockGpuError("a copy to the host that nobody waits for: what it gives is not there yet")
+    elif not (TIMELINE.is_pinned(source) and asynchronous):
+        forbid_in_capture("a copy from memory that is not pinned")
+
+
+def _wait_for_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> None:
+    """Who waits for it, now that the device has it to do."""
+    source = args[1] if name == "aten::copy_" else args[0]
+    if isinstance(source, MockTensor):
         TIMELINE.wait(TIMELINE.point(number), "copy to the host")
-    elif TIMELINE.is_pinned(source) and asynchronous:
+    elif TIMELINE.is_pinned(source) and _is_asynchronous(name, args, kwargs):
         TIMELINE.reads_later(number, source)
     else:
-        forbid_in_capture("a copy from memory that is not pinned")
         TIMELINE.wait(TIMELINE.point(number), "copy from the host")
 
 
 def _record(
-    again: Callable[[], Any],
+    call: Callable[..., Any],
+    given: tuple[Any, Any],
     found: Any,
     ours: Sequence[MockTensor],
     mutated: Sequence[torch.Tensor],
@@ -195,18 +209,23 @@ def _record(
             now.copy_(before)
     places = {one.host.untyped_storage().data_ptr() for one in ours}
     results = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
-    made = [one.untyped_storage().data_ptr() not in places for one in results]
+    of_own = [one.untyped_storage().data_ptr() not in places for one in results]
+    recording.made += [result for result, own in zip(results, of_own, strict=True) if own]
+    operands = tree_map(recording.hold, given)
+    is_empty = getattr(call, "_schema", None) is not None and call._schema.name in _EMPTY
 
     def redo() -> None:
-        new = [one for one in tree_flatten(again())[0] if isinstance(one, torch.Tensor)]
-        for result, of_own, value in zip(results, made, new, strict=True):
-            if of_own:
+        host_args, host_kwargs = tree_map(released, operands)
+        new = [one for one in tree_flatten(call(*host_args, **host_kwargs))[0] if isinstance(one, torch.Tensor)]
+        for result, own, value in zip(results, of_own, new, strict=True):
+            if own and is_empty:
+                spoil(result)
+            elif own:
                 result.copy_(value)
 
     recording.work.append(redo)
-    recording.reads += [one.host for one in ours]
-    recording.writes += mutated
-    recording.made += [result for result, of_own in zip(results, made, strict=True) if of_own]
+    recording.reads += [recording.hold(one.host) for one in ours]
+    recording.writes += [recording.hold(one) for one in mutated]
 
 
 def made(host: torch.Tensor, device: torch.device) -> MockTensor:

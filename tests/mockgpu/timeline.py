@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -51,9 +52,10 @@ class _Pending:
 
 
 class Timeline:
-    """Of one process, which is all that ever sees its memory."""
+    """Of one process, which is all that ever sees its memory. room: bytes of that."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 1 << 62) -> None:
+        self._room = room
         self._lock = threading.RLock()
         self._clocks: dict[int, Clock] = {}
         self._host: Clock = Counter()
@@ -108,7 +110,8 @@ class Timeline:
 
     def wait(self, point: Clock, what: str) -> None:
         """The host waits for it."""
-        self.waits[what] += 1
+        with self._lock:
+            self.waits[what] += 1
         self.seen(point)
 
     def wait_for_all(self, what: str) -> None:
@@ -148,16 +151,21 @@ class Timeline:
         with self._lock:
             self._sweep()
             memory = self._memory(tensor, stream)
+            if self.allocated > self._room:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {tensor.nbytes} bytes.")
             if memory is not None and stream != POOL:
                 memory.write = (stream, self.point(stream)[stream], "whoever had the memory before")
 
-    def report(self, hazard: str) -> None:
+    def report(self, hazard: str) -> NoReturn:
         """Of what nobody can be told by an exception: into the file of that name, and raised all the same."""
+        self.note(hazard)
+        raise MockGpuError(hazard)
+
+    def note(self, hazard: str) -> None:
         place = os.environ.get("MOCK_GPU_HAZARDS")
         if place is not None:
             with Path(place).open("a") as hazards:
                 hazards.write(hazard + "\n")
-        raise MockGpuError(hazard)
 
     def live_bytes(self) -> int:
         with self._lock:

@@ -39,6 +39,37 @@ def test_who_waits_for_a_copy():
         x.to("cpu", non_blocking=True)
 
 
+def test_pinned_memory_must_last_until_its_own_copy_is_over():
+    x, pinned = torch.ones(3, device=GPU), torch.zeros(3).pin_memory()
+    other = torch.cuda.Stream()
+    x.copy_(pinned, non_blocking=True)
+    with torch.cuda.stream(other):
+        event = torch.cuda.Event()
+        event.record()
+    event.synchronize()
+    pinned.fill_(7)
+    with pytest.raises(MockGpuError, match="pinned memory was changed"):
+        torch.cuda.synchronize()
+
+
+def test_a_graph_keeps_nothing_alive_that_it_only_reads():
+    out, given = torch.zeros(2, device=GPU), torch.ones(2, device=GPU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(given * 2)
+    graph.replay()
+    assert out.tolist() == [2, 2]
+    del given
+    with pytest.raises(MockGpuError, match="freed after it was captured"):
+        graph.replay()
+
+
+def test_memory_ends():
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(machine.TOTAL_BYTES // 4 + 1, device=GPU)
+    assert torch.zeros(4, device=GPU).tolist() == [0] * 4
+
+
 def test_kernels_run_on_the_device_that_is_current():
     x = torch.ones(1, 4, device="cuda:1")
     with pytest.raises(MockGpuError, match="cannot be accessed from cuda:0"):
@@ -84,7 +115,10 @@ def test_a_capture_is_spoilt_by_what_waits(forbidden):
     with pytest.raises(MockGpuError, match="previous error during capture"), torch.cuda.graph(graph):
         forbidden(x)
     assert torch.cuda.current_stream().number != before.number, "as torch leaves it"
+    with pytest.raises(RuntimeError, match="captures_underway"):
+        torch.cuda.empty_cache()
     torch.cuda.set_stream(before)
+    machine.captures_failed.clear()
 
 
 def test_an_event_is_not_over_when_it_is_first_asked():

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
+from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.slice import load_stage
 from sarathi_pp.model.weights import StoredTensor
 from sarathi_pp.runtime.model_stage import ModelStage
+from tests.mockgpu import machine
 from tests.mockgpu.machine import TIMELINE
 from tests.model.families import NUM_LAYERS, write_checkpoint
 
@@ -84,6 +87,15 @@ def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
     with pytest.raises(RuntimeError, match="previous error during capture"):
         CudaGraph(torch.cuda.graph_pool_handle()).capture(lambda: x.tolist())
     assert torch.cuda.current_stream().number == before.number
+    give_back()
+    assert "torch keeps the memory that it does not use" in caplog.text
+    machine.captures_failed.clear()
+
+
+def test_a_model_that_is_too_large_for_the_device_is_said_to_be(model, monkeypatch):
+    monkeypatch.setattr(TIMELINE, "_room", TIMELINE.live_bytes() + 200_000)
+    with pytest.raises(CapacityError, match="CUDA out of memory"):
+        load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, GPU, TritonAttention())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen2_moe"])

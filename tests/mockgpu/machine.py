@@ -44,13 +44,15 @@ def released(one: Any) -> Any:
 class Recording:
     """What is captured: each to be done again, with what it reads and writes, and memory that it gave.
 
-    spoilt: something was asked for that no capture allows.
+    constants: memory too, whose numbers are those of the capture. spoilt: something was asked for that no capture
+    allows.
     """
 
     work: list[Callable[[], None]] = field(default_factory=list)
     reads: list[Any] = field(default_factory=list)
     writes: list[Any] = field(default_factory=list)
     made: list[torch.Tensor] = field(default_factory=list)
+    constants: list[torch.Tensor] = field(default_factory=list)
     spoilt: bool = False
 
     def hold(self, one: Any) -> Any:
@@ -58,7 +60,7 @@ class Recording:
         if not isinstance(one, torch.Tensor):
             return one
         place = one.untyped_storage().data_ptr()
-        own = any(made.untyped_storage().data_ptr() == place for made in self.made)
+        own = any(made.untyped_storage().data_ptr() == place for made in (*self.made, *self.constants))
         return one if own or not place else Address(one)
 
 

@@ -231,11 +231,13 @@ def _record(
 def made(host: torch.Tensor, device: torch.device) -> MockTensor:
     """New memory of a device, with these numbers."""
     number = machine.current_stream(device).number
-    if machine.recording() is None:
+    recording = machine.recording()
+    if recording is None:
         TIMELINE.allocate(host, number)
         TIMELINE.launch(number, "a factory", (), (host,))
     else:
         TIMELINE.allocate(host, POOL)
+        recording.constants.append(host)
     return wrapped(host, device)
 
 

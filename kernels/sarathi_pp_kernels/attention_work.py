@@ -9,8 +9,9 @@ device (Flash-Decoding, Dao et al. 2023), and a piece for one KV head is a progr
     tile 1       |---- piece 2 ----|---- piece 3 ----|      partial results, merged by a second kernel
     a decode     |-- piece 4 --|                            alone, so it writes the output itself
 
-Where blocks, pieces and tiles begin depends on the sequence's own tokens and on keys_per_piece, so that what else is
-in the microbatch changes a row's result only by way of that number. Chunks and decodes lie in one table: one launch.
+Where blocks, pieces and tiles begin depends on the sequence's own tokens and on the keys a piece, which what else is in
+the microbatch decides; and so does whether rows are computed by the warps of a chunk's block, which add up a row's sums
+in another order than those of decodes alone. Chunks and decodes lie in one table: one launch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PIECE_COLUMNS = 8
 # int32 columns of a merge: the tile's first row and tokens; the first partial row of its first piece; pieces.
 MERGE_COLUMNS = 4
 
-# Programs that a processor of the device holds at once, and those with room for many rows.
+# Programs that a processor holds at once, and those with room for many rows, where it has 160 KiB of shared memory and
+# more (A100, H100). Others hold one of either kind: contexts are cut for two there all the same.
 _PROGRAMS_PER_PROCESSOR = 2
 _LARGE_PROGRAMS_PER_PROCESSOR = 1
 # Fewer keys are not worth a merge: of a piece that reads so many, each row's partial result, written and read again, is
@@ -164,10 +166,12 @@ class FixedWork:
     ) -> None:
         self._num_kv_heads = num_kv_heads
         self._num_processors = num_processors
-        has_many = longest * blocks.group > blocks.few_rows
+        is_large = longest * blocks.group > blocks.few_rows
+        has_many = is_large and blocks.many_rows > blocks.few_rows
         rows = blocks.many_rows if has_many else blocks.few_rows
-        # A sequence's tiles are full but for its last; no piece is cut for less than an equal share of all reading.
-        tiles = num_seqs + (num_tokens // (rows // blocks.group) if has_many else 0)
+        # A sequence's tiles are full but for its last. A tile that reads x shares of all keys has x + 1/2 pieces at
+        # most, and one below x = 3/2; so pieces are no more above the number of tiles than there are shares.
+        tiles = num_seqs + (num_tokens // (rows // blocks.group) if is_large else 0)
         shares = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_kv_heads)
         self._num_pieces, self._num_merges = tiles + shares, min(tiles, shares)
         self._table = torch.zeros(
@@ -179,8 +183,8 @@ class FixedWork:
             self._table[end:].view(-1, MERGE_COLUMNS),
             blocks,
             window,
-            # A tile that is split once has two pieces.
-            partial_rows=2 * shares * rows,
+            # The pieces of a tile that is split are at most 4/3 of its shares.
+            partial_rows=4 * shares // 3 * rows,
             most_merged_tokens=min(rows // blocks.group, longest),
             has_many=has_many,
         )
@@ -219,6 +223,7 @@ def _cut(
     keys_per_piece: int | None,
 ) -> _Cut:
     """Between two microbatches, when the device has nothing else to do: in tuples and arrays, not in objects."""
+    assert extents, "a microbatch has sequences"
     tiles: list[_Tile] = []
     for extent in extents:
         tiles += _tiles(extent, blocks, window)
@@ -275,7 +280,8 @@ def _tiles(extent: Extent, blocks: Blocks, window: int | None) -> Iterator[_Tile
         start, num_tokens = begin + token, min(step, count - token)
         first_key = 0 if window is None else max(start - window + 1, 0) // blocks.keys * blocks.keys
         num_keys = start + num_tokens - first_key
-        yield _Tile(num_keys, first_row + token, num_tokens, start, first_page, first_key, rows)
+        own = rows if num_tokens * blocks.group > blocks.few_rows else blocks.few_rows
+        yield _Tile(num_keys, first_row + token, num_tokens, start, first_page, first_key, own)
 
 
 def _step(num_keys: int, keys_per_piece: int, block_keys: int) -> int:

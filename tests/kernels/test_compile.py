@@ -186,7 +186,7 @@ def test_chunks_are_multiplied_by_warp_groups_on_hopper(attend: dict[tuple[str, 
 def test_weights_of_a_chunk_stay_in_registers(attend: dict[tuple[str, int], Code], capability: int) -> None:
     """From product to product: each warp has whole rows, so that maxima and sums need no shared memory either."""
     many = attend["chunk", capability].loops[1]
-    assert not _named(many, "STS", "STSM") and len(_named(many, "BAR")) <= 4
+    assert not _named(many, "STS", "STSM") and len(_named(many, "BAR")) <= 6
 
 
 def test_loops_are_short(attend: dict[tuple[str, int], Code]) -> None:

@@ -219,6 +219,16 @@ def test_the_fixed_tables_have_room_for_any_microbatch(
     assert int(used[:, 0].max()) < sequences[0][0] and int(fixed.work.merges[:, 1].max()) <= sequences[0][0]
 
 
+@pytest.mark.parametrize(("group", "itemsize"), [(4, 2), (71, 2), (24, 4)])
+def test_fixed_tables_are_for_the_kernel_that_the_microbatch_has_anyhow(group: int, itemsize: int) -> None:
+    """Where blocks of few rows are as large as any, there is one kind of block, and it is compiled once."""
+    blocks = Blocks.of(group, 128, itemsize)
+    fixed = FixedWork(64, 4, 64, blocks, None, 1, 132, CPU)
+    extents = [Extent(0, 64, 100, 0)]
+    fixed.load(extents)
+    assert fixed.work.has_many == cut_work(extents, blocks, None, 1, 132, CPU).has_many
+
+
 @torch.inference_mode()
 def test_a_stage_runs_what_fits_a_graph_by_it_and_the_rest_as_ever(model: Path) -> None:
     drawn = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

@@ -82,6 +82,7 @@ def _properties(device: object = None) -> SimpleNamespace:
         name="Mock GPU",
         total_memory=TOTAL_BYTES,
         multi_processor_count=3,
+        shared_memory_per_block_optin=232448,
         major=9,
         minor=0,
         uuid=f"GPU-{machine.index_of(device)}",

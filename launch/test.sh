@@ -101,7 +101,7 @@ oldest() {
         failed=$((failed + 1))
         return 1
     fi
-    PYTHONPATH=$folder run_tests tests/model tests/runtime
+    PYTHONPATH=$folder run_tests tests/model tests/runtime tests/mockgpu
 }
 # has PROGRAM PACKAGE: only root can install one; without it those tests skip and say so.
 has() {

@@ -27,28 +27,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sarathi_pp_kernels.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, AttentionWork, Blocks, Extent, power_of_two
+from sarathi_pp_kernels.attention_stages import LEAST_DIM, num_stages
+from sarathi_pp_kernels.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, AttentionWork, Extent, power_of_two
 
 # Softmaxes are taken to base 2, which is what devices compute.
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# The least that tensor cores sum over.
-_LEAST_DIM = 16
 # Pieces of a tile that a merging program reads at once.
 _BLOCK_PIECES = 16
-# One block of keys and of values is multiplied while the next ones are loaded. With 2 stages loads are begun behind the
-# products of the block before and waited for at once: nothing hides them.
-NUM_STAGES = 3
-# Rows from which Hopper's warps multiply together, and those of which each of eight warps has some to itself. Bytes for
-# page ids and reductions.
-_LEAST_SHARED_ROWS, _LEAST_OWN_ROWS = 64, 128
-_SHARED_MORE = 1024
 
 
 def paged_attention(
@@ -102,7 +93,7 @@ def paged_attention(
         HAS_SPLITS=work.partial_rows > 0,
         GROUP=blocks.group,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=max(power_of_two(head_dim), _LEAST_DIM),
+        BLOCK_DIM=max(power_of_two(head_dim), LEAST_DIM),
         PAGE_SIZE=page_size,
         FEW_ROWS=blocks.few_rows,
         MANY_ROWS=blocks.many_rows if work.has_many else 0,
@@ -110,7 +101,7 @@ def paged_attention(
         COLUMNS=PIECE_COLUMNS,
         # Four warps multiply 64 rows together.
         num_warps=8 if work.most_rows >= 128 else 4,
-        num_stages=_num_stages(blocks, head_dim, query.element_size(), work.has_many, query.device),
+        num_stages=num_stages(blocks, head_dim, query.element_size(), work.has_many, query.device),
         # Scores are multiplied in the subtraction before their exponential.
         enable_fp_fusion=True,
     )
@@ -172,36 +163,6 @@ def reference_paged_attention(
         weights = scores.softmax(-1)[..., :end]
         out[rows] = torch.einsum("htk,hkd->thd", weights, value)
     return out
-
-
-def shared_bytes(blocks: Blocks, head_dim: int, itemsize: int, *, has_many: bool, stages: int, generation: int) -> int:
-    """What a program takes of shared memory, at most. generation: first number of the device's compute capability."""
-    dim = max(power_of_two(head_dim), _LEAST_DIM)
-    most = 0
-    for rows in (blocks.few_rows, blocks.many_rows) if has_many else (blocks.few_rows,):
-        # Where products read shared memory themselves the block that is multiplied lies there too.
-        reads_shared = itemsize == 2 and rows >= _LEAST_SHARED_ROWS and generation in (9, 10)
-        held = 2 * (stages if reads_shared else stages - 1) * blocks.keys * dim
-        # Where warps share rows, and in float32, weights go through it from one product to the next.
-        weights = rows * blocks.keys if rows < _LEAST_OWN_ROWS or itemsize == 4 else 0
-        most = max(most, (held + rows * dim + weights) * itemsize)
-    return most + _SHARED_MORE
-
-
-@cache
-def _num_stages(blocks: Blocks, head_dim: int, itemsize: int, has_many: bool, device: torch.device) -> int:
-    """As many as fit the device."""
-    if device.type != "cuda":
-        return NUM_STAGES
-    room, generation = shared_memory(device)
-    needed = shared_bytes(blocks, head_dim, itemsize, has_many=has_many, stages=NUM_STAGES, generation=generation)
-    return NUM_STAGES if needed <= room else NUM_STAGES - 1
-
-
-def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that a program may have, and the generation of the device."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin, properties.major  # type: ignore[attr-defined]
 
 
 # Where the page tables begin in a microbatch's table depends on its rows: each way would be a kernel to compile.

@@ -98,33 +98,27 @@ class Bench:
         self.stage = None
         give_back()
 
+    @torch.inference_mode()
     def seconds(self, *calls: Callable[[], object]) -> list[Figures]:
         """What each takes: the median, and the quartiles.
 
         They are taken in turn, so that a device that slows down slows all of them. Before that they run unmeasured
         until its clocks are up.
         """
-        return measure(self.device, self.clock, calls, self.sizes.repeats, self.sizes.warm_s)
-
-
-@torch.inference_mode()
-def measure(
-    device: torch.device, clock: Clock, calls: tuple[Callable[[], object], ...], repeats: int, warm_s: float
-) -> list[Figures]:
-    warm_until_s = clock.now() + warm_s
-    while True:
-        for call in calls:
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if clock.now() >= warm_until_s:
-            break
-    spans: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, taken in zip(calls, spans, strict=True):
-            taken.append(_once_s(device, clock, call))
-    found = (sorted(taken) for taken in spans)
-    return [{"s": one[len(one) // 2], "quartiles_s": [one[len(one) // 4], one[3 * len(one) // 4]]} for one in found]
+        warm_until_s = self.clock.now() + self.sizes.warm_s
+        while True:
+            for call in calls:
+                call()
+            if self.on_gpu:
+                torch.cuda.synchronize(self.device)
+            if self.clock.now() >= warm_until_s:
+                break
+        spans: list[list[float]] = [[] for _ in calls]
+        for _ in range(self.sizes.repeats):
+            for call, taken in zip(calls, spans, strict=True):
+                taken.append(_once_s(self.device, self.clock, call))
+        found = (sorted(taken) for taken in spans)
+        return [{"s": one[len(one) // 2], "quartiles_s": [one[len(one) // 4], one[3 * len(one) // 4]]} for one in found]
 
 
 def _once_s(device: torch.device, clock: Clock, call: Callable[[], object]) -> float:

@@ -385,17 +385,16 @@ def _quiet() -> Iterator[list[str]]:
 
     Gives what is said meanwhile: an error while experts are put together is told there alone.
     """
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    said = _Said()
-    transformers_logging.set_verbosity_warning()
-    transformers_logging.disable_default_handler()
-    transformers_logging.add_handler(said)
+    said, theirs = _Said(), logging.getLogger("transformers")
+    before = theirs.level, theirs.handlers, theirs.propagate
+    bars = transformers_logging.is_progress_bar_enabled()
+    theirs.setLevel(logging.WARNING)
+    theirs.handlers, theirs.propagate = [said], False
     transformers_logging.disable_progress_bar()
     try:
         yield said.texts
     finally:
-        transformers_logging.remove_handler(said)
-        transformers_logging.enable_default_handler()
-        transformers_logging.set_verbosity(verbosity)
+        level, theirs.handlers, theirs.propagate = before
+        theirs.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place, variable
 from sarathi_pp.runtime.store import open_store
-from sarathi_pp.runtime.transport import Lanes, surroundings
+from sarathi_pp.runtime.transport import Lanes, surrounded
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import Receiver, Sender
 from sarathi_pp.wire.codec import SMALL_FRAME_BYTES
@@ -181,12 +181,8 @@ class Topology:
                 clock.sleep(_LOOK_EVERY_S)
         return lane
 
-    @contextmanager
-    def _surrounded(self, backend: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            for name, value in surroundings(backend, self._interface.name, self.place.nccl_interface).items():
-                stack.enter_context(variable(name, value))
-            yield
+    def _surrounded(self, backend: str) -> AbstractContextManager[None]:
+        return surrounded(backend, self._interface.name, self.place.nccl_interface)
 
     def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +70,7 @@ def nccl_lanes(device: torch.device, clock: Clock) -> Lanes:
 
 def start_nccl_alone(device: torch.device, interface: str) -> float:
     """Opens a communicator of this process alone, all that one GPU allows, and returns its sum of a single 1."""
-    with ExitStack() as stack:
-        for name, value in surroundings("nccl", interface, None).items():
-            stack.enter_context(variable(name, value))
+    with surrounded("nccl", interface, None):
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         try:
@@ -92,6 +90,15 @@ def surroundings(backend: str, interface: str, nccl_interface: str | None) -> Ma
         return {INTERFACE_VARIABLE: interface}
     # "=": the name as it stands, and not all that begin with it.
     return {NCCL_INTERFACE_VARIABLE: nccl_interface or f"={interface}", **_NCCL_WATCHED_ELSEWHERE}
+
+
+@contextmanager
+def surrounded(backend: str, interface: str, nccl_interface: str | None) -> Iterator[None]:
+    """See `surroundings`."""
+    with ExitStack() as stack:
+        for name, value in surroundings(backend, interface, nccl_interface).items():
+            stack.enter_context(variable(name, value))
+        yield
 
 
 class CudaSideStream:

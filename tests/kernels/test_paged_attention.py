@@ -393,6 +393,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sarathi_pp_kernels import paged_attention as module
+from sarathi_pp_kernels.attention_stages import NUM_STAGES, shared_bytes
 from sarathi_pp_kernels.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, Blocks, power_of_two
 
 cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -429,9 +430,9 @@ for arch, has_many, head_dim, group in shapes:
     room = {80: 99 << 10, 90: 227 << 10}[arch]
     how = {"has_many": has_many, "generation": arch // 10}
     size = 4 if dtype == "fp32" else 2
-    fits = module.shared_bytes(blocks, head_dim, size, stages=module.NUM_STAGES, **how) <= room
-    stages = module.NUM_STAGES - (not fits)
-    most = module.shared_bytes(blocks, head_dim, size, stages=stages, **how)
+    fits = shared_bytes(blocks, head_dim, size, stages=NUM_STAGES, **how) <= room
+    stages = NUM_STAGES - (not fits)
+    most = shared_bytes(blocks, head_dim, size, stages=stages, **how)
     found[f"attend {arch} {head_dim} {group} {has_many}"] = compile(
         module._attend,
         {**tensors, **partial, **numbers, **factors, "pages": "*i64", "pieces": "*i32"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.model.flash_rule import attend, check_pool
+from tests.model.flash_rule import attend_rows, check_pool
 
 
 def varlen_attn(
@@ -29,18 +29,7 @@ def varlen_attn(
     assert cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == torch.int32 and query.is_contiguous()
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(seqused_k.max())
     assert is_causal == (window_size == [-1, 0])
-    found = [
-        attend(
-            query[cu_seq_q[i] : cu_seq_q[i + 1]],
-            key,
-            value,
-            seqused_k[i],
-            block_table[i],
-            scale=scale,
-            window=(window_size[0], window_size[1]),
-            softcap=0.0,
-        )
-        for i in range(len(seqused_k))
-    ]
+    how = {"scale": scale, "window": (window_size[0], window_size[1]), "softcap": 0.0}
+    found = attend_rows(query, key, value, cu_seq_q, seqused_k, block_table, **how)
     out, logsumexp = (torch.cat(parts) for parts in zip(*found, strict=True))
     return out, logsumexp.t().contiguous(), torch.zeros(2, dtype=torch.uint64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,14 @@ def attend(
     scores = scores.masked_fill(hidden, -torch.inf)
     out = torch.einsum("htk,khd->thd", scores.softmax(-1), value)
     return out.to(query.dtype), scores.logsumexp(-1).t().float()
+
+
+def attend_rows(
+    query: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, num_keys: Tensor, table: Tensor, **how: Any
+) -> list[tuple[Tensor, Tensor]]:
+    """Each sequence by `attend`; bounds: of their rows."""
+    rows = [query[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [attend(part, keys, values, num_keys[i], table[i], **how) for i, part in enumerate(rows)]
 
 
 def check_pool(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, count: int) -> None:

@@ -21,7 +21,7 @@ from torch.nn.attention import varlen
 from sarathi_pp.model.attention.flash import FlashAttention, VarlenAttention, token_major
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from tests.model.flash_rule import PAGE, attend, check_pool
+from tests.model.flash_rule import PAGE, attend, attend_rows, check_pool
 from tests.model.microbatches import CPU, Case, rule
 
 calls: list[str] = []
@@ -50,19 +50,8 @@ def flash_attn_varlen_func(
     check_pool(q, k, v, block_table, len(cu_seqlens_q) - 1)
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and int(cu_seqlens_q[-1]) == len(q)
     assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(cu_seqlens_k.diff().max())
-    found = [
-        attend(
-            q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]],
-            k,
-            v,
-            cu_seqlens_k[i + 1] - cu_seqlens_k[i],
-            block_table[i],
-            scale=softmax_scale,
-            window=(window_size[0], 0),  # causal
-            softcap=softcap,
-        )
-        for i in range(len(cu_seqlens_q) - 1)
-    ]
+    how: dict[str, Any] = {"scale": softmax_scale, "window": (window_size[0], 0), "softcap": softcap}  # causal
+    found = attend_rows(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, **how)
     out, logsumexp = torch.cat([one for one, _ in found]), torch.cat([one for _, one in found]).t()
     return (out, logsumexp, None) if return_attn_probs else out
 
@@ -123,20 +112,8 @@ def varlen_attn(
     check_pool(query, key, value, block_table, len(cu_seq_q) - 1)
     assert cu_seq_q.dtype == seqused_k.dtype == torch.int32 and query.is_contiguous()
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(seqused_k.max())
-    found = [
-        attend(
-            query[cu_seq_q[i] : cu_seq_q[i + 1]],
-            key,
-            value,
-            seqused_k[i],
-            block_table[i],
-            scale=scale,
-            window=window_size,
-            softcap=0.0,
-        )[0]
-        for i in range(len(seqused_k))
-    ]
-    return torch.cat(found)
+    how: dict[str, Any] = {"scale": scale, "window": window_size, "softcap": 0.0}
+    return torch.cat([one for one, _ in attend_rows(query, key, value, cu_seq_q, seqused_k, block_table, **how)])
 
 
 @pytest.fixture(autouse=True, scope="module")

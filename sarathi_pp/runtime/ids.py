@@ -1,12 +1,22 @@
-"""Ids of rows: any JSON value, each known by 8 bytes that stand for it."""
+"""Ids of rows: any JSON value, each known by 8 bytes that stand for it.
+
+Memory of a run without end: nothing for rows whose ids are their line numbers, some 13 bytes for each other row.
+"""
 
 from __future__ import annotations
 
 import json
+from array import array
+from bisect import bisect_left
 from hashlib import blake2b
 
 # The code of an error line for a row whose id an earlier row has.
 DUPLICATE_ID = "duplicate_id"
+
+_KEY_BITS = 64
+# Mean number of keys in a bucket before all buckets are split: an insertion moves at most a few KiB.
+_BUCKET_KEYS = 256
+_LARGEST_NUMBER = 2**32 - 1
 
 
 def id_key(id: object) -> int:
@@ -18,13 +28,103 @@ def id_key(id: object) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-class SeenIds:
-    """The ids of a file so far, as their keys."""
+class KeyMap:
+    """64-bit keys, evenly spread, each with a positive 32-bit number; larger numbers are stored as the largest.
+
+    Keys with the same leading bits form a bucket, a sorted array. A dict takes nine times the memory.
+    """
 
     def __init__(self) -> None:
-        self._lines: dict[int, int] = {}
+        self._bits = 0
+        self._keys = [array("Q")]
+        self._numbers = [array("I")]
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def get(self, key: int) -> int:
+        """Return the number of a key, or 0 if it has none."""
+        bucket = key >> (_KEY_BITS - self._bits)
+        keys = self._keys[bucket]
+        place = bisect_left(keys, key)
+        return self._numbers[bucket][place] if place < len(keys) and keys[place] == key else 0
+
+    def put(self, key: int, number: int) -> None:
+        """Set the number of a key; 0 removes the key."""
+        bucket = key >> (_KEY_BITS - self._bits)
+        keys, numbers = self._keys[bucket], self._numbers[bucket]
+        place = bisect_left(keys, key)
+        known = place < len(keys) and keys[place] == key
+        if not number:
+            if known:
+                del keys[place], numbers[place]
+                self._length -= 1
+        elif known:
+            numbers[place] = min(number, _LARGEST_NUMBER)
+        else:
+            keys.insert(place, key)
+            numbers.insert(place, min(number, _LARGEST_NUMBER))
+            self._length += 1
+            if self._length > _BUCKET_KEYS << self._bits:
+                self._split()
+
+    def _split(self) -> None:
+        """Split each bucket by its keys' next bit."""
+        keys: list[array[int]] = []
+        numbers: list[array[int]] = []
+        upper_half = 1 << (_KEY_BITS - self._bits - 1)
+        for bucket, (its_keys, its_numbers) in enumerate(zip(self._keys, self._numbers, strict=True)):
+            middle = bisect_left(its_keys, (bucket << (_KEY_BITS - self._bits)) + upper_half)
+            keys += (its_keys[:middle], its_keys[middle:])
+            numbers += (its_numbers[:middle], its_numbers[middle:])
+        self._bits += 1
+        self._keys, self._numbers = keys, numbers
+
+
+class SeenIds:
+    """The ids of a file so far. A row that names no id has its line number, as a text."""
+
+    def __init__(self) -> None:
+        self._lines = KeyMap()  # of ids that are not their own line's number
+        self._numbered = _LineSet()  # of the others
 
     def first_line(self, id: object, line: int) -> int | None:
-        """The line that had this id before, or None; then `line` has it from now on."""
-        earlier = self._lines.setdefault(id_key(id), line)
-        return None if earlier == line else earlier
+        """Return the line that had this id before. If there is none, `line` has it from now on.
+
+        Lines are given in order.
+        """
+        own = str(line)
+        if id == own and not len(self._lines):
+            self._numbered.add(line)
+            return None
+        if isinstance(id, str) and len(id) <= len(own) and id.isdecimal() and id == str(int(id)):
+            if int(id) in self._numbered:
+                return int(id)
+        key = id_key(id)
+        if earlier := self._lines.get(key):
+            return earlier
+        if id == own:
+            self._numbered.add(line)
+        else:
+            self._lines.put(key, line)
+        return None
+
+
+class _LineSet:
+    """Line numbers, added in ascending order: 16 bytes for each run of neighbours."""
+
+    def __init__(self) -> None:
+        self._first = array("Q")
+        self._last = array("Q")
+
+    def add(self, line: int) -> None:
+        if self._last and self._last[-1] == line - 1:
+            self._last[-1] = line
+        else:
+            self._first.append(line)
+            self._last.append(line)
+
+    def __contains__(self, line: int) -> bool:
+        place = bisect_left(self._last, line)
+        return place < len(self._last) and self._first[place] <= line

@@ -18,14 +18,13 @@ import re
 import secrets
 import stat
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from sarathi_pp.errors import ConfigError, InputError, OutputError
-from sarathi_pp.runtime.ids import DUPLICATE_ID, id_key
+from sarathi_pp.runtime.ids import DUPLICATE_ID, KeyMap, id_key
 from sarathi_pp.runtime.whole_file import sync
 from sarathi_pp.trace.clock import SystemClock
 
@@ -40,49 +39,51 @@ _LINE_BEGINS = b'{"id":'
 class Done:
     """The rows that have a line from an earlier start. Taken out as the input is read: the same rows, in order.
 
-    answered: keys of ids whose first row is done, with an error too. duplicates: error lines of later rows, by key.
-    nameless: lines of the input whose error line stands for no id. num_rows: lines there were. num_errors: error lines
-    among them.
+    answered: 1 for each id whose first row is done, with an error too. duplicates: number of error lines of an id's later
+    rows. nameless: 1 for each line of the input whose error line has no id of its own. All three by key.
+    num_rows: output lines. num_errors: error lines. num_duplicates: error lines of an id's later rows.
     """
 
-    answered: set[int] = field(default_factory=set)
-    duplicates: Counter[int] = field(default_factory=Counter)
-    nameless: set[int] = field(default_factory=set)
+    answered: KeyMap = field(default_factory=KeyMap)
+    duplicates: KeyMap = field(default_factory=KeyMap)
+    nameless: KeyMap = field(default_factory=KeyMap)
     num_rows: int = 0
     num_errors: int = 0
+    num_duplicates: int = 0
 
     def add(self, line: _Line) -> None:
         self.num_rows += 1
         self.num_errors += line.code is not None
         if line.nameless is not None:
-            if line.nameless in self.nameless:
+            key = id_key(line.nameless)
+            if self.nameless.get(key):
                 raise ValueError(f"it is the second one for line {line.nameless} of the input")
-            self.nameless.add(line.nameless)
+            self.nameless.put(key, 1)
         elif line.code == DUPLICATE_ID:
-            self.duplicates[line.key] += 1
-        elif line.key in self.answered:
+            self.num_duplicates += 1
+            self.duplicates.put(line.key, self.duplicates.get(line.key) + 1)
+        elif self.answered.get(line.key):
             raise ValueError("it is the second one for its id")
         else:
-            self.answered.add(line.key)
+            self.answered.put(line.key, 1)
 
     def take(self, id: object, *, first: bool) -> bool:
         """Whether this row has its line. first: no earlier row of the input has that id."""
-        if not self.answered and not self.duplicates:
-            return False
-        key = id_key(id)
-        if first:
-            found = key in self.answered
-            self.answered.discard(key)
-            return found
-        found = self.duplicates[key] > 0
-        self.duplicates[key] -= found
-        return found
+        return _take(self.answered if first else self.duplicates, id)
 
     def take_nameless(self, line: int) -> bool:
         """The same of a row whose id nobody can tell: that of this line."""
-        found = line in self.nameless
-        self.nameless.discard(line)
-        return found
+        return _take(self.nameless, line)
+
+
+def _take(counts: KeyMap, id: object) -> bool:
+    """Lower the count of an id by one; False if it has none."""
+    if not len(counts):
+        return False
+    key = id_key(id)
+    if count := counts.get(key):
+        counts.put(key, count - 1)
+    return count > 0
 
 
 def holds_anything(path: str) -> bool:
@@ -135,7 +136,7 @@ class Journal:
                 _remove_partial(path)
             if start == "resume":
                 done = _repair(path, fd)
-                if retry_errors and done.num_errors > sum(done.duplicates.values()):
+                if retry_errors and done.num_errors > done.num_duplicates:
                     fd, done = _without_errors(path, fd)
             else:
                 os.ftruncate(fd, 0)

@@ -253,11 +253,14 @@ def _start(options: dict[str, Any]) -> Start:
 
 
 def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
+    from sarathi_pp.runtime.batch import end_if_finished
     from sarathi_pp.runtime.launcher import descriptors_of, launch
     from sarathi_pp.runtime.place import mesh_of
     from sarathi_pp.runtime.preflight import check_lines, check_weights, preflight
 
     checked = preflight(job)
+    if (code := end_if_finished(job, checked, display)) is not None:
+        return code
     check_lines(job, checked.defaults, display.warn)
     check_weights(job)
     mesh, descriptors = mesh_of(job.config), descriptors_of(job.input_path, job.output_path)

@@ -78,6 +78,16 @@ class BatchDisplay:
 
             yield show
 
+    def nothing_left(self, num_rows: int, num_errors: int) -> None:
+        """Say that the output already has a line for each row of the input."""
+        if not self._quiet:
+            with suppress(OSError):
+                errors = f" ({num_errors} of them an error; --retry-errors runs those again)" if num_errors else ""
+                click.echo(f"all {num_rows} rows have a line{errors}; nothing to do", err=True)
+        if self._as_json:
+            none = {"requests": 0, "completed": 0, "failed": 0, "stopped_by": None}
+            _print_document({"resumed": {"rows": num_rows, "failed": num_errors}, **none})
+
     def report(self, report: dict[str, Any]) -> None:
         if not self._quiet:
             with suppress(OSError):

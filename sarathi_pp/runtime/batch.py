@@ -25,6 +25,7 @@ from sarathi_pp.runtime.preflight import (
     as_restarted,
     check_lines,
     check_weights,
+    finished_before,
     follow,
     is_continuation,
     is_restart,
@@ -55,6 +56,7 @@ class Display(Protocol):
     def warn(self, text: str) -> None: ...
     def progress(self, num_stages: int) -> AbstractContextManager[Callable[[Snapshot], None]]: ...
     def report(self, report: dict[str, Any]) -> None: ...
+    def nothing_left(self, num_rows: int, num_errors: int) -> None: ...
     def error(self, text: str) -> None: ...
 
 
@@ -71,6 +73,8 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     with ExitStack() as held:
         try:
             job, checked = _check(job, rank, display, again)
+            if place is None and (code := end_if_finished(job, checked, display)) is not None:
+                return code
             if rank.rank == 0:
                 claimed = RunDirectory.claim(
                     checked.run_dir.path,
@@ -107,6 +111,17 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
         raise
     warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
     return job, replace(checked, warnings=warnings)
+
+
+def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int | None:
+    """Return the exit code of a run whose output has a line for each row already, else None. Raises InputError."""
+    done = finished_before(job)
+    if done is None:
+        return None
+    code = EXIT_ROWS_FAILED if done.num_errors else EXIT_OK
+    display.nothing_left(done.num_rows, done.num_errors)
+    checked.run_dir.write_end(code)
+    return code
 
 
 def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse) -> int:

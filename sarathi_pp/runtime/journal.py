@@ -39,8 +39,8 @@ _LINE_BEGINS = b'{"id":'
 class Done:
     """The rows that have a line from an earlier start. Taken out as the input is read: the same rows, in order.
 
-    answered: 1 for each id whose first row is done, with an error too. duplicates: number of error lines of an id's later
-    rows. nameless: 1 for each line of the input whose error line has no id of its own. All three by key.
+    answered: 1 for each id whose first row is done, with an error too. duplicates: number of error lines of an id's
+    later rows. nameless: 1 for each line of the input whose error line has no id of its own. All three by key.
     num_rows: output lines. num_errors: error lines. num_duplicates: error lines of an id's later rows.
     """
 
@@ -84,6 +84,20 @@ def _take(counts: KeyMap, id: object) -> bool:
     if count := counts.get(key):
         counts.put(key, count - 1)
     return count > 0
+
+
+def read_done(path: str) -> Done | None:
+    """Return the rows that have a line in an output, without changing it; None if a run must repair or refuse it."""
+    done = Done()
+    try:
+        with open(path, "rb") as stream:
+            for data, line in _parsed(stream):
+                if not data.endswith(b"\n"):
+                    return None
+                done.add(line)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return done
 
 
 def holds_anything(path: str) -> bool:

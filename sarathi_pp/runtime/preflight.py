@@ -15,12 +15,12 @@ from sarathi_pp.model.support import ModelFacts, check_model, check_shards
 from sarathi_pp.model.verify import verify_weights
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
-from sarathi_pp.runtime.identity import differences, identity_of, output_name
-from sarathi_pp.runtime.journal import Start, holds_anything
+from sarathi_pp.runtime.identity import Identity, differences, grown_input, identity_of, output_name
+from sarathi_pp.runtime.journal import Done, Start, holds_anything, read_done
 from sarathi_pp.runtime.place import Place, rendezvous_of
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import check_output
-from sarathi_pp.runtime.source import check_input, is_regular, scan_input
+from sarathi_pp.runtime.source import check_input, count_rows, has_every_row, is_regular, scan_input
 from sarathi_pp.runtime.tuning import profile_mismatch, tuned
 
 
@@ -100,7 +100,7 @@ def preflight(job: BatchJob) -> Preflight:
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings), identity)
 
 
-def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Mapping[str, str]) -> None:
+def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Identity) -> None:
     """Raises ConfigError where what is there answers something else, or nobody knows what."""
     remedy = "name another --output, or go on all the same with --force"
     if not is_regular(job.input_path):
@@ -116,9 +116,25 @@ def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Mapping[str
         return
     if not isinstance(before, dict):
         raise ConfigError(f"--resume: {run_dir.path}/run.json does not tell what {job.output_path} answers; {remedy}")
-    changed = differences(before, identity)
+    changed = differences(before, grown_input(before, identity, job.input_path))
     if changed:
         raise ConfigError(f"--resume: {job.output_path} answers something else: {'; '.join(changed)}; {remedy}")
+
+
+def finished_before(job: BatchJob) -> Done | None:
+    """Return what the output holds if a run that resumes it has nothing to do, else None. `preflight` has passed.
+
+    Raises InputError.
+    """
+    if job.start != "resume" or not is_regular(job.input_path) or not holds_anything(job.output_path):
+        return None
+    with open(job.output_path, "rb") as stream:
+        if sum(1 for _ in stream) < count_rows(job.input_path):  # counting takes a fraction of the time of parsing
+            return None
+    done = read_done(job.output_path)
+    if done is None or (job.retry_errors and done.num_errors > done.num_duplicates):
+        return None
+    return done if has_every_row(job.input_path, done) else None
 
 
 def check_lines(job: BatchJob, defaults: GenerationDefaults, warn: Callable[[str], None]) -> None:

@@ -191,6 +191,30 @@ def scan_input(path: str, defaults: GenerationDefaults) -> InputScan:
     return InputScan(num_rows, num_problems, tuple(problems))
 
 
+def count_rows(path: str) -> int:
+    """Return the number of input lines that are not blank. Raises InputError."""
+    with _open(path) as stream:
+        try:
+            return sum(1 for _ in read_lines(stream))
+        except OSError as error:
+            raise InputError(f"--input {path} cannot be read on: {error}") from error
+
+
+def has_every_row(path: str, done: Done) -> bool:
+    """Return whether each row of an input has its line, which is taken from `done`. Raises InputError."""
+    with _open(path) as stream:
+        try:
+            return all(_take(done, *line) for line in _parsed_lines(path, stream))
+        except OSError as error:
+            raise InputError(f"--input {path} cannot be read on: {error}") from error
+
+
+def _take(done: Done, raw: RawLine, parsed: ParsedLine | LineError, first_line: int | None) -> bool:
+    if _is_nameless(parsed):
+        return done.take_nameless(raw.number)
+    return done.take(parsed.id, first=first_line is None)
+
+
 def _parsed_lines(path: str, stream: BinaryIO) -> Iterator[tuple[RawLine, ParsedLine | LineError, int | None]]:
     """Each line with what it asks for, or why it cannot run, and the line that had its id before."""
     lines = read_lines(stream)
@@ -317,10 +341,7 @@ class FileSource:
 
     def _file_rows(self, stream: BinaryIO) -> Iterator[Row]:
         for raw, parsed, first_line in _parsed_lines(self._path, stream):
-            if _is_nameless(parsed):
-                if self._done.take_nameless(raw.number):
-                    continue
-            elif self._done.take(parsed.id, first=first_line is None):
+            if _take(self._done, raw, parsed, first_line):
                 continue
             drawn_s = next(self._arrivals, None)
             arrival_s = self._clock.now() if drawn_s is None else drawn_s

@@ -228,16 +228,38 @@ def test_another_question_is_refused_with_what_is_different(stages, finished, mo
     assert "answers something else: seed was 0 and is 1; max_new_tokens was 4 and is 5; name another" in said
     assert finished.output.read_bytes() == before
     finished.write_prompts([(5, 6)])
-    assert "input was " in generate(finished, model, "--resume", "--max-new-tokens", "4")[1]
+    assert (
+        "something else: the input file was changed; name"
+        in generate(finished, model, "--resume", "--max-new-tokens", "4")[1]
+    )
     assert finished.output.read_bytes() == before
 
 
-def test_what_is_done_is_not_done_again(finished, model):
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_what_is_done_is_not_done_again(stages, finished, model):
+    """No attempt is made, so no model is loaded."""
+    before, report = finished.output.read_bytes(), finished.report()
+    again = ("--resume", "--max-new-tokens", "4", "--stages", stages)
+    assert generate(finished, model, *again) == (0, "")
+    done = subprocess.run(
+        (*COMMAND, *finished.options(model, *again, "--json")),
+        cwd=finished.folder, env=environment(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "all 3 rows have a line; nothing to do\n")
+    assert json.loads(done.stdout)["resumed"] == {"rows": 3, "failed": 0}
+    assert (finished.output.read_bytes(), finished.report(), finished.exit_code()) == (before, report, 0)
+    assert [path.name for path in finished.run.glob("attempt-*")] == ["attempt-0000"]
+
+
+def test_lines_that_were_appended_to_the_input_are_answered(finished, model):
     before = finished.output.read_bytes()
+    with finished.input.open("a") as file:
+        file.write('{"prompt_token_ids": [11]}\n')
     assert generate(finished, model, "--resume", "--max-new-tokens", "4") == (0, "")
-    assert finished.output.read_bytes() == before
-    report = finished.report()
-    assert (report["resumed"]["rows"], report["requests"], report["microbatches"]) == (3, 0, 0)
+    assert finished.output.read_bytes().startswith(before) and num_lines(finished.output) == 4
+    assert finished.report()["resumed"]["rows"] == 3
+    assert generate(finished, model, "--resume", "--max-new-tokens", "4") == (0, "")
+    assert finished.report()["resumed"]["rows"] == 3
 
 
 def test_force_goes_on_with_other_parameters(finished, model):

@@ -11,7 +11,7 @@ import pytest
 from sarathi_pp.config import RunConfig
 from sarathi_pp.model.support import check_model
 from sarathi_pp.runtime.generation_config import read_generation_config
-from sarathi_pp.runtime.identity import differences, identity_of, input_digest
+from sarathi_pp.runtime.identity import differences, grown_input, identity_of, input_digest
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 CONFIG = RunConfig(model=str(ADDER))
@@ -91,12 +91,47 @@ def test_other_parameters_are_another_run(config, sampling, says, model, prompts
 def test_another_input_is_another_run(model, prompts):
     before = identity(model, prompts)
     prompts.write_text('{"prompt": "1+2="}\n')
-    (found,) = differences(before, identity(model, prompts))
-    assert found.startswith("input was ")
+    assert differences(before, identity(model, prompts)) == ["the input file was changed"]
 
 
 def test_a_stream_has_no_digest():
-    assert input_digest("-") == input_digest("/dev/null") == "a stream"
+    assert input_digest("-") == input_digest("/dev/null") == ("a stream", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "alike"),
+    [
+        (b"one\n", b"one\ntwo\n", True),
+        (b"one\n", b"one\n", True),
+        (b"", b"one\n", True),
+        (b"one", b"one\ntwo", True),
+        (b"one", b"one\r\ntwo", True),
+        (b"one", b"one two\n", False),  # the last line had no end, and became another one
+        (b"one\r", b"one\r\ntwo", True),
+        (b"one", b"one\rtwo\n", False),
+        (b"one\ntwo\n", b"one\n", False),
+        (b"one\n", b"two\ntwo\n", False),
+        (b"one\n", b"\none\n", False),
+    ],
+)
+def test_lines_may_be_appended_to_an_input(was, becomes, alike, model, prompts):
+    prompts.write_bytes(was)
+    before = identity(model, prompts)
+    prompts.write_bytes(becomes)
+    now = identity(model, prompts)
+    found = differences(before, grown_input(before, now, str(prompts)))
+    assert found == ([] if alike else ["the input file was changed"])
+    assert now["input_bytes"] == str(len(becomes))
+
+
+def test_an_input_of_an_earlier_release_is_compared_as_a_whole(model, prompts):
+    before = identity(model, prompts)
+    del before["input_bytes"]
+    now = identity(model, prompts)
+    assert differences(before, grown_input(before, now, str(prompts))) == []
+    prompts.write_text(prompts.read_text() + "more\n")
+    now = identity(model, prompts)
+    assert differences(before, grown_input(before, now, str(prompts))) == ["the input file was changed"]
 
 
 def test_what_the_run_json_holds_is_compared_as_it_was(model, prompts):

@@ -22,7 +22,7 @@ from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 from sarathi_pp.core.refiner import CostRefiner
-from sarathi_pp.core.request import Completion, FinishReason, Request
+from sarathi_pp.core.request import Completion, ErrorCode, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 
 IdleReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
@@ -63,8 +63,6 @@ class Coordinator:
     ) -> None:
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size)
-        # Of prompt and output together. The last token is never computed on, so it needs no place in the pool.
-        self._most_tokens = min(limits.max_model_len, self.pool.num_tokens + 1)
         self.num_preemptions = 0
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
@@ -91,6 +89,11 @@ class Coordinator:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of the waiting sequences."""
+        return self._waiting_tokens
 
     @property
     def num_running(self) -> int:
@@ -121,7 +124,7 @@ class Coordinator:
         """
         num_prompt = len(request.prompt_token_ids)
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
-        if request.sampling.max_new_tokens == 0 or num_prompt == self._most_tokens:
+        if request.sampling.max_new_tokens == 0 or num_prompt == self.limits.max_model_len:
             return Completion(request, (), "length")
         self._waiting.append(Sequence(request))
         self._waiting_tokens += num_prompt
@@ -215,20 +218,31 @@ class Coordinator:
             sequence = self._current(token.sequence, token.epoch)
             if sequence is None:
                 continue
-            reason = self._append(sequence, token)
-            if reason is None:
-                self._decodes[sequence.index] = sequence
-            else:
-                completions.append(self._finish(sequence, reason, token.first_bad))
+            if (completion := self._take(sequence, token)) is not None:
+                completions.append(completion)
         return completions
 
     def _current(self, index: int, epoch: int) -> Sequence | None:
         sequence = self._running.get(index)
         return sequence if sequence is not None and sequence.epoch == epoch else None
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
+    def _take(self, sequence: Sequence, token: SampledToken) -> Completion | None:
+        """Take in a sequence's next token; returns its completion if that was the last.
+
+        Its answer must not depend on how large the KV cache is: an output that the cache cannot hold is an error, not a
+        shorter answer.
+        """
         if token.failed:
-            return "error"
+            return self._finish(sequence, "error", "non_finite_logits", token.first_bad)
+        reason = self._append(sequence, token)
+        if reason is not None:
+            return self._finish(sequence, reason)
+        if len(sequence.tokens) > self.pool.num_tokens:
+            return self._finish(sequence, "error", "kv_cache_exhausted")
+        self._decodes[sequence.index] = sequence
+        return None
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
         tokens = sequence.tokens
         tokens.append(token.token_id)
         self._tokens_past_prompt += 1
@@ -237,15 +251,17 @@ class Coordinator:
         if stopped or (token.token_id in self._eos_token_ids and not request.sampling.ignore_eos):
             return "stop"
         known = len(tokens)
-        if known - sequence.num_prompt >= request.sampling.max_new_tokens or known >= self._most_tokens:
+        if known - sequence.num_prompt >= request.sampling.max_new_tokens or known >= self.limits.max_model_len:
             return "length"
         return None
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, first_bad: int) -> Completion:
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, error_code: ErrorCode | None = None, first_bad: int = -1
+    ) -> Completion:
         self._leave(sequence)
         output = tuple(sequence.tokens[sequence.num_prompt :])
         self._finished.append((sequence.num_prompt, len(output)))
-        return Completion(sequence.request, output, reason, num_preemptions=sequence.epoch, first_bad=first_bad)
+        return Completion(sequence.request, output, reason, sequence.epoch, first_bad, error_code)
 
     def _leave(self, sequence: Sequence) -> None:
         """Out of the running ones; its pages are free."""
@@ -349,6 +365,7 @@ class Coordinator:
     def _issue_chunk(self, sequence: Sequence, num_tokens: int, overlap: int, new_pages: tuple[int, ...]) -> Chunk:
         start, end, known = sequence.issued, sequence.issued + num_tokens, sequence.known
         if start == 0:
+            sequence.start()
             self._waiting.remove(sequence)
             self._waiting_tokens -= known
             self._running[sequence.index] = sequence

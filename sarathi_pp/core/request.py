@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sarathi_pp.config import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
+# Prompt tokens that one queue of waiting requests may hold: 128 MiB, and more than a KV cache holds.
+MAX_WAITING_TOKENS = 1 << 25
+
+ErrorCode = Literal["non_finite_logits", "kv_cache_exhausted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,23 +21,30 @@ class Request:
     """One prompt to continue.
 
     index: arrival order, unique in a run; it names the sequence in schedules and traces (`s<index>`).
-    prompt_token_ids: never empty. sampling.seed: already concrete.
+    prompt_token_ids: never empty; held as an int32 array, 4 bytes per token, since thousands of long prompts may wait.
+    sampling.seed: already concrete.
     arrival_s: coordinator clock; latencies count from here. paragraph_ends: prompt positions, ascending, at which a
     paragraph of the text ends; empty where nobody asked.
     """
 
     index: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     arrival_s: float = 0.0
     paragraph_ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt_token_ids, array):
+            object.__setattr__(self, "prompt_token_ids", array("i", self.prompt_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One finished request: every generated token id, end-of-sequence token included.
 
-    first_bad: of an error, the first stage whose output was not finite; -1 where nobody looked.
+    error_code: why the finish reason is "error"; None for every other reason. `kv_cache_exhausted`: the prompt and
+    this output fill the whole KV cache, so that the next token cannot be computed.
+    first_bad: of `non_finite_logits`, the first stage whose output was not finite; -1 where nobody looked.
     """
 
     request: Request
@@ -39,3 +52,4 @@ class Completion:
     finish_reason: FinishReason
     num_preemptions: int = 0
     first_bad: int = -1
+    error_code: ErrorCode | None = None

@@ -27,8 +27,10 @@ class Sequence:
         assert params.seed is not None, "requests carry a concrete seed"
         # What a SamplingRow holds beside the position.
         self.draw = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
-        # No list: the garbage collector would walk all tokens of all sequences, 100 ms with 4096 of them.
-        self.tokens = array("q", request.prompt_token_ids)
+        # No list: the garbage collector would walk all tokens of all sequences, 100 ms with 4096 of them. The request's
+        # own array until `start`, so that a waiting prompt is held once.
+        assert isinstance(request.prompt_token_ids, array)
+        self.tokens: array[int] = request.prompt_token_ids
         self.done = 0
         self.issued = 0
         self.epoch = 0
@@ -56,6 +58,11 @@ class Sequence:
     def past_prompt(self) -> bool:
         """Whether its whole prompt is issued."""
         return self.issued >= self.num_prompt
+
+    def start(self) -> None:
+        """Hold tokens of its own from now on, to which the output is appended."""
+        if self.tokens is self.request.prompt_token_ids:
+            self.tokens = self.tokens[:]
 
     def restart(self) -> None:
         """Forget all computed KV; what is in flight becomes stale by its epoch."""

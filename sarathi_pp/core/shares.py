@@ -7,7 +7,7 @@ replicas of different speed end about together.
 
 from __future__ import annotations
 
-from sarathi_pp.core.request import Request
+from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
 
 
 def most_held(max_num_seqs: int) -> int:
@@ -17,11 +17,26 @@ def most_held(max_num_seqs: int) -> int:
     return 2 * max_num_seqs
 
 
-class Shares:
-    """most: requests that a replica holds at once, those that wait there included."""
+def most_held_tokens(kv_tokens: int) -> int:
+    """Return the prompt tokens at which a replica gets no further request: what runs there, and what may wait.
 
-    def __init__(self, num_replicas: int, most: int) -> None:
+    Args:
+        kv_tokens: tokens that the replica's KV cache holds.
+    """
+    return kv_tokens + MAX_WAITING_TOKENS
+
+
+class Shares:
+    """The requests that each replica holds.
+
+    Args:
+        most: requests that a replica may hold at once, waiting ones included.
+        most_tokens: prompt tokens at which a replica gets no further request.
+    """
+
+    def __init__(self, num_replicas: int, most: int, most_tokens: int) -> None:
         self._most = most
+        self._most_tokens = most_tokens
         self._held: list[dict[int, Request]] = [{} for _ in range(num_replicas)]
         self._prompt_tokens = [0] * num_replicas
         self._lost = [False] * num_replicas
@@ -69,4 +84,4 @@ class Shares:
         return list(held.values())
 
     def _has_room(self, replica: int) -> bool:
-        return len(self._held[replica]) < self._most
+        return len(self._held[replica]) < self._most and self._prompt_tokens[replica] < self._most_tokens

@@ -257,6 +257,8 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
     config, run, clock = checked.config, rank.run, SystemClock()
     tokenizer = _tokenizer(checked)
     limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
+    if (small := limits.small_kv_cache()) is not None:
+        display.warn(small)
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
         journal = Journal.open(job.output_path, job.start, retry_errors=job.retry_errors, wait=signals.pause)

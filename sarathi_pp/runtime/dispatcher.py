@@ -38,9 +38,8 @@ _ECHO_S = 2.0
 class Dispatcher:
     """Use as an Engine: `run` as often as there are rows, `close` once.
 
-    make_engine: replica 0's, given whom it tells how far it is. most: requests that a replica holds at once, waiting
-    ones included. A replica whose stages, or whose leader, are lost, is given up, and its requests run elsewhere;
-    PeerLostError where no other is left.
+    make_engine: replica 0's, given whom it tells how far it is. most, most_tokens: see Shares. A replica whose stages,
+    or whose leader, are lost, is given up, and its requests run elsewhere; PeerLostError where no other is left.
     """
 
     def __init__(
@@ -48,6 +47,7 @@ class Dispatcher:
         make_engine: Callable[[Callable[[Snapshot], None]], Engine],
         remotes: Sequence[Remote],
         most: int,
+        most_tokens: int,
         num_stages: int,
         clock: Clock,
         *,
@@ -62,7 +62,7 @@ class Dispatcher:
         self._engine = make_engine(partial(self._saw, 0))
         self._warn = warn
         self._changed = threading.Condition()
-        self._shares = Shares(1 + len(remotes), most)
+        self._shares = Shares(1 + len(remotes), most, most_tokens)
         self._rows: dict[int, Row] = {}  # shared out, by request
         self._returned: deque[Row] = deque()  # by a lost replica; they go first
         self._local: deque[Row] = deque()  # for replica 0's engine

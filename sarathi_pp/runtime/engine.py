@@ -23,13 +23,13 @@ from sarathi_pp.core.cost import CostModel
 from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.plan import MicroBatch, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
-from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.core.request import MAX_WAITING_TOKENS, Completion, Request
 from sarathi_pp.errors import ProtocolError, RowError, StoppedError
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.signals import Asked
 from sarathi_pp.runtime.sink import Sink
 from sarathi_pp.runtime.snapshot import Snapshot
-from sarathi_pp.runtime.source import Source
+from sarathi_pp.runtime.source import Source, kv_cache_exhausted
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import Issued, RequestArrived, Returned, RowRefused, Starved
@@ -50,6 +50,8 @@ _SIGNAL_CHECK_S = 0.2
 # Told to stop, it gives up what is in flight where no result has come for so long, and for three times as long as the
 # longest wait for one before.
 _SILENT_S = 5.0
+# Rows taken from the source at a time; the waiting tokens are counted in between.
+_ROWS_AT_A_TIME = 16
 
 
 class StopChecker(Protocol):
@@ -174,21 +176,28 @@ class Engine:
             del self._live[request.index]
 
     def _admit(self, source: Source, sink: Sink) -> None:
+        """Take rows that have arrived: as many as may run at once, and no more tokens than may wait."""
         room = self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
-        if room <= 0:
+        while room > 0 and self._coordinator.waiting_tokens < MAX_WAITING_TOKENS:
+            rows = source.take(limit := min(room, _ROWS_AT_A_TIME))
+            for row in rows:
+                self._admit_row(row, sink)
+            if len(rows) < limit:
+                return
+            room -= limit
+
+    def _admit_row(self, row: Row, sink: Sink) -> None:
+        if row.request is None:
+            assert row.error is not None
+            self._refuse(row, row.error, sink)
             return
-        for row in source.take(room):
-            if row.request is None:
-                assert row.error is not None
-                self._refuse(row, row.error, sink)
-                continue
-            request = row.request
-            self._recorder.record(RequestArrived(request.index, request.arrival_s, len(request.prompt_token_ids)))
-            stop = request.sampling.stop
-            self._live[request.index] = _Live(row, self._stop_checkers(stop) if stop else None)
-            answered = self._coordinator.submit(request)
-            if answered is not None:
-                self._finish(answered, self._clock.now(), sink)
+        request = row.request
+        self._recorder.record(RequestArrived(request.index, request.arrival_s, len(request.prompt_token_ids)))
+        stop = request.sampling.stop
+        self._live[request.index] = _Live(row, self._stop_checkers(stop) if stop else None)
+        answered = self._coordinator.submit(request)
+        if answered is not None:
+            self._finish(answered, self._clock.now(), sink)
 
     def _issue(self) -> bool:
         """Run the next microbatch through the first stage; False where there is none."""
@@ -277,12 +286,20 @@ class Engine:
         self._recorder.record(finished)
         if completion.finish_reason == "error":
             self._requests_failed += 1
-            sink.fail(live.row, RowError("non_finite_logits", _not_finite(num_output + 1, completion.first_bad)))
+            sink.fail(live.row, self._error(completion))
             return
         self._requests_done += 1
         self._prompt_tokens += num_prompt
         self._output_tokens += num_output
         sink.finish(live.row, completion, asdict(RequestLatency.of(finished)))
+
+    def _error(self, completion: Completion) -> RowError:
+        num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
+        if completion.error_code == "kv_cache_exhausted":
+            pool = self._coordinator.pool
+            needed = f"the prompt has {num_prompt} tokens and its output {num_output} so far"
+            return kv_cache_exhausted(needed, pool.num_pages, pool.page_size)
+        return RowError("non_finite_logits", _not_finite(num_output + 1, completion.first_bad))
 
     def _refuse(self, row: Row, error: RowError, sink: Sink) -> None:
         self._recorder.record(RowRefused(self._clock.now(), error.code))

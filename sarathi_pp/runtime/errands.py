@@ -7,6 +7,7 @@ leader -> rank 0   Answer, Failure: how a request ended      Watch: how far the 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,7 +73,10 @@ Errand = Ask | Stop | Answer | Failure | Watch
 
 
 def encode(errand: Errand) -> bytes:
-    return json.dumps([type(errand).__name__.lower(), asdict(errand)], separators=(",", ":")).encode()
+    fields = asdict(errand)
+    if isinstance(errand, Ask):
+        fields["request"]["prompt_token_ids"] = list(errand.request.prompt_token_ids)
+    return json.dumps([type(errand).__name__.lower(), fields], separators=(",", ":")).encode()
 
 
 def decode(text: bytes) -> Errand:
@@ -80,7 +84,7 @@ def decode(text: bytes) -> Errand:
     try:
         kind, fields = json.loads(text)
         return _restore(kind, fields)
-    except (ValueError, TypeError, KeyError, RecursionError, RowError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RowError) as error:
         raise ProtocolError(f"a text of {len(text)} bytes is no errand: {error}") from error
 
 
@@ -89,7 +93,7 @@ def _restore(kind: str, fields: dict[str, Any]) -> Errand:
         case "ask":
             request = fields["request"]
             sampling = SamplingParams(**request["sampling"])
-            prompt, ends = tuple(request["prompt_token_ids"]), tuple(request["paragraph_ends"])
+            prompt, ends = array("i", request["prompt_token_ids"]), tuple(request["paragraph_ends"])
             return Ask(Request(request["index"], prompt, sampling, request["arrival_s"], ends))
         case "stop":
             return Stop(**fields)

@@ -24,7 +24,7 @@ from sarathi_pp.core.head import HeadPlacement, moves_head
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.core.shares import most_held
+from sarathi_pp.core.shares import most_held, most_held_tokens
 from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.agreement import Agreement
@@ -165,6 +165,7 @@ class Job:
             lambda seen: self._engine(eos_token_ids, stop_checkers, seen, warn),
             self._remotes,
             most_held(self.run.max_num_seqs),
+            most_held_tokens(self.run.num_pages * self.run.page_size),
             self.mesh.stages,
             self._clock,
             observe=observe,

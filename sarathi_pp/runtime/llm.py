@@ -148,6 +148,8 @@ class LLM:
         )
         run = self._job.run
         limits = Limits(run.max_model_len, run.num_pages, run.page_size, facts.vocab_size)
+        if (small := limits.small_kv_cache()) is not None:
+            _log.warning(small)
         self._maker = RequestMaker(
             self._tokenizer, self._defaults, limits, config.seed, wants_paragraphs(config.policy)
         )
@@ -261,7 +263,7 @@ def _prompt_line(prompt: object) -> ParsedLine:
 
 def _output(line: ParsedLine, ended: FinishedRow) -> RequestOutput:
     request = ended.row.request
-    prompt_token_ids = request.prompt_token_ids if request else ()
+    prompt_token_ids = tuple(request.prompt_token_ids) if request else ()
     if ended.completion is None:
         return RequestOutput(line.prompt, prompt_token_ids, (), error=ended.error)
     completion = ended.completion

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.request import Request
+from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
 from sarathi_pp.runtime.ids import DUPLICATE_ID, SeenIds, id_key
@@ -62,28 +62,46 @@ class Limits:
     page_size: int
     vocab_size: int
 
-    @property
-    def most_prompt_tokens(self) -> int:
-        return min(self.max_model_len, self.num_pages * self.page_size)
-
     def check_prompt(self, num_tokens: int) -> None:
-        """Raises RowError (`context_length_exceeded`). A prompt of max_model_len is legal: it gets no output."""
+        """Check that a prompt can be computed. A prompt of max_model_len is legal: it gets no output.
+
+        Raises RowError: `context_length_exceeded` or `kv_cache_exhausted`.
+        """
         if num_tokens > self.max_model_len:
             raise RowError(
                 "context_length_exceeded",
                 f"the prompt has {num_tokens} tokens and max_model_len is {self.max_model_len}",
             )
         if num_tokens > self.num_pages * self.page_size:
-            raise RowError(
-                "context_length_exceeded",
-                f"the prompt has {num_tokens} tokens and the KV cache holds {self.num_pages * self.page_size} "
-                f"({self.num_pages} pages x {self.page_size}); raise --kv-cache-memory",
-            )
+            raise kv_cache_exhausted(f"the prompt has {num_tokens} tokens", self.num_pages, self.page_size)
+
+    def small_kv_cache(self) -> str | None:
+        """Return a warning if a request of max_model_len tokens does not fit into the KV cache."""
+        held = self.num_pages * self.page_size
+        if held >= self.max_model_len:
+            return None
+        return (
+            f"the KV cache holds {held} tokens and max_model_len is {self.max_model_len}: a request that needs more "
+            f"ends with the error kv_cache_exhausted. Raise --kv-cache-memory, or lower --max-model-len to {held}"
+        )
 
     def clamp(self, sampling: SamplingParams) -> SamplingParams:
         """The same request in numbers of ordinary size: what exceeds a limit means no limit."""
         top_k = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
         return replace(sampling, top_k=top_k, max_new_tokens=min(sampling.max_new_tokens, self.max_model_len))
+
+
+def kv_cache_exhausted(needed: str, num_pages: int, page_size: int) -> RowError:
+    """Return the error of a request that the whole KV cache cannot hold.
+
+    Args:
+        needed: what the request needs, a clause for the message.
+    """
+    return RowError(
+        "kv_cache_exhausted",
+        f"{needed}, and the KV cache holds {num_pages * page_size} ({num_pages} pages of {page_size}). Raise "
+        f"--kv-cache-memory, and run again with --resume --retry-errors",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +132,7 @@ class RequestMaker:
             if not parsed.prompt_token_ids:
                 raise RowError("empty_prompt", "the prompt is empty; it needs at least one token id")
             return Encoded(self.tokenizer.check_token_ids(parsed.prompt_token_ids))
-        most = self.limits.most_prompt_tokens
+        most = self.limits.max_model_len
         if parsed.messages is not None:
             return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs, most_tokens=most)
         assert parsed.prompt is not None, "a parsed line has a prompt"
@@ -247,9 +265,10 @@ def _problem(parsed: ParsedLine | LineError, first_line: int | None) -> RowError
 class FileSource:
     """Rows of a file, or of standard input for `-`. Reading starts at once, so make it when the run starts.
 
-    capacity: most rows read ahead. request_rate: rows a second, arriving as a Poisson process drawn from the
-    run's seed; infinite: a row arrives when its line is read. done: rows that an earlier start has answered, which are
-    left out. Raises what `check_input` raises; what cannot be opened all the same, `take` does.
+    capacity: most rows read ahead; reading also stops at MAX_WAITING_TOKENS of their prompts.
+    request_rate: rows a second, arriving as a Poisson process drawn from the run's seed; infinite: a row arrives when
+    its line is read. done: rows that an earlier start has answered, which are left out. Raises what `check_input`
+    raises; what cannot be opened all the same, `take` does.
     """
 
     def __init__(
@@ -271,6 +290,7 @@ class FileSource:
         self._arrivals = _drawn_arrivals(maker.seed, request_rate, clock.now())
         self._changed = threading.Condition()
         self._rows: deque[Row] = deque()
+        self._num_tokens = 0  # of the prompts in self._rows
         self._failure: BaseException | None = None
         self._ended = False
         self._closed = False
@@ -290,6 +310,7 @@ class FileSource:
             rows: list[Row] = []
             while self._rows and len(rows) < limit and self._rows[0].arrival_s <= now_s:
                 rows.append(self._rows.popleft())
+            self._num_tokens -= sum(row.num_prompt_tokens for row in rows)
             if rows:
                 self._changed.notify_all()
             elif self._failure is not None and not self._rows and limit > 0:
@@ -314,6 +335,7 @@ class FileSource:
             self._closed = True
             self._ended = True
             self._rows.clear()
+            self._num_tokens = 0
             self._changed.notify_all()
 
     def _read(self) -> None:
@@ -333,11 +355,15 @@ class FileSource:
 
     def _put(self, row: Row) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._rows) < self._capacity or self._closed)
+            self._changed.wait_for(lambda: self._has_room() or self._closed)
             if not self._closed:
                 self._rows.append(row)
+                self._num_tokens += row.num_prompt_tokens
                 self._changed.notify_all()
             return not self._closed
+
+    def _has_room(self) -> bool:
+        return len(self._rows) < self._capacity and self._num_tokens < MAX_WAITING_TOKENS
 
     def _file_rows(self, stream: BinaryIO) -> Iterator[Row]:
         for raw, parsed, first_line in _parsed_lines(self._path, stream):

@@ -13,7 +13,7 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.core.shares import most_held
+from sarathi_pp.core.shares import most_held, most_held_tokens
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
@@ -110,7 +110,8 @@ def run(experiment: Experiment, *records: Record) -> None:
     def make(replica: int, record: Record) -> Simulation:
         return _simulation(experiment, limits, replica, record)
 
-    run_replicas(make, records, most_held(limits.max_num_seqs), requests)
+    most, most_tokens = most_held(limits.max_num_seqs), most_held_tokens(limits.num_pages * limits.page_size)
+    run_replicas(make, records, most, most_tokens, requests)
 
 
 def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Record) -> Simulation:

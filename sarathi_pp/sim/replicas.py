@@ -21,14 +21,18 @@ from sarathi_pp.trace.events import Event, RequestFinished
 
 
 def run_replicas(
-    make: Callable[[int, Record], Simulation], records: Sequence[Record], most: int, requests: Iterable[Request]
+    make: Callable[[int, Record], Simulation],
+    records: Sequence[Record],
+    most: int,
+    most_tokens: int,
+    requests: Iterable[Request],
 ) -> None:
     """Answer all requests, which come in order of arrival.
 
-    make: a replica's simulation, by its index and whom it tells what happens. records: of each replica. most: requests
-    that a replica holds at once, waiting ones included.
+    make: a replica's simulation, by its index and whom it tells what happens. records: of each replica. most,
+    most_tokens: see Shares.
     """
-    shares = Shares(len(records), most)
+    shares = Shares(len(records), most, most_tokens)
 
     def ending(replica: int, record: Record) -> Record:
         def told(stage: int, event: Event) -> None:

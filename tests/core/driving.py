@@ -11,13 +11,26 @@ from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import SampledToken, StepResult
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.core.request import Request
+from sarathi_pp.core.request import Completion, Request
 
 EOS = 7
 
 
 def drawn_token(index: int, position: int) -> int:
     return (index * 31 + position * 17) % 23
+
+
+def check_answer(completion: Completion, limits: Limits) -> None:
+    """Assert that an answer is that of an unlimited KV cache, or the error that says that this one cannot hold it."""
+    request = completion.request
+    output, reason = expected_output(request, limits.max_model_len)
+    # The last token is never computed on, so it needs no place.
+    room = limits.num_pages * limits.page_size - len(request.prompt_token_ids) + 1
+    if len(output) <= room:
+        assert (completion.token_ids, completion.finish_reason, completion.error_code) == (output, reason, None)
+    else:
+        assert (completion.finish_reason, completion.error_code) == ("error", "kv_cache_exhausted")
+        assert completion.token_ids == output[:room]
 
 
 def expected_output(request: Request, limit: int) -> tuple[tuple[int, ...], str]:

@@ -1,3 +1,4 @@
+import tracemalloc
 from collections import deque
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from sarathi_pp.core.plan import SampledToken, StepResult
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Grant, Limits
 from sarathi_pp.core.request import Request
-from tests.core.driving import EOS, StandInPipeline, drive, expected_output, run_golden
+from tests.core.driving import EOS, StandInPipeline, check_answer, drive, run_golden
 from tests.thinning import examples
 
 # Whose rule shares decodes out over the pipeline; the others take all that are ready, or as many as their budget holds.
@@ -58,10 +59,7 @@ def test_drains_conserves_and_never_changes_an_output(
     ]
     done, schedule = drive(coordinator, requests, sorted(shape[3] for shape in shapes))
     for request in requests:
-        completion = done[request.index]
-        assert (completion.token_ids, completion.finish_reason) == expected_output(
-            request, min(limits.max_model_len, num_pages * page_size + 1)
-        )
+        check_answer(done[request.index], limits)
     assert coordinator.pool.num_free == num_pages and coordinator.num_inflight == 0
     assert all(1 <= m.num_tokens <= policy.max_tokens(limits) for m in schedule)
     drawing = [m.head_on_first for m in schedule if m.num_drawn]
@@ -79,6 +77,49 @@ def test_drains_conserves_and_never_changes_an_output(
             if done[r.index].token_ids
         )
         assert issued == expected
+
+
+@settings(max_examples=examples(300))
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=8),
+    spec=st.sampled_from([*POLICIES]),
+    stages=st.integers(1, 4),
+    chunk_size=st.sampled_from([1, 7, 16]),
+    max_num_seqs=st.integers(1, 9),
+    page_size=st.sampled_from([1, 4, 16]),
+    num_tokens=st.integers(20, 64),
+)
+def test_an_answer_is_that_of_an_unlimited_kv_cache_or_an_error(
+    shapes, spec, stages, chunk_size, max_num_seqs, page_size, num_tokens
+):
+    limits = Limits(stages, chunk_size, max_num_seqs, 55, page_size, -(-num_tokens // page_size), stages)
+    coordinator = Coordinator(limits, make_policy(spec), eos_token_ids=[EOS])
+    requests = [
+        Request(i, tuple(range(prompt)), SamplingParams(max_new_tokens=new, ignore_eos=True, seed=i))
+        for i, (prompt, new, _) in enumerate(shapes)
+    ]
+    done, _ = drive(coordinator, requests, sorted(shape[2] for shape in shapes))
+    for request in requests:
+        check_answer(done[request.index], limits)
+    assert coordinator.pool.num_free == limits.num_pages and not coordinator.waiting_tokens
+
+
+def test_a_waiting_prompt_is_held_once_in_four_bytes_a_token():
+    """2,048 prompts of 131,072 tokens are 1 GiB of array; a second copy, or Python's numbers, would be several."""
+    limits = Limits(8, 2048, 512, 140_000, 16, 10**5, 8)
+    coordinator = Coordinator(limits, make_policy("balanced"))
+    tracemalloc.start()
+    try:
+        for index in range(8):
+            coordinator.submit(Request(index, tuple(range(100_000, 231_072)), SamplingParams(seed=0)))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert coordinator.num_waiting == 8 and held <= 4.5 * coordinator.waiting_tokens
+    (prompt, before) = (coordinator._waiting[0].request.prompt_token_ids, coordinator._waiting[0].tokens)
+    assert coordinator.next_microbatch() is not None
+    coordinator._running[0].tokens.append(5)
+    assert prompt is before and len(prompt) == 131_072, "an output is no part of the prompt"
 
 
 def test_golden_sarathi_streams_chunks_of_one_prompt_and_keeps_the_total():

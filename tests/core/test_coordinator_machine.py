@@ -17,7 +17,7 @@ from sarathi_pp.core.plan import StepResult
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
-from tests.core.driving import EOS, StandInPipeline, check_sums, expected_output
+from tests.core.driving import EOS, StandInPipeline, check_answer, check_sums
 from tests.thinning import examples
 
 MAX_MODEL_LEN = 32
@@ -138,9 +138,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert self.coordinator.pool.num_free == self.limits.num_pages
         for index, completion in self.answered.items():
             if index not in self.failed:
-                limit = min(MAX_MODEL_LEN, self.limits.num_pages * PAGE_SIZE + 1)
-                expected = expected_output(completion.request, limit)
-                assert (completion.token_ids, completion.finish_reason) == expected
+                check_answer(completion, self.limits)
 
 
 TestCoordinator = CoordinatorMachine.TestCase

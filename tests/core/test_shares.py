@@ -16,14 +16,14 @@ def request(index: int, num_tokens: int = 10) -> Request:
 
 
 def test_the_one_with_least_to_do_gets_the_next():
-    shares = Shares(3, most=10)
+    shares = Shares(3, most=10, most_tokens=10**9)
     given_to = [shares.give(request(index, size)) for index, size in enumerate([100, 10, 60, 30, 30, 20, 1])]
     #                                100 | 10 | 60 -> 10 + 30 -> 40 + 30 -> 60 + 20 -> 70 + 1
     assert given_to == [0, 1, 2, 1, 1, 2, 1]
 
 
 def test_outputs_count_as_long_as_those_that_have_ended():
-    shares = Shares(2, most=10)
+    shares = Shares(2, most=10, most_tokens=10**9)
     assert [shares.give(request(index, size)) for index, size in enumerate([5, 100, 90, 10])] == [0, 1, 0, 0]
     assert shares.give(request(4, 150)) == 1  # 105 prompt tokens against 100
     shares.end(0, 0, num_output_tokens=1000)
@@ -33,20 +33,28 @@ def test_outputs_count_as_long_as_those_that_have_ended():
 
 
 def test_a_slow_replica_is_given_no_more_than_it_may_hold():
-    shares = Shares(2, most=2)
+    shares = Shares(2, most=2, most_tokens=10**9)
     assert [shares.give(request(index)) for index in range(4)] == [0, 1, 0, 1] and shares.room == 0
     shares.end(1, 1, 5)
     assert shares.room == 1 and shares.give(request(4)) == 1
 
 
 def test_who_may_hold_no_more_gets_nothing_even_with_least_to_do():
-    shares = Shares(2, most=2)
+    shares = Shares(2, most=2, most_tokens=10**9)
     assert [shares.give(request(index, size)) for index, size in enumerate([900, 1, 1])] == [0, 1, 1]
     assert shares.room == 1 and shares.give(request(3)) == 0
 
 
+def test_a_replica_that_holds_its_tokens_gets_nothing_more():
+    shares = Shares(2, most=10, most_tokens=100)
+    assert [shares.give(request(index, size)) for index, size in enumerate([90, 60, 60])] == [0, 1, 1]
+    assert shares.room == 9 and shares.give(request(3, 20)) == 0 and shares.room == 0
+    shares.end(1, 2, 5)
+    assert shares.room == 9 and shares.give(request(4, 1)) == 1
+
+
 def test_what_a_lost_one_held_comes_back_in_order_and_it_gets_nothing_more():
-    shares = Shares(2, most=4)
+    shares = Shares(2, most=4, most_tokens=10**9)
     for index in range(6):
         shares.give(request(index))
     assert [back.index for back in shares.lose(0)] == [0, 2, 4]
@@ -59,7 +67,7 @@ def test_what_a_lost_one_held_comes_back_in_order_and_it_gets_nothing_more():
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 5))
 def test_loads_differ_by_no_more_than_the_largest_request(sizes, num_replicas):
     """As for every greedy sharing out."""
-    shares = Shares(num_replicas, most=len(sizes))
+    shares = Shares(num_replicas, most=len(sizes), most_tokens=10**9)
     loads = [0] * num_replicas
     for index, size in enumerate(sizes):
         loads[shares.give(request(index, size))] += size
@@ -71,7 +79,7 @@ class SharesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shares = Shares(3, most=3)
+        self.shares = Shares(3, most=3, most_tokens=10**9)
         self.waiting: list[Request] = []
         self.held: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
         self.ended: set[int] = set()

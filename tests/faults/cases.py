@@ -176,4 +176,11 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     48: ("prompts in logs, open ports, readable outputs", (
         f"{_SECURITY}prompts_are_in_no_log", f"{_SECURITY}nobody_outside_this_machine_can_connect",
         f"{_SECURITY}what_is_left_is_private", "runtime/test_metrics.py::test_only_loopback_is_served")),
+    49: ("a KV cache that is too small for an output", (
+        "core/test_coordinator.py::test_an_answer_is_that_of_an_unlimited_kv_cache_or_an_error",
+        "runtime/test_small_kv_cache.py::test_with_more_memory_a_resumed_run_answers_what_did_not_fit")),
+    50: ("thousands of the longest prompts waiting", (
+        "core/test_coordinator.py::test_a_waiting_prompt_is_held_once_in_four_bytes_a_token",
+        f"{_SOURCE}long_prompts_are_read_ahead_up_to_a_number_of_tokens",
+        "runtime/test_admission.py::test_long_prompts_wait_up_to_a_number_of_tokens")),
 }  # fmt: skip

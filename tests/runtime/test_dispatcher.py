@@ -136,6 +136,7 @@ def dispatcher(first: Engine, *others: Engine, most: int = 8, said: list[str] | 
         lambda observe: first,
         [leader.remote for leader in leaders],
         most,
+        10**9,
         2,
         CLOCK,
         observe=(seen if seen is not None else []).append,

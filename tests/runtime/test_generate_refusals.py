@@ -156,7 +156,10 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(rows) + "\n")
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "--stages", "2"]
-    for options, limit in ((["--max-model-len", "64"], "max_model_len is 64"), (["--kv-cache-memory", "48KiB"], "KV")):
+    for options, code, limit in (
+        (["--max-model-len", "64"], "context_length_exceeded", "max_model_len is 64"),
+        (["--kv-cache-memory", "48KiB"], "kv_cache_exhausted", "KV"),
+    ):
         done = subprocess.run(
             [*command, "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--overwrite",
              "--json", "--quiet", *options],
@@ -175,7 +178,7 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         assert opened["response"]["status_code"] == 200
         assert opened["response"]["body"]["choices"][0]["text"] == "42"
         said = {line["id"]: line["error"] for line in errors}
-        assert said["long"]["code"] == "context_length_exceeded" and limit in said["long"]["message"]
+        assert said["long"]["code"] == code and limit in said["long"]["message"]
         assert said["key"]["code"] == "unknown_parameter" or "temprature" in said["key"]["message"]
         assert said["id"]["code"] == "invalid_token_id"
         assert said["good"]["code"] == "duplicate_id" and said["3"]["code"] == "invalid_json"

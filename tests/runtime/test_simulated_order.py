@@ -34,7 +34,7 @@ def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> Non
 
     def measure(folder: Path) -> dict[str, Any]:
         files = Files(folder)
-        prompts = [request.prompt_token_ids for request in workload.requests()]
+        prompts = [tuple(request.prompt_token_ids) for request in workload.requests()]
         files.write_prompts(prompts, max_new_tokens=4, ignore_eos=True)
         where = ("--input", str(files.input), "--output", str(files.output), "--stages", str(STAGES))
         options = ("--policy", policy, "--chunk-size", "48", "--max-num-seqs", "6", "--quiet")
@@ -64,7 +64,7 @@ def test_replicas_of_a_gloo_run_and_of_its_simulation_agree(tmp_path: Path) -> N
 
     def measure(folder: Path) -> dict[str, Any]:
         files = Files(folder)
-        prompts = [request.prompt_token_ids for request in workload.requests()]
+        prompts = [tuple(request.prompt_token_ids) for request in workload.requests()]
         files.write_prompts(prompts, max_new_tokens=4, ignore_eos=True)
         where = ("--input", str(files.input), "--output", str(files.output), "--replicas", "2", "--stages", "2")
         options = ("--policy", "sarathi", "--chunk-size", "48", "--max-num-seqs", "3", "--quiet")

@@ -84,7 +84,7 @@ def test_rows_come_in_order_with_errors_among_them(tmp_path):
         (6, "6", "invalid_parameter"),
     ]
     good = [row.request for row in rows if row.request]
-    assert [(request.index, request.prompt_token_ids) for request in good] == [(0, (3, 5)), (3, (7, 99))]
+    assert [(request.index, [*request.prompt_token_ids]) for request in good] == [(0, [3, 5]), (3, [7, 99])]
     assert good[0].sampling == SamplingParams(max_new_tokens=4, seed=row_seed(5, "a"))
     assert good[1].sampling == SamplingParams(max_new_tokens=4, temperature=0.5, seed=3)
     assert rows[1].error.message.startswith("line 3: ")
@@ -113,7 +113,7 @@ def test_an_empty_file_is_exhausted_at_once(tmp_path):
 
 def test_a_text_file_holds_one_prompt_a_line(tmp_path):
     rows = drain(opened(write(tmp_path, "a bb\r\n\nccc", name="in.txt")))
-    assert [(row.id, row.request.prompt_token_ids) for row in rows] == [("1", (1, 2)), ("3", (3,))]
+    assert [(row.id, [*row.request.prompt_token_ids]) for row in rows] == [("1", [1, 2]), ("3", [3])]
 
 
 def test_an_id_that_was_seen_gives_an_error_with_both_lines(tmp_path):
@@ -124,17 +124,18 @@ def test_an_id_that_was_seen_gives_an_error_with_both_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "fits", "words"),
+    ("max_model_len", "num_pages", "fits", "code", "words"),
     [
-        (Limits(max_model_len=8, num_pages=9, page_size=2, vocab_size=100), 8, "9 tokens and max_model_len is 8"),
-        (Limits(max_model_len=99, num_pages=3, page_size=2, vocab_size=100), 6, r"7 .* 6 \(3 pages x 2\).*--kv-cache"),
+        (8, 9, 8, "context_length_exceeded", "9 tokens and max_model_len is 8"),
+        (99, 3, 6, "kv_cache_exhausted", r"7 tokens.* 6 \(3 pages of 2\).*--kv-cache"),
     ],
 )
-def test_a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not(limits, fits, words):
+def test_a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not(max_model_len, num_pages, fits, code, words):
+    limits = Limits(max_model_len, num_pages, page_size=2, vocab_size=100)
     limits.check_prompt(fits)
     with pytest.raises(RowError, match=words) as caught:
         limits.check_prompt(fits + 1)
-    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.code == code
 
 
 def test_numbers_beyond_every_limit_become_ordinary(tmp_path):
@@ -204,6 +205,20 @@ def test_the_reader_stays_within_its_capacity(tmp_path):
     assert len(written) < 10 + 3 + 5
     assert len(drain(source)) == 190
     feeder.join()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 20])
+def test_long_prompts_are_read_ahead_up_to_a_number_of_tokens(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("sarathi_pp.runtime.source.MAX_WAITING_TOKENS", tokens)
+    path = write(tmp_path, *({"id": n, "prompt": "word " * 5} for n in range(40)))
+    source = opened(path)
+    taken = 0
+    while not source.exhausted:
+        source.wait(None)
+        assert source._num_tokens == sum(row.num_prompt_tokens for row in source._rows)
+        assert source._num_tokens < tokens + 5, "one prompt more than the bound at the most"
+        taken += len(source.take(2))
+    assert taken == 40 and source._num_tokens == 0
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -346,7 +361,7 @@ sys.path[:0] = {path!r}
 from tests.runtime.test_source import opened
 source = opened("-")
 source.wait(None)
-print(source.take(5)[0].request.prompt_token_ids, flush=True)
+print(*source.take(5)[0].request.prompt_token_ids, flush=True)
 """
 
 
@@ -363,7 +378,7 @@ def test_a_process_ends_while_its_reader_waits_for_standard_input():
     child.stdin.flush()
     # The input stays open: only the end of the main thread can end the process.
     assert child.wait(timeout=60) == 0
-    assert child.stdout.read() == b"(4,)\n"
+    assert child.stdout.read() == b"4\n"
     assert child.stderr.read() == b""
     for stream in (child.stdin, child.stdout, child.stderr):
         stream.close()

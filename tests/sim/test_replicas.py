@@ -51,7 +51,7 @@ def share(requests: list[Request], seconds: list[float], most: int) -> list[list
         pipeline = VirtualPipeline(cost(seconds=seconds[replica]), (Link(),))
         return Simulation(LIMITS, make_policy("sarathi"), pipeline, record)
 
-    run_replicas(make, [lambda stage, event, to=one: to.append(event) for one in told], most, requests)
+    run_replicas(make, [lambda stage, event, to=one: to.append(event) for one in told], most, 10**9, requests)
     return told
 
 

@@ -141,7 +141,8 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         if report["stopped_by"] is not None:
             display.warn(f"stopped by {report['stopped_by']}; with --resume a file of rows is gone on with")
             return StoppedError.by(Signal[report["stopped_by"]], "the run").exit_code
-        return EXIT_ROWS_FAILED if report["failed"] or report["resumed"]["failed"] else EXIT_OK
+        failed = report["failed"] or report.get("whole_run", report)["failed"] or report["resumed"]["failed"]
+        return EXIT_ROWS_FAILED if failed else EXIT_OK
 
     def leave(error: SarathiError) -> None:
         note(error.exit_code)
@@ -218,7 +219,8 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
     if place is None:
         raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
     model_dir = find_model(config.model)
-    anywhere = RunDirectory(Path())  # rank 0 names the real one
+    # Rank 0 names the real one.
+    anywhere = RunDirectory(Path()) if config.run_dir else RunDirectory.unnamed(Path())
     defaults = read_generation_config(model_dir)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, anywhere)
 

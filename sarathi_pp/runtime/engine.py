@@ -32,7 +32,7 @@ from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import Source, kv_cache_exhausted
 from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import Clock
-from sarathi_pp.trace.events import Issued, RequestArrived, Returned, RowRefused, Starved
+from sarathi_pp.trace.events import Issued, RequestArrived, Returned, RowRefused, Starved, Totals
 from sarathi_pp.trace.latency import RequestLatency
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.request import TokenTimes
@@ -114,7 +114,7 @@ class Engine:
         self._starved: IdleReason | None = None
         self._started_s = clock.now()
         self._observed_s = self._started_s
-        self._requests_done = self._requests_failed = 0
+        self._requests_seen = self._requests_done = self._requests_failed = 0
         self._prompt_tokens = self._output_tokens = 0
         self._stage_compute_s = (0.0,) * limits.num_stages
         self._observed_compute_s = self._stage_compute_s
@@ -163,8 +163,22 @@ class Engine:
     def close(self) -> None:
         """Send the stages home and wait for the last one's goodbye."""
         self._tell(force=True)
+        self._recorder.record(self._totals())
         self._runner.close()
         self._results.close()
+
+    def _totals(self) -> Totals:
+        ran = self._last_result_s > 0
+        return Totals(
+            microbatches=self._coordinator.num_issued,
+            requests=self._requests_seen,
+            completed=self._requests_done,
+            failed=self._requests_failed,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            first_issue_s=self._first_issue_s if ran else None,
+            last_result_s=self._last_result_s if ran else None,
+        )
 
     def _given_up_s(self, told: Asked) -> float:
         """When no more results are waited for."""
@@ -187,6 +201,7 @@ class Engine:
             room -= limit
 
     def _admit_row(self, row: Row, sink: Sink) -> None:
+        self._requests_seen += 1
         if row.request is None:
             assert row.error is not None
             self._refuse(row, row.error, sink)

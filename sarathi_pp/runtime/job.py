@@ -247,7 +247,7 @@ class Job:
             self._run_dir.drop_replaced()
             path.unlink(missing_ok=True)
         self._run_dir.make(path.parent)
-        self._recorder = Recorder(path)
+        self._recorder = Recorder(path, most_bytes=self._run_dir.most_trace_bytes)
         return {}
 
     def describe(self) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class LLM:
                 workers.start(("worker", json.dumps(asdict(config), default=str)))
             topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
             joined.callback(topology.leave)
-            run_dir = RunDirectory(config.run_dir or scratch / "run")
+            run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(scratch / "run")
             self._job = Job(config, model_dir, facts, topology, run_dir, self._clock, Watchdog(None))
         except BaseException as error:
             if config.run_dir is not None and self._place.rank == 0 and isinstance(error, SarathiError):

@@ -23,7 +23,7 @@ from typing import Any
 
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
 from sarathi_pp.runtime.whole_file import write_whole
-from sarathi_pp.trace.recorder import trace_name
+from sarathi_pp.trace.recorder import MOST_BYTES, trace_name
 from sarathi_pp.wire.mesh import Mesh, Seat
 
 _ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d{4,}")
@@ -31,11 +31,20 @@ _ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """replaces: the attempts before this one are another run's, and go once this one begins."""
+    """replaces: the attempts before this one are another run's, and go once this one begins.
+
+    most_trace_bytes: size at which each rank cuts its trace.
+    """
 
     path: Path
     attempt: int = 0
     replaces: bool = False
+    most_trace_bytes: int = MOST_BYTES
+
+    @classmethod
+    def unnamed(cls, path: Path) -> RunDirectory:
+        """Return one below the system's directory for temporary files, which may be in memory."""
+        return cls(path, most_trace_bytes=MOST_BYTES // 4)
 
     @classmethod
     def default_path(cls, output: str) -> Path:

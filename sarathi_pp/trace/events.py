@@ -1,8 +1,8 @@
 """The closed vocabulary of a trace: each event is a frozen value and one JSON line, `{"e": "compute", ...}`.
 
 Every rank writes one file. It starts with TraceStart, ends with TraceEnd unless the process was killed, and
-holds a Compute for every microbatch. What only the coordinator knows is in rank 0's file. All reports are
-pure folds over these events.
+holds a Compute for every microbatch, up to a Cut if there is one. What only the coordinator knows is in rank 0's
+file. All reports are pure folds over these events.
 
 Times are seconds on the monotonic clock of the rank that wrote the file, except `Compute.issued_s`, which
 travels with the microbatch and is on rank 0's clock. `clock_offset_s` turns one into the other:
@@ -29,6 +29,7 @@ SCHEMA = "sarathi-pp/trace/2"
 
 _SEQUENCE = re.compile(r"s(\d+)")
 
+CutReason = Literal["size", "queue"]
 StarvedReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 
 
@@ -216,6 +217,34 @@ class RequestFinished:
     gaps_us: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """No event after this one was written, except Totals and TraceEnd: the file holds the first part of a run.
+
+    size: the file is as large as it may be. queue: events came faster than the disk took them.
+    """
+
+    reason: CutReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Rank 0: sums over the whole run, of which a trace may hold only the first part.
+
+    requests: input lines, refused ones included. failed: those that got an error. prompt_tokens, output_tokens: of the
+    completed ones. first_issue_s, last_result_s: the run window; None without a result.
+    """
+
+    microbatches: int
+    requests: int
+    completed: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    first_issue_s: float | None
+    last_result_s: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEnd:
     """The last line of a file whose process ended in order. bytes_read: of the weights, at loading.
@@ -243,6 +272,8 @@ Event = (
     | RowRefused
     | RequestArrived
     | RequestFinished
+    | Cut
+    | Totals
     | TraceEnd
 )
 
@@ -257,6 +288,8 @@ KINDS: dict[str, type[Event]] = {
     "refused": RowRefused,
     "arrived": RequestArrived,
     "finished": RequestFinished,
+    "cut": Cut,
+    "totals": Totals,
     "end": TraceEnd,
 }
 
@@ -307,6 +340,7 @@ _LEGAL: dict[object, Callable[[object], bool]] = {
     float | None: lambda value: value is None or _is_number(value),
     tuple[int, int]: lambda value: _are_ints(value) and len(value) == 2,  # type: ignore[arg-type]
     Sequence[int]: _are_ints,
+    CutReason: lambda value: value in get_args(CutReason),
     StarvedReason: lambda value: value in get_args(StarvedReason),
     FinishReason: lambda value: value in get_args(FinishReason),
 }
@@ -327,7 +361,10 @@ class _Layout(NamedTuple):
         names = tuple(field.name for field in fields(kind))
         keys = tuple(_SHORT.get(field, field) for field in names)
         types = get_type_hints(kind)
-        return cls(name, names, keys, frozenset(keys), tuple(_LEGAL[types[one]] for one in names), attrgetter(*names))
+        legal = tuple(_LEGAL[types[one]] for one in names)
+        # Of one name attrgetter makes a value, and no tuple.
+        values = attrgetter(*names) if len(names) > 1 else lambda event: (getattr(event, names[0]),)
+        return cls(name, names, keys, frozenset(keys), legal, values)
 
 
 _LAYOUTS = {kind: _Layout.of(name, kind) for name, kind in KINDS.items()}

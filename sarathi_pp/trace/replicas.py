@@ -16,7 +16,15 @@ from statistics import fmean
 from sarathi_pp.trace.bubbles import Bubbles, busy_strip, measure_bubbles
 from sarathi_pp.trace.intervals import Interval
 from sarathi_pp.trace.latency import latency_spreads
-from sarathi_pp.trace.summary import STRIP_CELLS, CostFit, Report, percentiles, read_timeline, summarise_timeline
+from sarathi_pp.trace.summary import (
+    STRIP_CELLS,
+    CostFit,
+    Report,
+    percentiles,
+    read_timeline,
+    summarise_timeline,
+    whole_run,
+)
 from sarathi_pp.trace.timeline import Timeline
 
 _COUNTS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens", "preemptions")
@@ -92,6 +100,7 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
         "request_bubble_s": percentiles(chain.from_iterable(r.bubbles.request_bubble_s.values() for r in replicas)),
         **_latencies(replicas),
         "kv": _kv([report["kv"] for report in reports]),
+        **whole_run([(replica.timeline, replica.offset_s) for replica in replicas]),
         "notes": [
             *(f"replica {one.index}: {note}" for one in replicas for note in one.report["notes"]),
             *(f"replica {one} has no part in these figures: it was lost, or its traces are elsewhere" for one in lost),

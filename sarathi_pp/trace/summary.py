@@ -2,6 +2,9 @@
 
 Figures that do not exist (no result, no steady window, no second token) are null. Throughput counts the
 tokens of requests that completed, over the run window; loading and reporting lie outside it.
+
+Traces have a largest size. If one was cut there, every figure is of the first part of the run, up to the cut, and
+`whole_run` holds the counts and rates of the whole run.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ SCHEMA = "sarathi-pp/report/1"
 RUNS_SCHEMA = "sarathi-pp/runs/1"
 
 _CLOSING_TOLERANCE = 0.01
+# Of Totals.
+_SUMS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens")
 STRIP_CELLS = 64
 _UNFITTED = ("the run has too few microbatches to fit a cost model: no causes",)
 
@@ -103,6 +108,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "preemptions": sum(request.preemptions for request in timeline.finished),
         "clock_uncertainty_s": max(_clock_uncertainty(stage) for stage in timeline.stages),
         "closing_error": max(stage.closing_error for stage in bubbles.stages),
+        **whole_run([(timeline, 0.0)]),
         "notes": [*_notes(timeline, bubbles), *(_UNFITTED if fit is not None and fitted is None else ())],
     }
 
@@ -123,6 +129,26 @@ def _throughput(timeline: Timeline, wall_s: float) -> Report:
         "output_tokens_per_s": _per_second(output_tokens, wall_s),
         "chunk_throughput": _per_second(chunks, wall_s),
     }
+
+
+def whole_run(replicas: Sequence[tuple[Timeline, float]]) -> dict[str, Report]:
+    """Return `whole_run`, the counts and rates of a run of which a trace was cut; empty unless one was.
+
+    replicas: each with what leads from its leader's clock to the run's. Empty too if one ended without its totals.
+    """
+    parts = [(timeline.totals, offset_s) for timeline, offset_s in replicas if timeline.totals is not None]
+    if len(parts) < len(replicas) or not any(timeline.is_cut for timeline, _ in replicas):
+        return {}
+    begins = [part.first_issue_s + offset_s for part, offset_s in parts if part.first_issue_s is not None]
+    ends = [part.last_result_s + offset_s for part, offset_s in parts if part.last_result_s is not None]
+    wall_s = max(ends) - min(begins) if ends and begins else 0.0
+    sums = {name: sum(getattr(part, name) for part, _ in parts) for name in _SUMS}
+    tokens = sums["prompt_tokens"] + sums["output_tokens"]
+    rates = {
+        "total_tokens_per_s": _per_second(tokens, wall_s),
+        "output_tokens_per_s": _per_second(sums["output_tokens"], wall_s),
+    }
+    return {"whole_run": {**sums, "wall_s": wall_s, **rates}}
 
 
 def _per_second(count: int, wall_s: float) -> float | None:
@@ -211,10 +237,26 @@ def _notes(timeline: Timeline, bubbles: Bubbles) -> list[str]:
             f"states do not add up to the wall time (off by {_by_stage(open_sums)}): compute spans overlap, "
             "the bubble cannot be trusted"
         )
+    if timeline.is_cut:
+        notes.append(_cut_note(timeline))
     if endless:
         stages = ", ".join(map(str, endless))
         notes.append(f"no end in the trace of stage {stages}: the run goes on or was killed")
     return notes
+
+
+def _cut_note(timeline: Timeline) -> str:
+    """Say which part of the run the figures cover."""
+    slow = any(stage.cut == "queue" for stage in timeline.stages)
+    why = "the disk did not take events in time" if slow else "a trace has its largest size"
+    part, totals = f"the first {timeline.num_returned:,}", timeline.totals
+    if totals is None:
+        return f"{why}: these figures are of {part} microbatches"
+    return (
+        f"{why}: these figures are of {part} of {totals.microbatches:,} microbatches; of the whole run "
+        f"{totals.completed:,} of {totals.requests:,} requests are ok, with {totals.prompt_tokens:,} prompt and "
+        f"{totals.output_tokens:,} output tokens"
+    )
 
 
 def _by_stage(shares: Mapping[int, float | None]) -> str:

@@ -12,6 +12,8 @@ from operator import sub
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.events import (
     Compute,
+    Cut,
+    CutReason,
     Event,
     Head,
     Issued,
@@ -21,6 +23,7 @@ from sarathi_pp.trace.events import (
     RowRefused,
     SendWait,
     Starved,
+    Totals,
     TraceEnd,
     TraceStart,
 )
@@ -98,11 +101,12 @@ class StageTimeline:
 
     microbatches: indices. issued, arrived, starts, ends: seconds. send_waits: sorted and disjoint.
     cpu_s, spanned_s: thread CPU time and length of the spans that have one, summed, without collective_s: what sums
-    over the stage's ranks took; None where it has one alone.
+    over the stage's ranks took; None where it has one alone. cut: why the trace holds only the first part of the run.
     """
 
     start: TraceStart
     end: TraceEnd | None = None
+    cut: CutReason | None = None
     microbatches: array[int] = field(default_factory=lambda: array("q"))
     issued: array[float] = field(default_factory=_seconds)
     arrived: array[float] = field(default_factory=_seconds)
@@ -160,13 +164,14 @@ class Timeline:
     finished: list[RequestFinished] = field(default_factory=list)
     starved: list[Starved] = field(default_factory=list)
     rows_refused: int = 0
+    totals: Totals | None = None  # of the whole run, also where the rest is of its first part
 
     @classmethod
     def read(cls, traces: Iterable[Iterable[Event]]) -> Timeline:
         """One trace a stage, in any order. Raises InputError if stages are missing, doubled or nameless.
 
-        Traces of a run that goes on, or that was killed, end at different instants: what rank 0 tells of the time after
-        the shortest of them is left out.
+        Traces that were cut, or are of a run that goes on or was killed, end at different instants: what rank 0 tells
+        of the time after the shortest of them is left out.
         """
         timeline = cls()
         for events in traces:
@@ -178,6 +183,10 @@ class Timeline:
             raise InputError(f"the traces are of stages {found}; a report needs one of each of 0 to {num_stages - 1}")
         timeline._cut()
         return timeline
+
+    @property
+    def is_cut(self) -> bool:
+        return any(stage.cut for stage in self.stages)
 
     @property
     def num_returned(self) -> int:
@@ -263,7 +272,8 @@ class Timeline:
         for what is not there.
         """
         newest = max(self.returned.column("microbatch"), default=-1)
-        short = [stage for stage in self.stages if stage.end is None and max(stage.microbatches, default=-1) < newest]
+        open_ended = [stage for stage in self.stages if stage.end is None or stage.cut]
+        short = [stage for stage in open_ended if max(stage.microbatches, default=-1) < newest]
         told_s = min((stage.ends[-1] if stage.ends else -inf for stage in short), default=inf)
         self.returned = Log(Returned, (result for result in self.returned if result.at_s <= told_s))
         self.finished = [request for request in self.finished if request.finished_s <= told_s]
@@ -278,6 +288,8 @@ class Timeline:
             stage.add_head(event)
         elif isinstance(event, SendWait):
             stage.send_waits.append((event.start_s, event.end_s))
+        elif isinstance(event, Cut):
+            stage.cut = event.reason
         elif isinstance(event, TraceEnd):
             stage.end = event
         else:
@@ -316,6 +328,8 @@ class Timeline:
                 self.starved.append(event)
             case RowRefused():
                 self.rows_refused += 1
+            case Totals():
+                self.totals = event
 
 
 def _check_sizes(start: TraceStart) -> None:

@@ -6,14 +6,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from sarathi_pp.errors import InputError, MissingError, OutputError
-from sarathi_pp.trace.events import Event, Returned, SendWait, encode
-from sarathi_pp.trace.recorder import Recorder, read_trace, trace_name
+from sarathi_pp.trace.events import Cut, Event, Returned, SendWait, Totals, TraceEnd, encode
+from sarathi_pp.trace.recorder import MOST_WAITING, Recorder, read_trace, trace_name
 
 
 def wait_for_lines(path: Path, count: int) -> list[Event]:
@@ -135,6 +136,97 @@ def test_full_disk_is_reported_at_close_and_never_in_record(tmp_path: Path, monk
     recorder.record(Returned(100, 0.0))
     with pytest.raises(OutputError, match="incomplete.*No space left"):
         recorder.close()
+
+
+TOTALS = Totals(
+    microbatches=5000,
+    requests=1,
+    completed=1,
+    failed=0,
+    prompt_tokens=1,
+    output_tokens=5000,
+    first_issue_s=0.0,
+    last_result_s=1.0,
+)
+
+
+def test_a_file_has_a_largest_size_and_is_cut_there(tmp_path: Path) -> None:
+    path, most_bytes = tmp_path / "t.jsonl", 10_000
+    made = []
+
+    def event(index: int) -> Event:
+        made.append(index)
+        return Returned(index, 1.0)
+
+    with Recorder(path, flush_interval_s=60, most_bytes=most_bytes) as recorder:
+        for index in range(5000):
+            recorder.record(partial(event, index))
+        recorder.record(TOTALS)
+        recorder.record(TraceEnd(at_s=1.0))
+    events = list(read_trace(path))
+    count = len(events) - 3
+    assert events == [*(Returned(index, 1.0) for index in range(count)), Cut("size"), TOTALS, TraceEnd(at_s=1.0)]
+    assert len(made) == count + 1, "an event was made that nobody writes"
+    kept_bytes = sum(len(encode(event)) + 1 for event in events[:-3])
+    assert most_bytes - 100 < kept_bytes <= most_bytes
+
+
+def test_where_the_disk_stands_still_the_queue_is_bounded_and_the_loss_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.jsonl"
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def encode_late(event: Event) -> str:
+        stalled.set()
+        assert goes_on.wait(60)
+        return encode(event)
+
+    monkeypatch.setattr("sarathi_pp.trace.recorder.encode", encode_late)
+    monkeypatch.setattr("sarathi_pp.trace.recorder._PATIENCE_S", 0.01)
+    with Recorder(path, flush_interval_s=0.001) as recorder:
+        recorder.record(Returned(0, 1.0))
+        assert stalled.wait(60)
+        for index in range(1, 3 * MOST_WAITING):
+            recorder.record(Returned(index, 1.0))
+            assert len(recorder._events) <= MOST_WAITING + 1
+        recorder.record(TOTALS)
+        goes_on.set()
+        give_up = time.monotonic() + 60
+        while recorder._events and time.monotonic() < give_up:
+            time.sleep(0.01)
+        recorder.record(Returned(4 * MOST_WAITING, 1.0))  # with a hole before it, it would be of no use
+    events = list(read_trace(path))
+    assert events[-2:] == [Cut("queue"), TOTALS]
+    assert events[:-2] == [Returned(index, 1.0) for index in range(len(events) - 2)]
+    assert len(events) > MOST_WAITING
+
+
+def test_a_writer_that_is_behind_is_waited_for_and_nothing_is_lost(tmp_path: Path) -> None:
+    path, count = tmp_path / "t.jsonl", 3 * MOST_WAITING
+    with Recorder(path, flush_interval_s=0.5) as recorder:
+        for index in range(count):
+            recorder.record(Returned(index, 1.0))
+            assert len(recorder._events) <= MOST_WAITING
+    assert list(read_trace(path)) == [Returned(index, 1.0) for index in range(count)]
+
+
+def test_the_more_events_wait_the_fewer_pauses_the_writer_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pause lets a busy thread have the interpreter for 5 ms: too long, where there are thousands a second."""
+
+    def pauses(count: int) -> int:
+        recorder = Recorder(tmp_path / f"{count}.jsonl", flush_interval_s=60)
+        wait, waits = recorder._closing.wait, []
+        monkeypatch.setattr(recorder._closing, "wait", lambda seconds: waits.append(seconds) or wait(seconds))
+        for index in range(count):
+            recorder.record(partial(Returned, index, 1.0))
+        recorder.close()
+        return len(waits)
+
+    assert pauses(10) == 10
+    assert pauses(4000) < 1000
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from sarathi_pp.trace.causes import Causes
-from sarathi_pp.trace.events import Event, TraceStart
+from sarathi_pp.trace.events import Event, Totals, TraceStart
 from sarathi_pp.trace.replicas import Replica, summarise_replicas
 from sarathi_pp.trace.summary import summarise
 from sarathi_pp.trace.timeline import Timeline
@@ -74,6 +74,28 @@ def test_what_a_replica_has_less_to_do_is_ramp_and_the_causes_still_add_up():
     assert report["causes"]["ramp_s"] == pytest.approx(2 * 1.0 + 4 * 5.0)  # each of four stages waits 5 s for the other
     assert report["causes"]["prefill_variance_s"] == pytest.approx(1.0)
     assert summarise_replicas([first, both[1]])["causes"] is None
+
+
+def test_where_one_was_cut_the_sums_are_of_all():
+    first, second = replica(0, 8, 1.0), replica(1, 4, 1.0, offset_s=20.0)
+    for one, microbatches in ((first, 80), (second, 4)):
+        begin, end = one.timeline.window
+        one.timeline.totals = Totals(
+            microbatches=microbatches,
+            requests=microbatches,
+            completed=microbatches - 1,
+            failed=1,
+            prompt_tokens=10 * microbatches,
+            output_tokens=microbatches,
+            first_issue_s=begin,
+            last_result_s=end + 3.0,
+        )
+    assert "whole_run" not in summarise_replicas([first, second])
+    first.timeline.stages[1].cut = "size"
+    whole = summarise_replicas([first, second])["whole_run"]
+    assert (whole["requests"], whole["completed"], whole["failed"], whole["output_tokens"]) == (84, 82, 2, 84)
+    assert whole["wall_s"] == pytest.approx(28.0)
+    assert whole["total_tokens_per_s"] == pytest.approx(84 * 11 / 28)
 
 
 def test_latencies_are_of_all_requests_together():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,17 +11,24 @@ from sarathi_pp.core.cost import CostModel, StageCost
 from sarathi_pp.errors import InputError, MissingError
 from sarathi_pp.trace.events import (
     Compute,
+    Cut,
+    CutReason,
     Event,
     Issued,
     RequestArrived,
     RequestFinished,
     Returned,
     RowRefused,
+    Totals,
+    TraceEnd,
     encode,
 )
 from sarathi_pp.trace.summary import Report, summarise
 from tests.trace.schedules import Schedule, constant, start, table
 
+SCHEDULE = Schedule(
+    6, 2, compute=constant(0.5), issue=constant(0.25), transfer=constant(0.125), send_wait=constant(0.0625)
+)
 NULLS = {"mean": None, "p50": None, "p90": None, "p99": None}
 
 
@@ -226,6 +234,45 @@ def test_notes_name_what_the_figures_do_not_show() -> None:
     doubtful = summarise([[start(0, 1), issued, *overlapping, Returned(0, 10.0)]])
     assert doubtful["closing_error"] == pytest.approx(0.2)
     assert "states do not add up to the wall time (off by stage 0: 20%)" in doubtful["notes"][0]
+
+
+TOTALS = Totals(
+    microbatches=6,
+    requests=6,
+    completed=6,
+    failed=0,
+    prompt_tokens=60,
+    output_tokens=6,
+    first_issue_s=0.25,
+    last_result_s=8.25,
+)
+
+
+@pytest.mark.parametrize("reason", ["size", "queue"])
+def test_a_trace_that_was_cut_gives_the_figures_of_its_first_part(reason: CutReason) -> None:
+    """Wherever each rank cuts its own; and beside them the sums of the whole run."""
+    whole = SCHEDULE.events(complete=False)
+    for kept in itertools.product(*(range(1, len(trace) + 1) for trace in whole)):
+        parts = [trace[:count] for trace, count in zip(whole, kept, strict=True)]
+        last: tuple[list[Event], ...] = [TOTALS, TraceEnd(at_s=9.0)], [TraceEnd(at_s=9.0)]
+        cut = [[*part, Cut(reason), *end] for part, end in zip(parts, last, strict=True)]
+        killed, found = summarise(parts), summarise(cut)
+        assert found.pop("whole_run") == {
+            **{name: getattr(TOTALS, name) for name in ("microbatches", "requests", "completed", "failed")},
+            **{"prompt_tokens": 60, "output_tokens": 6, "wall_s": 8.0},
+            **{"total_tokens_per_s": 8.25, "output_tokens_per_s": 0.75},
+        }
+        (note,) = found.pop("notes")
+        assert f"the first {found['microbatches']} of 6 microbatches; of the whole run 6 of 6 requests are ok" in note
+        assert ("a trace has its largest size" in note) == (reason == "size")
+        assert killed.pop("notes")
+        assert found == killed
+
+
+def test_where_nothing_was_cut_the_sums_are_not_shown() -> None:
+    traces = SCHEDULE.events()
+    traces[0].insert(-1, TOTALS)
+    assert summarise(traces) == summarise(SCHEDULE.events())
 
 
 def test_clock_uncertainty_is_the_worst() -> None:

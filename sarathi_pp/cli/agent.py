@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import click
 
 from sarathi_pp.cli.generate import generate
@@ -14,7 +17,12 @@ def agent(command: str, arguments: tuple[str, ...]) -> int:
     """Run the ranks of this node. torchrun's options come from its environment variables, PET_NNODES and so on."""
     options = generate.make_context(command, list(arguments)).params
     from sarathi_pp.runtime.agent import run_agent
+    from sarathi_pp.runtime.preflight import is_unkept
     from sarathi_pp.runtime.rundir import RunDirectory
 
-    run_dir = RunDirectory(options["run_dir"] or RunDirectory.default_path(options["output_path"]))
-    return run_agent([command, *arguments], run_dir)
+    output, named = options["output_path"], options["run_dir"]
+    if named is None and is_unkept(output):
+        with TemporaryDirectory(prefix="sarathi-pp-") as scratch:
+            kept = f"{scratch}/run"
+            return run_agent([command, *arguments, "--run-dir", kept], RunDirectory(Path(kept)))
+    return run_agent([command, *arguments], RunDirectory(named or RunDirectory.default_path(output)))

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli.options import policies_option, workload_option
-from sarathi_pp.cli.values import Bytes, Count, LayerSplit
+from sarathi_pp.cli.values import Bytes, Count, LayerSplit, OutputFile
 from sarathi_pp.config import DTYPES
 
 
@@ -60,7 +60,12 @@ from sarathi_pp.config import DTYPES
 @click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="Given to our runs.")
 @click.option("--layer-split", type=LayerSplit(), help="Given to our runs.")
 @click.option("--kv-cache-memory", type=Bytes(), help="KV cache of each stage, like 4GiB; given to our runs.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the JSON document here, after every run.")
+@click.option(
+    "--output",
+    "-o",
+    type=OutputFile("--json prints the document"),
+    help="Write the JSON document here, after every run.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the document as the last line of standard output.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
 @click.pass_context
@@ -99,7 +104,12 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
 
 @bench.command()
 @click.option("--budget", type=click.FloatRange(min=1), default=450.0, show_default=True, help="Seconds for all parts.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the JSON document here, after every part.")
+@click.option(
+    "--output",
+    "-o",
+    type=OutputFile("the document is printed without it"),
+    help="Write the JSON document here, after every part.",
+)
 def gpu(budget: float, output: Path | None) -> int:
     """Check and measure all that a GPU runs, on one: exactness, kernels, graphs, rates. Prints a JSON document.
 

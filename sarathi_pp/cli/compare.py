@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.report import page_runs, writing
+from sarathi_pp.cli.report import page_runs, refuse_two_on_stdout, writing
 from sarathi_pp.cli.runs import advise_runs, read_run
 from sarathi_pp.report.comparison import compare as compare_reports
 from sarathi_pp.report.comparison import render_comparison
@@ -26,6 +26,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
     """Show two or more runs, given as run directories, side by side; ratios are to the first."""
     if len(runs) < 2:
         raise click.UsageError("give two or more run directories")
+    printed = refuse_two_on_stdout({"--html": html}, as_json)
     found = [read_run(path, advised=html is not None) for path in runs]
     comparison = compare_reports([(run.path.resolve().name, run.report) for run in found])
     labels = [run["label"] for run in comparison["runs"]]
@@ -41,5 +42,5 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
             file.write(page)
     if as_json:
         click.echo(json.dumps(comparison))
-    else:
+    elif not printed:
         Console().print(render_comparison(comparison))

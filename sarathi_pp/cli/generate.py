@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,8 +18,11 @@ from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 if TYPE_CHECKING:
     from sarathi_pp.cli.show import BatchDisplay
     from sarathi_pp.runtime.journal import Start
+    from sarathi_pp.runtime.place import Place
     from sarathi_pp.runtime.preflight import BatchJob
 
+_STANDARD_INPUT = dict.fromkeys(("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"), "-")
+_STANDARD_OUTPUT = dict.fromkeys(("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"), "-")
 _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
 
 
@@ -38,7 +44,9 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     help="Answers: JSON Lines, in the order they finish.",
 )
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Traces, report.json, exit_code.  [default: OUTPUT.run]"
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Traces, report.json, exit_code.  [default: OUTPUT.run; none with -]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output and run directory.")
 @click.option("--resume", is_flag=True, help="Go on with an existing output: rows that have a line are skipped.")
@@ -212,14 +220,14 @@ def _generate(options: dict[str, Any]) -> int:
     from sarathi_pp.cli.show import BatchDisplay, RunConsole
     from sarathi_pp.runtime.batch import run_batch
     from sarathi_pp.runtime.place import find_place
-    from sarathi_pp.runtime.preflight import BatchJob
+    from sarathi_pp.runtime.preflight import BatchJob, is_unkept
     from sarathi_pp.runtime.source import is_stream
 
     place = find_place()
     job = BatchJob(
         config=_config(options, place.world_size if place else None),
-        input_path=options["input_path"],
-        output_path=options["output_path"],
+        input_path=_STANDARD_INPUT.get(options["input_path"], options["input_path"]),
+        output_path=_STANDARD_OUTPUT.get(options["output_path"], options["output_path"]),
         start=_start(options),
         retry_errors=options["retry_errors"],
         force=options["force"],
@@ -229,18 +237,36 @@ def _generate(options: dict[str, Any]) -> int:
     )
     console = RunConsole(quiet=place is not None and place.rank != 0)
     display = BatchDisplay(
-        console, quiet=options["quiet"], as_json=options["as_json"], metrics_port=options["metrics_port"]
+        console,
+        quiet=options["quiet"],
+        as_json=options["as_json"],
+        metrics_port=options["metrics_port"],
+        kept=job.config.run_dir is not None or not is_unkept(job.output_path),
     )
     restarts = options["max_restarts"]
     if restarts and any(map(is_stream, (job.input_path, job.output_path))):
         raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
-    if place is None and (job.config.num_ranks > 1 or restarts):
-        return _launch(job, display, restarts)
     if place is not None and place.store is None and restarts:
         raise click.UsageError("--max-restarts: torchrun starts its processes again itself; give it to torchrun")
-    from sarathi_pp.cli.runs import analyse
+    with ExitStack() as held:
+        job = _with_scratch(job, place, held)
+        if place is None and (job.config.num_ranks > 1 or restarts):
+            return _launch(job, display, restarts)
+        from sarathi_pp.cli.runs import analyse
 
-    return run_batch(job, place, display, analyse)
+        return run_batch(job, place, display, analyse)
+
+
+def _with_scratch(job: BatchJob, place: Place | None, held: ExitStack) -> BatchJob:
+    """Return the job with a run directory that is removed in the end, if the user named none and keeps no output."""
+    from sarathi_pp.runtime.preflight import is_unkept
+
+    if job.config.run_dir is not None or not is_unkept(job.output_path):
+        return job
+    if place is not None and place.store is not None:  # our launcher removes its own folder, whatever ends this rank
+        return replace(job, config=replace(job.config, run_dir=Path(place.store).parent / "run"))
+    scratch = Path(held.enter_context(TemporaryDirectory(prefix="sarathi-pp-")))
+    return replace(job, config=replace(job.config, run_dir=scratch / "run"), scratch=scratch)
 
 
 def _start(options: dict[str, Any]) -> Start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import traceback
@@ -11,7 +12,8 @@ from contextlib import suppress
 import click
 
 import sarathi_pp
-from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
+from sarathi_pp.cli import stdout
+from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, OutputError, SarathiError
 
 # Each is the function of the same name in sarathi_pp.cli.NAME; those with a line of help are listed.
 _COMMANDS = {
@@ -26,6 +28,9 @@ _COMMANDS = {
     "worker": None,
     "agent": None,
 }
+
+# Printing to a full disk raises it from inside the library that prints.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _LazyGroup(click.Group):
@@ -54,20 +59,33 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Leaves with the exit codes that errors.py lists."""
+    stdout.replace_unencodable()
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = cli.main(args=arguments, prog_name="sarathi-pp", standalone_mode=False)
+        stdout.flush()
+        return code if isinstance(code, int) else EXIT_OK
     except click.exceptions.Abort:
-        sys.exit(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        with suppress(OSError):
+            error.show()
+        return error.exit_code
     except SarathiError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
-        sys.exit(error.exit_code)
+        with suppress(OSError):
+            click.echo(f"{type(error).__name__}: {error}", err=True)
+        return error.exit_code
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except Exception:  # what nobody thought of is ours, and not the 1 of whatever runs this
+        return EXIT_INTERRUPTED
+    except Exception as error:  # what nobody thought of is ours, and not the 1 of whatever runs this
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            stdout.forget()
+            with suppress(OSError):
+                click.echo(f"OutputError: output cannot be written: {error}", err=True)
+            return OutputError.exit_code
         with suppress(OSError):
             traceback.print_exc()
-        sys.exit(SarathiError.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+        return SarathiError.exit_code

@@ -16,12 +16,15 @@ from rich.text import Text
 
 from sarathi_pp.cli.options import model_options, run_config
 from sarathi_pp.cli.show import BatchDisplay
+from sarathi_pp.cli.values import OutputFile
 from sarathi_pp.config import RunConfig
 from sarathi_pp.report import formats
 
 
 @click.command()
-@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The profile.json to write.")
+@click.option(
+    "--output", "-o", type=OutputFile("--json prints the profile"), required=True, help="The profile.json to write."
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing profile and run directory.")
 @model_options
 @click.option("--attention", default="auto", show_default=True, help="Attention backend.")

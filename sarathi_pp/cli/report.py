@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TextIO
 import click
 from rich.console import Console
 
+from sarathi_pp.cli import stdout
 from sarathi_pp.cli.runs import Run, read_run
-from sarathi_pp.errors import OutputError
+from sarathi_pp.errors import ConfigError, OutputError
 from sarathi_pp.report.table import render
 from sarathi_pp.trace.replicas import Replica
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sarathi_pp.report.page import PageRun
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_STDOUT = Path("-")
 
 
 @click.command()
@@ -32,7 +34,11 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 def report(
     run: Path, attempt: int | None, as_json: bool, html: Path | None, perfetto: Path | None, csv: Path | None
 ) -> None:
-    """Show the bubble report of RUN, a run directory; of a run that is still on or was killed, too."""
+    """Show the bubble report of RUN, a run directory; of a run that is still on or was killed, too.
+
+    A file named - is standard output, which then has nothing else.
+    """
+    printed = refuse_two_on_stdout({"--html": html, "--perfetto": perfetto, "--csv": csv}, as_json)
     found = read_run(run, attempt)
     if html is not None:
         from sarathi_pp.report.page import render_page  # its plotting library is slow to import
@@ -53,8 +59,17 @@ def report(
                 write_csv(replica.timeline, file)
     if as_json:
         click.echo(json.dumps(found.report))
-    else:
+    elif not printed:
         Console().print(render(found.report))
+
+
+def refuse_two_on_stdout(files: Mapping[str, Path | None], as_json: bool) -> bool:
+    """Return whether one of the files goes to standard output. Raises UsageError if more than one thing does."""
+    asked = [option for option, path in files.items() if path == _STDOUT]
+    wanted = [f"{option} -" for option in asked] + ["--json"] * as_json
+    if asked and len(wanted) > 1:
+        raise click.UsageError(f"{' and '.join(wanted)} all go to standard output: give a file to all but one")
+    return bool(asked)
 
 
 def page_runs(title: str, run: Run) -> list[PageRun]:
@@ -73,14 +88,18 @@ def _each(path: Path, run: Run) -> list[tuple[Path, Replica]]:
     """A file for each replica where there are several: run.json becomes run.replica-0001.json."""
     if len(run.replicas) == 1:
         return [(path, run.replicas[0])]
+    if path == _STDOUT:
+        raise ConfigError(f"standard output cannot hold {len(run.replicas)} files, one for each replica; name a file")
     return [(path.with_name(f"{path.stem}.replica-{one.index:04d}{path.suffix}"), one) for one in run.replicas]
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[TextIO]:
-    """Raises OutputError naming the file where it cannot be written."""
+    """Open a file, or standard output for `-`. Raises OutputError naming the file where it cannot be written."""
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with stdout.utf8() if path == _STDOUT else path.open("w", encoding="utf-8", newline="") as file:
             yield file
+    except BrokenPipeError:
+        raise  # its reader has left, as `| head` does
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from sarathi_pp.cli import stdout
 from sarathi_pp.errors import OutputError
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.table import render
@@ -39,13 +39,19 @@ class BatchDisplay:
     """Human text goes to the console on standard error; only the JSON document to standard output.
 
     A terminal that was closed, or a pipe that nobody reads, ends no run: what cannot be shown is not.
+
+    Args:
+        kept: the run directory stays, with the report in it.
     """
 
-    def __init__(self, console: Console, *, quiet: bool, as_json: bool, metrics_port: int | None) -> None:
+    def __init__(
+        self, console: Console, *, quiet: bool, as_json: bool, metrics_port: int | None, kept: bool = True
+    ) -> None:
         self._console = console
         self._metrics_port = metrics_port
         self._quiet = quiet
         self._as_json = as_json
+        self._kept = kept
 
     def warn(self, text: str) -> None:
         with suppress(OSError):
@@ -86,33 +92,23 @@ class BatchDisplay:
                 click.echo(f"all {num_rows} rows have a line{errors}; nothing to do", err=True)
         if self._as_json:
             none = {"requests": 0, "completed": 0, "failed": 0, "stopped_by": None}
-            _print_document({"resumed": {"rows": num_rows, "failed": num_errors}, **none})
+            self._print_document({"resumed": {"rows": num_rows, "failed": num_errors}, **none})
 
     def report(self, report: dict[str, Any]) -> None:
         if not self._quiet:
             with suppress(OSError):
                 self._console.print(render(report))
         if self._as_json:
-            _print_document(report)
+            self._print_document(report)
 
-
-def _print_document(report: dict[str, Any]) -> None:
-    """Raises OutputClosedError where its reader has left, and OutputError where it cannot be written."""
-    try:
-        click.echo(json.dumps(report))
-    except BrokenPipeError:
-        _forget_stdout()
-        raise OutputClosedError("standard output was closed by its reader; report.json holds the report") from None
-    except OSError as error:
-        _forget_stdout()
-        raise OutputError(
-            f"standard output does not take the report: {error.strerror}; report.json holds it"
-        ) from error
-
-
-def _forget_stdout() -> None:
-    """The interpreter tries once more when it ends, and would then end with a code of its own."""
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    def _print_document(self, report: dict[str, Any]) -> None:
+        """Raises OutputClosedError where its reader has left, and OutputError where it cannot be written."""
+        try:
+            click.echo(json.dumps(report))
+        except BrokenPipeError:
+            stdout.forget()
+            raise OutputClosedError("standard output was closed by its reader") from None
+        except OSError as error:
+            stdout.forget()
+            elsewhere = "; report.json holds it" if self._kept else ""
+            raise OutputError(f"standard output does not take the report: {error.strerror}{elsewhere}") from error

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 import click
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+class OutputFile(click.Path):
+    """A file that is written again and again. Refuses `-`, which would become a file of that name.
+
+    Args:
+        stdout: how the same document gets to standard output, for the message.
+    """
+
+    def __init__(self, stdout: str) -> None:
+        super().__init__(path_type=Path)
+        self._stdout = stdout
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            self.fail(f"'-' is not a file; {self._stdout}", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Bytes(click.ParamType[int]):

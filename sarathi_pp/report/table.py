@@ -5,13 +5,14 @@ It formats report.json and computes nothing, so that what people read is what pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,7 @@ from sarathi_pp.report.advice import APART
 
 _SECONDS = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a whole one
+_ASCII_BARS = " .:-=+*#@"  # for a terminal or file whose encoding has no blocks
 _LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 
@@ -142,15 +144,22 @@ def _transfer(link: Mapping[str, Any]) -> str:
 def _strips(report: Mapping[str, Any]) -> list[RenderableType]:
     """The run from left to right, a line a stage: the higher the bar, the more of that moment it computed."""
     strips: list[RenderableType] = [
-        Text.assemble((f"stage {_name(stage):<3} ", "dim"), "".join(map(_bar, stage["busy_strip"])))
-        for stage in report["per_stage"]
-        if stage["busy_strip"]
+        _Strip(_name(stage), stage["busy_strip"]) for stage in report["per_stage"] if stage["busy_strip"]
     ]
     return [*strips, ""] if strips else []
 
 
-def _bar(share: float) -> str:
-    return _BARS[round(share * (len(_BARS) - 1))]
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """One stage's line. The console is asked for its encoding only when it prints the line."""
+
+    stage: str
+    busy: Sequence[float]  # share of each moment in which the stage computed
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        bars = _ASCII_BARS if options.ascii_only else _BARS
+        shown = "".join(bars[round(share * (len(bars) - 1))] for share in self.busy)
+        yield Text.assemble((f"stage {self.stage:<3} ", "dim"), shown)
 
 
 def _causes(causes: Mapping[str, float]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -149,6 +150,9 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         display.error(f"{type(error).__name__}: {error}")
 
     def note(code: int) -> None:
+        if job.scratch is not None:
+            shutil.rmtree(job.scratch, ignore_errors=True)  # here, because a rank that fails does not return
+            return
         # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
         others = code == PeerLostError.exit_code or (code and checked.config.replicas == 1)
         if mine and (others or rank.rank == 0):

@@ -20,7 +20,7 @@ from sarathi_pp.runtime.journal import Done, Start, holds_anything, read_done
 from sarathi_pp.runtime.place import Place, rendezvous_of
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import check_output
-from sarathi_pp.runtime.source import check_input, count_rows, has_every_row, is_regular, scan_input
+from sarathi_pp.runtime.source import check_input, count_rows, has_every_row, is_regular, is_stream, scan_input
 from sarathi_pp.runtime.tuning import profile_mismatch, tuned
 
 
@@ -29,7 +29,8 @@ class BatchJob:
     """start: what becomes of an output that is there. retry_errors: when it is resumed, its errors are run again.
 
     force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
-    weight files are read as a whole and compared with their sums.
+    weight files are read as a whole and compared with their sums. scratch: a temporary folder that holds this rank's
+    run directory, of which nothing stays; None if the run directory is kept.
     """
 
     config: RunConfig
@@ -41,6 +42,7 @@ class BatchJob:
     strict: bool = False
     verify: bool = False
     metrics_port: int | None = None
+    scratch: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,10 @@ def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> Ba
 
     Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
     """
+    if job.scratch is not None and place.restart > 0:
+        raise ConfigError(
+            f"a restart would answer again what went to --output {job.output_path} before it; name an output file"
+        )
     if job.start == "resume":
         return job
     run_dir, continued = run_directory(job), is_continuation(job, place)
@@ -208,6 +214,11 @@ def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> Ba
     # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
     # line.
     return replace(job, start="replace" if job.start == "replace" or not holds_anything(job.output_path) else "new")
+
+
+def is_unkept(output: str) -> bool:
+    """Return whether answers go to a stream: the current folder or /dev is no place for its run directory."""
+    return is_stream(output) or output.startswith(("/dev/", "/proc/"))
 
 
 def run_directory(job: BatchJob) -> RunDirectory:

@@ -48,8 +48,8 @@ class RunDirectory:
 
     @classmethod
     def default_path(cls, output: str) -> Path:
-        """Beside the output file; for standard output a directory of its own here."""
-        return Path("sarathi-pp-run") if output == "-" else Path(output + ".run")
+        """Return the directory next to an output file."""
+        return Path(output + ".run")
 
     @classmethod
     def check(cls, path: Path, *, overwrite: bool, resume: bool = False) -> None:

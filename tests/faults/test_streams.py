@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import started
-from tests.runtime.processes import COMMAND, Files, environment
+from tests.runtime.processes import COMMAND, ROOT, Files, console_script, environment, torchrun
 
 pytestmark = pytest.mark.timeout(150)
 
+ADDER = ROOT / "examples" / "tiny-adder"
 PROMPTS = [(3, 4, 5), (6, 7)]
 
 
@@ -25,7 +26,7 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)
     os.mkfifo(files.output)
-    options = ("--stages", stages, "--max-new-tokens", "2", "--overwrite")
+    options = ("--stages", stages, "--max-new-tokens", "2", "--overwrite", "--run-dir", str(files.run))
     with started(files, model, *options) as run, files.output.open("rb") as reader:
         assert len(reader.read().splitlines()) == len(PROMPTS)
         assert run.end() == "" and run.process.returncode == 0
@@ -113,3 +114,60 @@ def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, model,
     assert done.returncode == 2, done.stderr
     assert f"--strict: --input {name} is a stream" in done.stderr and "give a regular file" in done.stderr
     assert not files.run.exists() and not files.output.exists()
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_answers_to_a_stream_leave_nothing_behind(stages, tmp_path):
+    """Neither here, nor in /dev, nor among temporary files; so that the same command works twice."""
+    here, scratch = tmp_path / "here", tmp_path / "tmp"
+    here.mkdir()
+    scratch.mkdir()
+    os.mkfifo(here / "pipe")
+    (here / "file").touch()
+    generate = shlex.join((*COMMAND, "generate", "--model", str(ADDER), "--stages", stages, "-q"))
+    for output, shell in {
+        "-": "",
+        "/dev/null": "",
+        "/dev/stdout": "> file",
+        "pipe": "& cat pipe; wait $!",
+    }.items():
+        line = f"echo 17+26= | {generate} -i - -o {output} {shell}"
+        done = subprocess.run(
+            ("bash", "-c", line),
+            cwd=here,
+            env={**environment(), "TMPDIR": str(scratch)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), output
+        assert output == "/dev/null" or '"text":"43"' in done.stdout + (here / "file").read_text(), output
+        assert sorted(path.name for path in here.iterdir()) == ["file", "pipe"], output
+        assert not list(scratch.glob("sarathi-pp*")) and not Path(f"{output}.run").exists(), output
+
+
+@pytest.mark.parametrize("how", ["alone", "launched", "torchrun"])
+def test_a_run_whose_reader_left_leaves_nothing_behind(how, tmp_path):
+    """`-o - | head`: ranks then end without returning to where temporary folders are removed."""
+    here, scratch = tmp_path / "here", tmp_path / "tmp"
+    here.mkdir()
+    scratch.mkdir()
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(3000)))
+    front = torchrun(2, console_script(tmp_path)) if how == "torchrun" else COMMAND
+    options = ("--stages", "1") if how == "alone" else ("--stages", "2")
+    command = (*front, "generate", "--model", str(ADDER), *options, "-q")
+    process = subprocess.Popen(
+        (*command, "-i", str(tmp_path / "in.jsonl"), "-o", "-"),
+        cwd=here,
+        env={**environment(), "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == (1 if how == "torchrun" else 74), said
+    assert "sarathi-pp" not in "".join(os.listdir(scratch)) and not os.listdir(here), said

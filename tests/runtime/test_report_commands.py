@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -249,3 +250,47 @@ def scrape(port: int) -> str:
     except OSError:
         time.sleep(0.05)
         return ""
+
+
+@pytest.mark.parametrize("form", ["--csv", "--perfetto", "--html"])
+def test_a_dash_is_standard_output_alone(form, runs, tmp_path):
+    done = run((*COMMAND, "report", str(runs[0]), form, "-"), tmp_path)
+    run((*COMMAND, "report", str(runs[0]), form, "file", "--json"), tmp_path)
+    assert done.stdout == (tmp_path / "file").read_text()
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("forms", [("--csv", "-", "--json"), ("--csv", "-", "--html", "-")])
+def test_standard_output_takes_one_document(forms, runs, tmp_path):
+    done = subprocess.run(
+        (*COMMAND, "report", str(runs[0]), *forms), cwd=tmp_path, env=environment(), capture_output=True
+    )
+    assert done.returncode == 2 and done.stdout == b"" and b"all go to standard output" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+@pytest.mark.parametrize("command", ["report", "compare", "simulate"])
+def test_a_terminal_without_unicode_gets_the_whole_table(command, encoding, runs, tmp_path):
+    named = shutil.copytree(runs[0], tmp_path / "l\u00e4uft \u2588.run")
+    words = {"report": [str(named)], "compare": [str(named), str(runs[0])]}
+    words["simulate"] = ["--preset", "gpt3-a100-tp8pp8", "--workload", "uniform:n=4,min=9,max=9,pd=3"]
+    done = subprocess.run(
+        (*COMMAND, command, *words[command]),
+        env={**environment(), "PYTHONCOERCECLOCALE": "0", **encoding},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii() and done.stdout.count(b"\n") > 2
+    strips = [line for line in done.stdout.splitlines() if line.startswith(b"stage 0 ")]
+    assert command != "report" or (b"@" in strips[0] and b"?" not in strips[0])
+
+
+@pytest.mark.parametrize(
+    "command", [("report", "RUN"), ("report", "RUN", "--json"), ("report", "RUN", "--csv", "-"), ("--version",)]
+)
+def test_a_full_disk_under_standard_output_is_one_line_and_74(command, runs, tmp_path):
+    words = [str(runs[0]) if word == "RUN" else word for word in command]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run((*COMMAND, *words), cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 74 and done.stderr.count(b"\n") == 1 and b"No space left" in done.stderr, done.stderr

@@ -10,6 +10,10 @@ A file is JSON Lines or plain text as a whole (`is_plain_text`). JSON Lines take
 
 Null counts as not given. A parameter that is known elsewhere and not supported here may be present with the
 value that means "off" (`"n": 1`); with any other value it is `unsupported_parameter`, never ignored.
+
+Other keys are the user's own, such as labels. They change nothing, and the output line has them again under `extra`,
+where they collide with none of its keys. A key that differs from a parameter only as a typing mistake does is
+`unknown_parameter`, and so is any unknown key of an OpenAI `body`, which holds nothing but parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
 from itertools import islice
 from typing import Literal, NoReturn
 
@@ -44,6 +50,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _SAMPLING_KEYS = {
     "max_new_tokens": "max_new_tokens",
     "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -52,7 +59,6 @@ _SAMPLING_KEYS = {
     "stop": "stop",
     "ignore_eos": "ignore_eos",
 }
-_OPENAI_SAMPLING_KEYS = {**_SAMPLING_KEYS, "max_completion_tokens": "max_new_tokens"}
 # Names for the caller's own bookkeeping: they change no token.
 _OPENAI_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Parameters that other engines have, each with the values under which it changes nothing.
@@ -96,21 +102,57 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "prediction": (),
     "reasoning_effort": (),
+    "max_length": (),
+    "max_output_tokens": (),
+    "n_predict": (),
+    "do_sample": (),
+    "num_return_sequences": (1,),
+    "stop_sequences": ([],),
+    "stop_strings": ([],),
+    "skip_special_tokens": (True,),
+    "guided_grammar": (),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
+_OWN_KEYS = ("id", "custom_id", *_PROMPT_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
+_BATCH_KEYS = ("custom_id", "method", "url", "body")
+_MISPLACED_KEYS = ("id", *_PROMPT_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
+# Keys at least this much alike differ by a typing mistake: `max_token` and `max_tokens`, not `prompt_id` and `prompt`.
+_ALIKE = 0.85
+# A name that a log may hold. A longer or stranger key may be text out of a prompt.
+_PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
+_MAX_EXTRA_BYTES = 2**20
 
 
 class LineError(RowError):
     """A RowError that knows its line, so that the error line gets the right id and form.
 
-    nameless: nobody can tell what id the line meant to give, and the default one may be another row's.
+    nameless: nobody can tell what id the line meant to give, and the default one may be another row's. extra: see
+    ParsedLine. summary: the message without the line's values, for a log; None if there is none.
     """
 
-    def __init__(self, code: str, message: str, *, line: int, id: object, form: Form, nameless: bool) -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        line: int,
+        id: object,
+        form: Form,
+        nameless: bool,
+        extra: bytes = b"",
+        summary: str | None = None,
+    ) -> None:
         super().__init__(code, message)
         self.line = line
         self.id = id
         self.form = form
         self.nameless = nameless
+        self.extra = extra
+        self.summary = summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +161,7 @@ class ParsedLine:
 
     id: any JSON value, echoed unchanged; the line number as a string where the line names none.
     overrides: sampling fields that the line sets, under SamplingParams' names, values not yet checked.
+    extra: the line's other keys as a JSON object, empty if there are none; as bytes, because it waits for the answer.
     """
 
     line: int
@@ -128,13 +171,14 @@ class ParsedLine:
     prompt_token_ids: tuple[int, ...] | None = None
     messages: list[dict[str, object]] | None = None
     overrides: dict[str, object] = field(default_factory=dict)
+    extra: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One input line on its way to an output line: a request, or the error that it gets instead.
 
-    nameless: see LineError.
+    nameless: see LineError. extra: see ParsedLine.
     """
 
     line: int
@@ -144,6 +188,7 @@ class Row:
     error: RowError | None = None
     arrival_s: float = 0.0
     nameless: bool = False
+    extra: bytes = b""
 
     def __post_init__(self) -> None:
         assert (self.request is None) != (self.error is None), "a row is a request or an error"
@@ -184,9 +229,19 @@ class _LineReader:
         self._id: object = str(line)
         self._form: Form = "own"
         self._nameless = nameless
+        self._extra = b""
 
-    def fail(self, code: str, message: str) -> NoReturn:
-        raise LineError(code, message, line=self._line, id=self._id, form=self._form, nameless=self._nameless)
+    def fail(self, code: str, message: str, summary: str | None = None) -> NoReturn:
+        raise LineError(
+            code,
+            message,
+            line=self._line,
+            id=self._id,
+            form=self._form,
+            nameless=self._nameless,
+            extra=self._extra,
+            summary=summary,
+        )
 
     def recover_id(self, data: bytes) -> None:
         """The id of a line that is JSON but for stray bytes, which need not be in the id."""
@@ -230,13 +285,18 @@ class _LineReader:
         self._id = name
 
     def _own(self, record: Mapping[str, object]) -> ParsedLine:
-        overrides = self._overrides(record, _SAMPLING_KEYS, ("id", "custom_id", *_PROMPT_KEYS))
+        self._set_extra(record, _OWN_KEYS)
+        own = {key: record[key] for key in _OWN_KEYS if key in record}
+        overrides = self._overrides(own, _SAMPLING_KEYS, ("id", "custom_id", *_PROMPT_KEYS))
         return self._with_prompt(record, overrides)
 
     def _openai(self, record: Mapping[str, object]) -> ParsedLine:
-        for key in record:
-            if key not in ("custom_id", "method", "url", "body"):
-                self.fail("unknown_parameter", f"{key} is not a key of a batch line (custom_id, method, url, body)")
+        for key in _MISPLACED_KEYS:
+            if record.get(key) is not None:
+                keys = ", ".join(_BATCH_KEYS)
+                message = f"{key} is not a key of a batch line ({keys}): parameters belong in body"
+                self.fail("unknown_parameter", message, f'unknown key "{key}": parameters belong in body')
+        self._set_extra(record, (*_BATCH_KEYS, *_MISPLACED_KEYS))
         if not isinstance(record.get("custom_id"), str):
             self.fail("missing_required_parameter", "a batch line needs custom_id, a string unique in the file")
         if record.get("method") not in (None, "POST"):
@@ -251,7 +311,7 @@ class _LineReader:
         if model is not None and not isinstance(model, str):
             self.fail("invalid_parameter", f"model is {_kind(model)}; it must be a string")
         prompt_key = "messages" if self._form == "openai-chat" else "prompt"
-        overrides = self._overrides(body, _OPENAI_SAMPLING_KEYS, (prompt_key, *_OPENAI_LABELS))
+        overrides = self._overrides(body, _SAMPLING_KEYS, (prompt_key, *_OPENAI_LABELS))
         if body.get(prompt_key) is None:
             self.fail("missing_required_parameter", f"body needs {prompt_key} for {record['url']}")
         return self._with_prompt(body, overrides)
@@ -270,11 +330,30 @@ class _LineReader:
                 overrides[sampling[key]] = value
             elif key in _UNSUPPORTED:
                 if value is not None and not _changes_nothing(value, _UNSUPPORTED[key]):
-                    self.fail("unsupported_parameter", f"{key} = {_shown(value)} is not supported; remove {key}")
+                    message = f"{key} = {_shown(value)} is not supported; remove {key}"
+                    self.fail("unsupported_parameter", message, f'"{key}" is not supported with that value; remove it')
             elif key not in other:
                 legal = ", ".join((*other, *sampling))
-                self.fail("unknown_parameter", f"{key} is not a parameter; those known here are {legal}")
+                message = f"{key} is not a parameter; those known here are {legal}"
+                self.fail("unknown_parameter", message, f"unknown key {_named(key)} in body")
         return overrides
+
+    def _set_extra(self, record: Mapping[str, object], known: tuple[str, ...]) -> None:
+        """Keep the user's own keys for the output line; refuse one that is a known key but for a typing mistake."""
+        own = {key: value for key, value in record.items() if key not in known}
+        if not own:
+            return
+        for key in own:
+            if near := _nearest(key, known):
+                message = f"{key} is not a parameter; did you mean {near}? A key of your own needs another name"
+                self.fail("unknown_parameter", message, f'unknown key {_named(key)}; did you mean "{near}"?')
+        if not _is_finite(own):
+            self.fail("invalid_parameter", "a key that is not a parameter holds a number that is not finite")
+        extra = json.dumps(own, separators=(",", ":")).encode()
+        if len(extra) > _MAX_EXTRA_BYTES:
+            limit = f"at most {_MAX_EXTRA_BYTES} are kept for the answer"
+            self.fail("line_too_long", f"keys that are not parameters hold {len(extra)} bytes; {limit}; remove some")
+        self._extra = extra
 
     def _with_prompt(self, record: Mapping[str, object], overrides: dict[str, object]) -> ParsedLine:
         given = [key for key in _PROMPT_KEYS if record.get(key) is not None]
@@ -285,13 +364,24 @@ class _LineReader:
         key, value = given[0], record[given[0]]
         if key == "messages":
             messages = self._messages(value)
-            return ParsedLine(self._line, self._id, self._form, messages=messages, overrides=overrides)
+            return self._parsed(overrides, messages=messages)
         if key == "prompt_token_ids" or (self._form == "openai-completion" and isinstance(value, list)):
             ids = self._token_ids(key, value)
-            return ParsedLine(self._line, self._id, self._form, prompt_token_ids=ids, overrides=overrides)
+            return self._parsed(overrides, prompt_token_ids=ids)
         if not isinstance(value, str):
             self.fail("invalid_parameter", f"prompt is {_kind(value)}; it must be a string")
-        return ParsedLine(self._line, self._id, self._form, prompt=value, overrides=overrides)
+        return self._parsed(overrides, prompt=value)
+
+    def _parsed(
+        self,
+        overrides: dict[str, object],
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: tuple[int, ...] | None = None,
+        messages: list[dict[str, object]] | None = None,
+    ) -> ParsedLine:
+        name, extra = (self._line, self._id, self._form), self._extra
+        return ParsedLine(*name, prompt, prompt_token_ids, messages, overrides, extra)
 
     def _token_ids(self, key: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, list):
@@ -405,6 +495,18 @@ def _kind(value: object) -> str:
         return "missing or null"
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     return kinds.get(type(value), "a number")
+
+
+@lru_cache(maxsize=1024)  # the lines of a file have the same keys
+def _nearest(key: str, known: tuple[str, ...]) -> str | None:
+    """Return the known key that was probably meant."""
+    near = get_close_matches(key.lower(), known, n=1, cutoff=_ALIKE) if len(key) <= 2 * max(map(len, known)) else []
+    return near[0] if near else None
+
+
+def _named(key: str) -> str:
+    """Return a key's name for a log, if it is one."""
+    return f'"{key}"' if _PLAIN_NAME.fullmatch(key) else "(its name is left out here)"
 
 
 def _shown(value: object) -> str:

@@ -200,6 +200,8 @@ class FileSink:
                 record = _own_record(row, completion, text, finished.metrics or {})
             else:
                 record = _openai_record(row, completion, text, self._model, self._created)
+        if row.extra:
+            record["extra"] = json.loads(row.extra)
         return encode_line(record)
 
 

@@ -290,7 +290,7 @@ class FileSource:
         self._arrivals = _drawn_arrivals(maker.seed, request_rate, clock.now())
         self._changed = threading.Condition()
         self._rows: deque[Row] = deque()
-        self._num_tokens = 0  # of the prompts in self._rows
+        self._num_tokens = 0  # that self._rows hold
         self._failure: BaseException | None = None
         self._ended = False
         self._closed = False
@@ -310,7 +310,7 @@ class FileSource:
             rows: list[Row] = []
             while self._rows and len(rows) < limit and self._rows[0].arrival_s <= now_s:
                 rows.append(self._rows.popleft())
-            self._num_tokens -= sum(row.num_prompt_tokens for row in rows)
+            self._num_tokens -= sum(map(_held_tokens, rows))
             if rows:
                 self._changed.notify_all()
             elif self._failure is not None and not self._rows and limit > 0:
@@ -358,7 +358,7 @@ class FileSource:
             self._changed.wait_for(lambda: self._has_room() or self._closed)
             if not self._closed:
                 self._rows.append(row)
-                self._num_tokens += row.num_prompt_tokens
+                self._num_tokens += _held_tokens(row)
                 self._changed.notify_all()
             return not self._closed
 
@@ -382,8 +382,8 @@ class FileSource:
         except RowError as error:
             located = RowError(error.code, f"line {raw.number}: {_short(error.message)}")
             nameless = _is_nameless(parsed)
-            return Row(raw.number, parsed.id, parsed.form, error=located, arrival_s=arrival_s, nameless=nameless)
-        return Row(raw.number, parsed.id, parsed.form, request=request, arrival_s=arrival_s)
+            return Row(raw.number, parsed.id, parsed.form, None, located, arrival_s, nameless, parsed.extra)
+        return Row(raw.number, parsed.id, parsed.form, request, None, arrival_s, extra=parsed.extra)
 
 
 class MemorySource:
@@ -406,8 +406,15 @@ class MemorySource:
         self._rows.clear()
 
 
+def _held_tokens(row: Row) -> int:
+    """Return how many tokens take as much memory as the row: its prompt's, of 4 bytes each, and its extra keys."""
+    return row.num_prompt_tokens + len(row.extra) // 4
+
+
 def _without_values(problem: RowError) -> str:
     """For a log, which must hold nothing that may be a prompt; the row's own line in the output tells all."""
+    if isinstance(problem, LineError) and problem.summary is not None:
+        return problem.summary
     if problem.code in _QUOTING:
         return f"{problem.code}; its line in the output tells more"
     return _short(problem.message)

@@ -3,6 +3,7 @@ import json
 import time
 import tracemalloc
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -108,7 +109,13 @@ def test_text_parts_are_joined_and_other_parts_refused():
         ({**chat_line(), "method": "GET"}, "invalid_parameter", "GET"),
         ({**chat_line(), "body": None}, "missing_required_parameter", "body"),
         ({**chat_line(), "custom_id": 3}, "missing_required_parameter", "custom_id"),
-        ({**chat_line(), "priority": 3}, "unknown_parameter", "priority"),
+        ({**chat_line(), "custom_idd": 3}, "unknown_parameter", "did you mean custom_id?"),
+        ({**chat_line(), "temperature": 0}, "unknown_parameter", "belong in body"),
+        (chat_line(label=3), "unknown_parameter", "label"),
+        ({"prompt": "a", "max_token": 1}, "unknown_parameter", "did you mean max_tokens?"),
+        ({"prompt": "a", "Temperature": 1}, "unknown_parameter", "did you mean temperature?"),
+        (b'{"prompt": "x", "label": 1e999}', "invalid_parameter", "finite"),
+        ({"prompt": "x", "label": "y" * 2**20}, "line_too_long", "1048576"),
         (
             {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": ["a", "b"]}},
             "unsupported_parameter",
@@ -120,6 +127,29 @@ def test_a_bad_line_names_what_is_wrong(record, code, word):
     error = refused(record)
     assert error.code == code
     assert word in error.message
+
+
+OWN = {"label": 3, "split": "train", "text": "", "prompt_id": 1, "metadata": {"a": [None]}, "idx": 0, "\ud800": 1.0}
+
+
+def test_keys_of_the_users_own_are_kept_and_change_nothing():
+    plain, labelled = parse({"prompt": "a", "seed": 1}), parse({"prompt": "a", **OWN, "seed": 1})
+    assert json.loads(labelled.extra) == OWN and plain.extra == b""
+    assert replace(labelled, extra=b"") == plain
+    assert json.loads(parse({**chat_line(), "label": 3}).extra) == {"label": 3}
+
+
+def test_an_error_keeps_the_users_own_keys():
+    assert json.loads(refused({"prompt": 5, "label": 3}).extra) == {"label": 3}
+
+
+@pytest.mark.parametrize("key", ["max_token", "temprature", "top_pp", "ignore_oes", "messges", "stops", "seeed"])
+def test_a_summary_names_the_key_and_quotes_no_value(key):
+    said = refused({"prompt": "secret", key: "secret"}).summary
+    assert f'"{key}"' in said and "did you mean" in said and "secret" not in said
+    said = refused(chat_line(**{"a secret of \n the user": 1})).summary
+    assert "secret" not in said and "unknown key" in said
+    assert "17" not in refused({"prompt": "a", "n": 17}).summary
 
 
 def test_an_error_carries_the_id_and_form_of_its_line():

@@ -3,6 +3,7 @@ import json
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, OutputError, RowError
-from sarathi_pp.runtime.journal import Journal, Start
+from sarathi_pp.runtime.journal import Journal, Start, read_done
 from sarathi_pp.runtime.rows import Form, Row
 from sarathi_pp.runtime.sink import FileSink, MemorySink, OutputClosedError, Sink, check_output, encode_line
 from sarathi_pp.runtime.text import Tokenizer
@@ -115,6 +116,25 @@ def test_openai_lines(tmp_path, form, kind, answer):
         "response": None,
         "error": {"code": "unsupported_parameter", "message": "n"},
     }
+
+
+OWN = {"id": 0, "text": "mine", "error": None, "custom_id": 1, "metrics": [1.0], "\ud800": "\xe4"}
+
+
+@pytest.mark.parametrize("form", ["own", "openai-chat", "openai-completion"])
+def test_keys_of_the_users_own_come_back_beside_an_answer_and_an_error(form, tmp_path):
+    """Whatever they are called: they are under one key, so the line is that of a row without them in all else."""
+    extra = json.dumps(OWN).encode()
+    for name, given in (("with", extra), ("without", b"")):
+        sink = opened(tmp_path / name, clock=ManualClock())
+        row, completion = ended(name="a", form=form)
+        sink.finish(replace(row, extra=given), completion, {})
+        sink.fail(Row(2, "b", form, error=RowError("c", "m"), extra=given), RowError("c", "m"))
+        sink.close()
+    found, plain = records(tmp_path / "with"), records(tmp_path / "without")
+    assert [line.pop("extra") for line in found] == [OWN, OWN]
+    assert found == plain
+    assert read_done(str(tmp_path / "with")).num_rows == 2
 
 
 def test_text_is_cut_at_the_stop_string_and_null_without_a_tokenizer(tmp_path):

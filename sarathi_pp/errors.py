@@ -77,12 +77,20 @@ class MemoryLostError(SarathiError):
     exit_code = 75
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name, or its number for a real-time signal, which has no name in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class StoppedError(SarathiError):
     exit_code = 75
 
     @classmethod
     def by(cls, number: int, where: str) -> StoppedError:
-        error = cls(f"{where} was stopped by {signal.Signals(number).name}")
+        error = cls(f"{where} was stopped by {signal_name(number)}")
         if number == signal.SIGINT:
             error.exit_code = EXIT_INTERRUPTED
         return error

@@ -6,6 +6,7 @@ one that fails is found by whoever runs the tests at home, not by luck on anothe
 
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -30,6 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
         "thinned", max_examples=thinning.examples(100), derandomize=fixed, deadline=None
     )
     hypothesis.settings.load_profile("thinned")
+
+
+@pytest.fixture(autouse=True)
+def signals_are_as_before() -> Iterator[None]:
+    """A command ignores signals at its end, which is not the end of this process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

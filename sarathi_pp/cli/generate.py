@@ -140,7 +140,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     type=int,
     default=0,
     show_default=True,
-    help="Of all sampling; each request draws from it and its line number.",
+    help="Of all sampling; each request draws from it and its id.",
 )
 @click.option(
     "--request-rate", type=float, default=float("inf"), show_default=True, help="Arrivals a second (Poisson)."

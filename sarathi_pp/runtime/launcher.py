@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, StoppedError
+from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, StoppedError, signal_name
 from sarathi_pp.runtime.place import (
     LAUNCHER_VARIABLE,
     RESTART_VARIABLE,
@@ -27,7 +27,7 @@ from sarathi_pp.runtime.place import (
     heeded_mark,
     stopped_mark,
 )
-from sarathi_pp.runtime.signals import DRAIN_S
+from sarathi_pp.runtime.signals import DRAIN_S, ignore_signals
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.mesh import Mesh
 
@@ -133,6 +133,12 @@ class Workers:
         """Whether all that is left to do is to leave; of several replicas a lost one may never do so."""
         return codes[self._first_rank] in (EXIT_OK, EXIT_ROWS_FAILED) and not self._may_lose_replicas()
 
+    def finished_with(self) -> int | None:
+        """Return rank 0's exit code if it has finished the run, whatever signals came meanwhile; None otherwise."""
+        first = self._processes.get(self._first_rank)
+        code = first.poll() if first is not None else None
+        return code if code in (EXIT_OK, EXIT_ROWS_FAILED) else None
+
     def _may_lose_replicas(self) -> bool:
         return self._mesh.replicas > 1 and begun_mark(self.store).exists()
 
@@ -142,7 +148,7 @@ class Workers:
         for rank, code in codes.items():
             if code is not None and code < 0 and rank not in self._killed:
                 self._killed.add(rank)
-                say(f"{self._mesh.title(rank)} was killed by {signal.Signals(-code).name}")
+                say(f"{self._mesh.title(rank)} was killed by {signal_name(-code)}")
         return codes
 
     def stop(self) -> None:
@@ -190,7 +196,7 @@ def launch(
     """Run `sarathi-pp ARGUMENTS` as all ranks of a mesh, to the end; returns the exit code of the run.
 
     max_restarts: how often all are started again after one was lost, which goes on where the run was. descriptors: see
-    Workers.
+    Workers. The process is to end with that code: signals are ignored from then on.
     """
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _noting(_STOPPING) as noted:
         for restart in range(max_restarts + 1):
@@ -201,6 +207,8 @@ def launch(
                 code = workers.wait(say, noted)
             finally:
                 workers.stop()
+            if code is None:
+                code = workers.finished_with()
             stopped = bool(noted) or workers.told_to_stop
             if code != PeerLostError.exit_code or stopped or restart == max_restarts:
                 break
@@ -213,21 +221,20 @@ def launch(
 
 @contextmanager
 def _noting(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
-    """Those that come, in order; nothing is interrupted by them, neither the start of a worker nor its end.
+    """Note the signals that come, in order, without interrupting the start or the end of a worker.
 
-    In the main thread. Elsewhere none can be caught, and they do what they did; so do those that are ignored.
+    Afterwards signals are ignored until this process has ended: they come too late to change its exit code. Python
+    catches signals in the main thread only; in another thread they do what they did.
     """
     noted: list[int] = []
-    before = {}
     for one in signals:
         if signal.getsignal(one) is not signal.SIG_IGN:
             with suppress(ValueError):
-                before[one] = signal.signal(one, lambda number, frame: noted.append(number))
+                signal.signal(one, lambda number, frame: noted.append(number))
     try:
         yield noted
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler or signal.SIG_DFL)
+        ignore_signals()
 
 
 def _wait(processes: Iterable[Process], timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
 from sarathi_pp.runtime.place import Place, begun_mark, heeded_mark, mesh_of, stopped_mark
 from sarathi_pp.runtime.preflight import Preflight
 from sarathi_pp.runtime.rundir import RunDirectory
-from sarathi_pp.runtime.signals import Signals
+from sarathi_pp.runtime.signals import Signals, ignore_signals
 from sarathi_pp.runtime.sink import OutputClosedError
 from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
@@ -39,7 +39,7 @@ def run_rank(
     """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report, with what `drive` returned."""
     watchdog = Watchdog(leave)
     if place.launcher is not None:
-        watchdog.follow_parent(place.launcher)
+        watchdog.follow_parent(place.launcher, Path(place.store).parent if place.store is not None else None)
     launched = place.store is not None and place.rank > 0
     where = mesh_of(checked.config).title(place.rank)
     signals = Signals(where, watchdog.end_within, launched=launched, hurried=place.under_torchrun)
@@ -114,11 +114,15 @@ def end(
     """Do the work and return its exit code, which `note` writes down; an error is said once, with where it happened.
 
     A rank among others that ends by an error does not come back from here, nor one that has lost a replica: its
-    communication threads are still inside gloo, and an interpreter that is torn down under them aborts.
+    communication threads are still inside gloo, and an interpreter that is torn down under them aborts. Once the work
+    is over signals are ignored: the exit code is the one that was noted.
     """
     message = ""
     try:
-        code = work()
+        try:
+            code = work()
+        finally:
+            ignore_signals()
         note(code)
         if _communicates():
             _leave(code)

@@ -246,7 +246,7 @@ def _remove(entries: Iterable[Path]) -> None:
     for entry in list(entries):
         while os.path.lexists(entry):
             with suppress(FileNotFoundError):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _attempt_name(number: int) -> str:

@@ -51,6 +51,7 @@ def stoppable(what: str) -> Iterator[None]:
     """While inside, where there is nothing to finish yet, the signals that would kill raise StoppedError instead.
 
     Not those of which the program has decided already, nor SIGINT, which Python raises. what: ends, for the message.
+    Afterwards the process only has to exit, and signals are ignored: they come too late to change its exit code.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -66,8 +67,18 @@ def stoppable(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Ignore signals from here on, once it is decided with which code the process ends.
+
+    Handlers of Python's would not do: the interpreter removes them before it has ended, and the signal then kills the
+    process. Outside of the main thread handlers cannot be set, and nothing changes.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class Signals:
@@ -160,7 +171,7 @@ class Signals:
         if self._asked is None:
             self._asked = Asked(number, now_s, math.inf if patient else now_s + DRAIN_S)
         else:
-            self._asked = replace(self._asked, until_s=now_s)
+            self._asked = replace(self._asked, until_s=min(self._asked.until_s, now_s))
         if self._phase == "running":
             if not (first and patient):
                 self._end_within(_AT_MOST_S if first else _GRACE_S, error)

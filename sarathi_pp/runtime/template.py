@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import BinaryIO
 
-from sarathi_pp.errors import RowError
+from sarathi_pp.errors import RowError, signal_name
 
 MAX_RENDERED_BYTES = 16 * 2**20
 MAX_RENDER_S = 10.0
@@ -112,7 +112,7 @@ def _failed(reason: str) -> RowError:
 def _why(code: int) -> str:
     if code == -signal.SIGPROF:
         return f"it ran for more than {MAX_RENDER_S:g} s"
-    return f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+    return f"its process was killed by {signal_name(-code)}" if code < 0 else f"its process ended with {code}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,12 +9,16 @@ process itself.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from sarathi_pp.errors import PeerLostError, SarathiError
+from sarathi_pp.trace.clock import SystemClock
 
 GRACE_S = 2.0
 _TELL_S = 2.0
@@ -34,6 +38,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._peer: threading.Timer | None = None
         self._signal: threading.Timer | None = None
+        self._signal_end_s = math.inf
+        self._clock = SystemClock()
         self._dismissed = False
         self._ended = threading.Event()
 
@@ -45,13 +51,14 @@ class Watchdog:
             self._peer = self._started(GRACE_S, error)
 
     def end_within(self, grace_s: float, error: SarathiError) -> None:
-        """A signal asks for it, whatever else is going on. The last one counts."""
+        """End the process after grace_s because of a signal. A later call can only bring the end nearer."""
         with self._lock:
-            if self._leave is None:
+            end_s = self._clock.now() + grace_s
+            if self._leave is None or end_s >= self._signal_end_s:
                 return
             if self._signal is not None:
                 self._signal.cancel()
-            self._signal = self._started(grace_s, error)
+            self._signal, self._signal_end_s = self._started(grace_s, error), end_s
 
     def _started(self, grace_s: float, error: SarathiError) -> threading.Timer:
         timer = threading.Timer(grace_s, self._end, (error, grace_s > 0))
@@ -59,13 +66,18 @@ class Watchdog:
         timer.start()
         return timer
 
-    def follow_parent(self, parent: int) -> None:
-        """End with the launcher, whose pid that is, even if it was killed and could tell nobody."""
+    def follow_parent(self, parent: int, scratch: Path | None = None) -> None:
+        """End this process when its launcher has gone, even if that was killed and could not say so.
+
+        Args:
+            parent: the launcher's pid.
+            scratch: the launcher's temporary directory, which only its workers can remove then.
+        """
 
         def watch() -> None:
             while not self._ended.wait(_PARENT_CHECK_S):
                 if os.getppid() != parent:
-                    self._end(PeerLostError(f"the launcher (pid {parent}) is gone"))
+                    self._end(PeerLostError(f"the launcher (pid {parent}) is gone"), scratch=scratch)
 
         threading.Thread(target=watch, name="follow parent", daemon=True).start()
 
@@ -84,7 +96,7 @@ class Watchdog:
             if self._signal is not None:
                 self._signal.cancel()
 
-    def _end(self, error: SarathiError, stuck: bool = False) -> None:
+    def _end(self, error: SarathiError, stuck: bool = False, scratch: Path | None = None) -> None:
         def tell() -> None:
             if self._leave is not None:
                 self._leave(error)
@@ -96,6 +108,8 @@ class Watchdog:
             telling = threading.Thread(target=tell, name="tell", daemon=True)
             telling.start()
             telling.join(_TELL_S)
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)
         finally:
             os._exit(error.exit_code)
 

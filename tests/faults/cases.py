@@ -89,6 +89,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}a_stage_that_is_silent_is_not_waited_for",
         f"{_SIGNALS}while_the_input_is_looked_through_there_is_nothing_to_finish",
         f"{_SIGNALS}under_torchrun_too", f"{_SIGNALS}a_signal_to_every_process_is_one_signal",
+        f"{_SIGNALS}signals_until_the_process_has_ended_change_no_exit_code",
+        "runtime/test_watchdog.py::test_more_signals_end_it_no_later_than_the_first_two",
         f"{_EDGE}a_wait_that_a_signal_interrupts_ends_in_time",
         "runtime/test_signals.py::test_one_that_comes_while_an_object_is_finalised_is_raised_after_it")),
     23: ("SIGKILL of a stage, each of them", (

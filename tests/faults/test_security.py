@@ -84,8 +84,9 @@ def test_what_is_left_is_private(model, tmp_path):
         assert stat.S_IMODE(files.run.stat().st_mode) == 0o700
 
 
-def test_nothing_is_left_outside_the_run_directory(model, tmp_path):
-    """Neither shared memory nor a meeting place, also of a run that lost a stage."""
+@pytest.mark.parametrize("killed", ["a stage", "the launcher"])
+def test_nothing_is_left_outside_the_run_directory(killed, model, tmp_path):
+    """Neither shared memory nor a temporary directory, also if a stage or the launcher was killed."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     files = Files(tmp_path)
@@ -96,7 +97,7 @@ def test_nothing_is_left_outside_the_run_directory(model, tmp_path):
         family = run.family
         opened = {file.path for process in family for file in process.open_files()}
         assert not [path for path in opened if path.startswith("/dev/shm")]
-        run.stage(1).kill()
+        (run.stage(1) if killed == "a stage" else run.process).kill()
         run.end()
     assert not psutil.wait_procs(family, timeout=5)[1]
     assert not list(scratch.iterdir())

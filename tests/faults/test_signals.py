@@ -116,6 +116,25 @@ def test_the_second_signal_ends_it_at_once(number, stages, files, model):
     assert len(answers(files)) >= 1
 
 
+@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("told", [True, False])
+def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, files, model):
+    """A supervisor repeats SIGTERM; told: from the middle of the run, or only once rank 0 has written its exit code."""
+    if not told:
+        files.write_prompts(PROMPTS[:8])
+    with started(files, model, *OPTIONS, "--stages", stages) as run:
+        run.wait_for_lines(8)
+        while not told and run.process.poll() is None and not (files.run / "exit_code").exists():
+            time.sleep(0.001)
+        deadline_s = time.monotonic() + PROMPT_END_S
+        while run.process.poll() is None and time.monotonic() < deadline_s:
+            run.process.terminate()
+            time.sleep(0.005)
+        said = run.end()
+        assert run.process.returncode == files.exit_code() == (75 if told else 0), said
+    answers(files)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, model):
     with started(files, model, *OPTIONS, "--stages", "2") as run:

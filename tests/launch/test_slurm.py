@@ -97,6 +97,13 @@ class Slurm:
         return path.read_text().split() if path.exists() else []
 
 
+def test_the_port_is_none_that_the_kernel_gives_to_connections() -> None:
+    """Linux takes those from 32768 on unless it is told otherwise, and Kubernetes its own from 30000."""
+    (span,) = re.findall(r"MASTER_PORT:-\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)", SCRIPT.read_text())
+    first, count = map(int, span)
+    assert 1024 < first and first + count <= 30000
+
+
 def tell_step(job: Node, number: int) -> None:
     """As slurmstepd does: every process of the step, neither the batch script nor srun."""
     (srun,) = psutil.Process(job.process.pid).children()

@@ -36,6 +36,19 @@ def test_overwrite_removes_what_a_run_left(tmp_path):
         assert run.read_run() == {"new": True} and tmp_path.stat().st_mode & 0o777 == 0o700
 
 
+def test_an_attempt_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    run = tmp_path / "run"
+    run.mkdir()
+    leave_a_run(run)
+    (run / "attempt-0001").symlink_to(elsewhere)
+    with RunDirectory.claim(run, overwrite=True) as claimed:
+        claimed.begin({})
+    assert [entry.name for entry in run.iterdir()] == ["run.json"] and (elsewhere / "kept").exists()
+
+
 def test_ranks_that_share_a_directory_remove_what_was_there_together(tmp_path):
     """As two ranks of a host that is not rank 0's."""
     for number in range(20):

@@ -29,6 +29,7 @@ class SamplingParams:
     seed: the sample at position i is drawn from (seed, i) alone, so that neither batch mates, chunk size nor
     stage count change it. None: derived from the run's seed and the request.
     stop: strings that end the output and are left out of its text; one alone, or None, will do.
+    skip_special_tokens: leave special tokens out of the text.
 
     Raises RowError (`invalid_parameter`) naming the field, its value and the legal range.
     """
@@ -41,6 +42,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or self.stop is None:  # both as other engines take them
@@ -71,7 +73,8 @@ class SamplingParams:
             self.seed,
             "a 64-bit integer",
         )
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         _require(
             isinstance(self.stop, (tuple, list)) and all(isinstance(s, str) and s for s in self.stop),
             "stop",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Protocol
@@ -58,7 +58,7 @@ class StopChecker(Protocol):
     def push(self, token_id: int) -> bool: ...
 
 
-StopCheckers = Callable[[Sequence[str]], "StopChecker | None"]
+StopCheckers = Callable[[Request], "StopChecker | None"]
 
 
 @dataclass(slots=True)
@@ -208,8 +208,7 @@ class Engine:
             return
         request = row.request
         self._recorder.record(RequestArrived(request.index, request.arrival_s, len(request.prompt_token_ids)))
-        stop = request.sampling.stop
-        self._live[request.index] = _Live(row, self._stop_checkers(stop) if stop else None)
+        self._live[request.index] = _Live(row, self._stop_checkers(request) if request.sampling.stop else None)
         answered = self._coordinator.submit(request)
         if answered is not None:
             self._finish(answered, self._clock.now(), sink)

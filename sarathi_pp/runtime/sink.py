@@ -194,8 +194,7 @@ class FileSink:
             assert finished.error is not None, "a row ends with a completion or an error"
             record = _error_record(row, finished.error)
         else:
-            request = completion.request
-            text = self._tokenizer.finish(completion.token_ids, completion.finish_reason, request.sampling.stop)
+            text = self._tokenizer.finish(completion)
             if row.form == "own":
                 record = _own_record(row, completion, text, finished.metrics or {})
             else:
@@ -213,8 +212,7 @@ class MemorySink:
         self.finished: list[FinishedRow] = []
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        stop = completion.request.sampling.stop
-        text = self._tokenizer.finish(completion.token_ids, completion.finish_reason, stop)
+        text = self._tokenizer.finish(completion)
         self.finished.append(FinishedRow(row, completion, text, metrics))
 
     def fail(self, row: Row, error: RowError) -> None:

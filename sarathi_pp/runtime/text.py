@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.core.request import FinishReason
-from sarathi_pp.errors import InputError, RowError, UnsafeError
+from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.errors import InputError, RowError
+from sarathi_pp.runtime.output_text import OutputText, StopChecker, decodes_locally, find_context
 from sarathi_pp.runtime.template import Renderer
+from sarathi_pp.runtime.tokenizer_backend import load_backend
 
 # A text of fewer characters is encoded as it is, which takes up to some hundred bytes of memory for each of them.
 _PIECE_CHARS = 2**18
@@ -77,6 +79,7 @@ class Tokenizer:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._special_ids: frozenset[int] = frozenset()
         self._num_known = 0
+        self._adds_bos = self._decodes_locally = False
         self._renderer = Renderer()
         if backend is not None:
             if backend.vocab_size > vocab_size:
@@ -84,49 +87,60 @@ class Tokenizer:
                     f"the tokenizer has {backend.vocab_size} tokens and the model's embedding {vocab_size} rows: "
                     f"they belong to different models"
                 )
-            self._special_ids = frozenset(backend.all_special_ids)
+            added = backend.added_tokens_decoder.items()
+            self._special_ids = frozenset(backend.all_special_ids) | {number for number, one in added if one.special}
             self._num_known = len(backend)
+            self._decodes_locally = decodes_locally(backend)
             # The first call clears truncation that tokenizer.json may ask for; later ones change nothing,
             # which is what makes them safe beside a decode in another thread.
-            self._encode("a", special=True)
+            special, plain = (self._encode("a", special=with_them).token_ids for with_them in (True, False))
+            self._adds_bos = special[:1] == (backend.bos_token_id,) != plain[:1]
 
     @classmethod
     def load(cls, model_dir: Path, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
         """Raises InputError for files that make no tokenizer of this model, UnsafeError for remote code."""
         if not any((model_dir / name).exists() for name in _TOKENIZER_FILES):
             return cls(None, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-        from transformers import AutoTokenizer
-
-        try:
-            backend = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # whatever a file can make the library raise, the file is the cause
-            if "trust_remote_code" in str(error):
-                raise UnsafeError(
-                    f"the tokenizer in {model_dir} is Python code of its own, which is not run"
-                ) from error
-            raise InputError(f"the tokenizer in {model_dir} cannot be loaded: {error}") from error
-        return cls(backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        return cls(load_backend(model_dir), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
     @property
     def has_text(self) -> bool:
         """Whether there are tokenizer files, so that text can be read and written."""
         return self._backend is not None
 
-    def encode_prompt(self, text: str, *, paragraphs: bool = False, most_tokens: int | None = None) -> Encoded:
-        """A prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
+    def encode_prompt(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        paragraphs: bool = False,
+        most_tokens: int | None = None,
+    ) -> Encoded:
+        """Return a prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
 
-        most_tokens: what there is room for; a long text that cannot fit is refused before it is encoded, one that
-        might can still turn out to be longer.
-        Raises RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
-        `invalid_parameter` (text that is not Unicode), `context_length_exceeded`.
+        A text that begins with the BOS token, as one that a chat template wrote, gets no second one.
+
+        Args:
+            add_special_tokens: False takes the text as it is.
+            paragraphs: find out where paragraphs end.
+            most_tokens: what there is room for; a long text that cannot fit is refused before it is encoded, one that
+                might can still turn out to be longer.
+
+        Raises:
+            RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
+                `invalid_parameter` (text that is not Unicode), `context_length_exceeded`.
         """
         backend = self._require("a text prompt")
         self._refuse_longer(text, most_tokens)
-        encoded = self._encode(text, special=True, paragraphs=paragraphs)
-        if not encoded.token_ids and backend.bos_token_id is not None:
-            encoded = Encoded((backend.bos_token_id,))
+        encoded = self._encode(text, special=add_special_tokens, paragraphs=paragraphs)
+        bos = backend.bos_token_id
+        if add_special_tokens and self._adds_bos and encoded.token_ids[:2] == (bos, bos):
+            encoded = Encoded(encoded.token_ids[1:], tuple(end - 1 for end in encoded.paragraph_ends))
+        if add_special_tokens and not encoded.token_ids and bos is not None:
+            encoded = Encoded((bos,))
         if not encoded.token_ids:
-            raise RowError("empty_prompt", "the prompt has no tokens and the model has no BOS token to start from")
+            why = "the model has no BOS token to start from" if add_special_tokens else "add_special_tokens is false"
+            raise RowError("empty_prompt", f"the prompt has no tokens and {why}")
         self.check_token_ids(encoded.token_ids)
         return encoded
 
@@ -166,46 +180,66 @@ class Tokenizer:
             )
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids without special tokens; bytes that make no character become U+FFFD."""
-        text: str = self._require("text").decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of the ids; bytes that make no character become U+FFFD."""
+        text: str = self._require("text").decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def visible(self, token_id: int) -> bool:
-        """Whether `decode` can show this token: special tokens and padding rows of the embedding it cannot."""
-        return token_id not in self._special_ids and token_id < self._num_known
+    def visible(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Return whether `decode` can show this token; it cannot show padding rows of the embedding."""
+        return token_id < self._num_known and not (skip_special_tokens and token_id in self._special_ids)
 
-    def stop_checker(self, stop: Sequence[str]) -> StopChecker | None:
-        """What looks for these strings in one request's output; None where there are none to look for."""
+    def written(self, token_id: int) -> str:
+        """Return the token as the vocabulary has it."""
+        written: str = self._require("text").convert_ids_to_tokens(token_id)
+        return written
+
+    def context(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+        """Return as much of a prompt's end as decides how its output reads: all of it if that is not known."""
+        if not self._decodes_locally:
+            return list(prompt_token_ids)
+        return find_context(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def stop_checker(self, request: Request) -> StopChecker | None:
+        """Return what looks for the request's stop strings in its output; None if it has none."""
+        stop = request.sampling.stop
         if not stop:
             return None
         self._require("a stop string")
-        return StopChecker(self, stop)
+        return StopChecker(self._output_text(request), stop, self._stop_ids(stop))
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written exactly so."""
         if self._backend is None:
             return None
         token_id = self._backend.convert_tokens_to_ids(text)
-        return token_id if token_id in self._special_ids else None
+        # What the vocabulary does not have is the unknown token, which is special too.
+        return token_id if token_id in self._special_ids and self.written(token_id) == text else None
 
-    def finish(self, token_ids: Sequence[int], finish_reason: FinishReason, stop: Sequence[str]) -> str | None:
-        """The text of a finished request: without the token that ended it, cut at the first stop string.
+    def finish(self, completion: Completion) -> str | None:
+        """Return what a finished request adds to the text of its prompt, cut at the first stop string.
 
-        None without tokenizer files.
+        The token that ended it is left out, unless special tokens are to be shown. None without tokenizer files.
         """
         if self._backend is None:
             return None
-        ids = list(token_ids)
-        if ids and finish_reason == "stop" and ids[-1] in self._eos_token_ids:
+        request, ids = completion.request, list(completion.token_ids)
+        stop, skip = request.sampling.stop, request.sampling.skip_special_tokens
+        if skip and ids and completion.finish_reason == "stop" and ids[-1] in self._eos_token_ids:
             ids.pop()
-        if not stop:
-            return self.decode(ids)
-        stop_ids = {self.special_id(text) for text in stop}
-        end = next((i for i, token_id in enumerate(ids) if token_id in stop_ids), len(ids))
-        text = self.decode(ids[:end])
+        if stop:
+            stop_ids = self._stop_ids(stop)
+            del ids[next((i for i, token_id in enumerate(ids) if token_id in stop_ids), len(ids)) :]
+        text = self._output_text(request).of(ids)
         found = [at for at in map(text.find, stop) if at >= 0]
         return text[: min(found)] if found else text
+
+    def _output_text(self, request: Request) -> OutputText:
+        skip = request.sampling.skip_special_tokens
+        return OutputText(self, request.prompt_token_ids, skip_special_tokens=skip)
+
+    def _stop_ids(self, stop: Sequence[str]) -> frozenset[int]:
+        return frozenset(token_id for token_id in map(self.special_id, stop) if token_id is not None)
 
     def _refuse_longer(self, text: str, most_tokens: int | None) -> None:
         """Before a long text is encoded, which takes memory: by its characters, then by the tokens of its pieces.
@@ -262,56 +296,3 @@ def _paragraph_ends(text: str, offsets: Iterable[tuple[int, int]]) -> tuple[int,
                 ends.append(position)
             breaks.popleft()
     return tuple(ends)
-
-
-class StopChecker:
-    """Looks for stop strings in the output of one request as its tokens come.
-
-    Only the last tokens are decoded each time, enough for the longest stop string and some context (what a
-    decoder does at the start of a text, such as dropping a space, must not reach the part that is searched),
-    so a token costs the same at the end of a long output as at its start:
-
-        ids    . . . . . . . . . . . . [. . . . . . . .]
-                                        `- window: at least `reach` characters, halved at twice that
-
-    Characters whose bytes lie in several tokens come out right once their last byte is in the window, provided
-    that it does not begin inside one: some decoders give up on a whole run of bytes for one that is astray. A find
-    is confirmed on the whole output, so `push` is never true without the text holding a stop string. A stop
-    string that is written like a special token is matched by its id, since decoding hides it.
-    """
-
-    _CONTEXT = 16
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._stop_ids = frozenset(map(tokenizer.special_id, stop)) - {None}
-        self._reach = max(map(len, stop)) + self._CONTEXT
-        self._ids: list[int] = []
-        self._start = 0
-
-    def push(self, token_id: int) -> bool:
-        """Takes the next token; whether the output so far holds a stop string."""
-        if token_id in self._stop_ids:
-            return True
-        if not self._tokenizer.visible(token_id):
-            return False
-        self._ids.append(token_id)
-        window = self._tokenizer.decode(self._ids[self._start :])
-        if self._holds_stop(window):
-            return self._holds_stop(self._tokenizer.decode(self._ids))
-        if len(window) > 2 * self._reach:
-            self._narrow(force=len(window) > 16 * self._reach)
-        return False
-
-    def _holds_stop(self, text: str) -> bool:
-        return any(stop in text for stop in self._stop)
-
-    def _narrow(self, *, force: bool) -> None:
-        """Halves the window where it then begins with a whole character, or by force: bytes that make none."""
-        middle = (self._start + len(self._ids)) // 2
-        for start in range(middle, middle + 4):  # a character has at most 4 bytes, so at most 4 tokens
-            window = self._tokenizer.decode(self._ids[start:])
-            if len(window) >= self._reach and (force or not window.startswith("\ufffd")):
-                self._start = start
-                return

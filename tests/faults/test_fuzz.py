@@ -175,7 +175,7 @@ def test_a_row_is_made_of_any_bytes_or_refused() -> None:
             try:
                 parsed = parse_line(raw, plain_text=plain_text, max_line_bytes=LIMIT)
                 request = maker.make(parsed, raw.number, 0.0)
-                tokenizer.stop_checker(request.sampling.stop)
+                tokenizer.stop_checker(request)
                 asked += 1
             except RowError as error:
                 failed += 1

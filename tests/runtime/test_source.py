@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.policy import wants_paragraphs
@@ -29,6 +31,7 @@ class Words:
 
     vocab_size = 100
     all_special_ids = ()
+    added_tokens_decoder: dict[int, object] = {}
     bos_token_id = None
     chat_template = None
     is_fast = False
@@ -159,6 +162,8 @@ class PlacedWords(Words):
     """Words that say where in the text they lie, as the Rust library's tokenizers do."""
 
     is_fast = True
+    clean_up_tokenization_spaces = False
+    backend_tokenizer = Backend(WordLevel())
 
     def __call__(self, text: str, *, return_offsets_mapping: bool = False, **kwargs: object) -> dict[str, list]:
         offsets = [match.span() for match in re.finditer(r"\S+", text)]

@@ -8,9 +8,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.runtime.template import Renderer
 from sarathi_pp.runtime.text import Encoded, Tokenizer, _paragraph_ends
+from tests.runtime.tokenizer_kinds import continued
 
 CORPUS = [
     "hello world, the quick brown fox",
@@ -67,6 +70,14 @@ def plain_ids(text: str) -> list[int]:
     return BYTES(text, add_special_tokens=False)["input_ids"]
 
 
+def request(stop=(), prompt=(0,), **sampling) -> Request:
+    return Request(0, tuple(prompt), SamplingParams(stop=stop, **sampling))
+
+
+def finish(text: Tokenizer, ids, reason="length", stop=(), prompt=(0,), **sampling) -> str | None:
+    return text.finish(Completion(request(stop, prompt, **sampling), tuple(ids), reason))
+
+
 def code_of(call, *args) -> str:
     with pytest.raises(RowError) as caught:
         call(*args)
@@ -80,6 +91,28 @@ def test_a_prompt_gets_bos_and_a_rendered_chat_gets_one_only():
     ids = tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}]).token_ids
     assert ids.count(0) == 1 and ids[0] == 0
     assert backend.decode(ids) == "<s>[user]hello[assistant]"
+
+
+def test_a_prompt_that_was_rendered_before_gets_no_second_bos():
+    text = tokenizer()
+    assert text.encode_prompt("<s>hello").token_ids == (0, *plain_ids("hello"))
+    # What a prompt says twice it gets twice.
+    assert text.encode_prompt("<s><s>hello").token_ids == (0, 0, *plain_ids("hello"))
+    ends = text.encode_prompt("<s>ab\n\ncd", paragraphs=True)
+    assert ends == text.encode_prompt("ab\n\ncd", paragraphs=True)
+    # A tokenizer that adds none takes none away.
+    backend = byte_level(bos=False)
+    backend.bos_token = "<s>"
+    assert tokenizer(backend).encode_prompt("<s><s>hello").token_ids == (0, 0, *plain_ids("hello"))
+
+
+def test_a_prompt_is_taken_as_it_is_if_asked_for():
+    text = tokenizer()
+    assert text.encode_prompt("hello", add_special_tokens=False).token_ids == tuple(plain_ids("hello"))
+    assert text.encode_prompt("<s><s>hello", add_special_tokens=False).token_ids == (0, 0, *plain_ids("hello"))
+    with pytest.raises(RowError, match="add_special_tokens is false") as refused:
+        text.encode_prompt("", add_special_tokens=False)
+    assert refused.value.code == "empty_prompt"
 
 
 def test_an_empty_prompt_is_bos_or_an_error():
@@ -291,34 +324,57 @@ def test_load_reads_a_local_directory_and_none_is_no_tokenizer(tmp_path):
     bare = Tokenizer.load(tmp_path / "without", vocab_size=VOCAB_SIZE)
     assert not bare.has_text
     assert bare.check_token_ids([3]) == (3,)
-    assert bare.finish([3], "length", ()) is None
+    assert finish(bare, [3]) is None
     assert code_of(bare.encode_prompt, "x") == "no_tokenizer"
     assert code_of(bare.encode_chat, [{"role": "user"}]) == "no_tokenizer"
-    assert code_of(bare.stop_checker, ["x"]) == "no_tokenizer"
+    assert code_of(bare.stop_checker, request(["x"])) == "no_tokenizer"
     with pytest.raises(InputError, match="broken"):
         Tokenizer.load(tmp_path / "broken", vocab_size=VOCAB_SIZE)
 
 
 def test_finish_leaves_out_the_end_token_and_the_stop_string():
     text = tokenizer()
-    assert text.finish([*plain_ids("hello"), 1], "stop", ()) == "hello"
-    assert text.finish(plain_ids("hello END and STOP"), "stop", ("STOP", "END")) == "hello "
-    assert text.finish(plain_ids("hello"), "length", ("STOP",)) == "hello"
-    assert text.finish([], "length", ()) == ""
+    assert finish(text, [*plain_ids("hello"), 1], "stop", ()) == "hello"
+    assert finish(text, plain_ids("hello END and STOP"), "stop", ("STOP", "END")) == "hello "
+    assert finish(text, plain_ids("hello"), "length", ("STOP",)) == "hello"
+    assert finish(text, [], "length", ()) == ""
     # An end token that the tokenizer does not know as special is left out all the same.
     last = plain_ids("END")
-    assert tokenizer(eos_token_ids=last[-1:]).finish([*plain_ids("ab"), last[-1]], "stop", ()) == "ab"
+    assert finish(tokenizer(eos_token_ids=last[-1:]), [*plain_ids("ab"), last[-1]], "stop", ()) == "ab"
+
+
+def test_special_tokens_are_shown_if_asked_for():
+    ids = [*plain_ids("ab"), 2, *plain_ids("c"), 1]
+    assert finish(tokenizer(), ids, "stop") == "abc"
+    assert finish(tokenizer(), ids, "stop", skip_special_tokens=False) == "ab<|end|>c</s>"
+    checker = tokenizer().stop_checker(request(["b<|end|>c"], skip_special_tokens=False))
+    assert [checker.push(token_id) for token_id in ids[:4]].index(True) == len(plain_ids("ab")) + 1
+
+
+def test_a_token_that_tokenizer_json_alone_calls_special_can_stop():
+    backend = byte_level()
+    backend.add_tokens(["<|turn|>"], special_tokens=True)
+    number = backend.convert_tokens_to_ids("<|turn|>")
+    assert number not in backend.all_special_ids and finish(tokenizer(backend), [number]) == ""
+    assert tokenizer(backend).stop_checker(request(["<|turn|>"])).push(number)
+
+
+def test_a_stop_string_that_is_no_token_does_not_stop_at_the_unknown_one():
+    unknown = WORDY.convert_tokens_to_ids("[UNK]")
+    assert unknown == WORDY.convert_tokens_to_ids("END")
+    assert not tokenizer(WORDY).stop_checker(request(["END"])).push(unknown)
+    assert finish(tokenizer(WORDY), [unknown, 3], stop=["END"]).strip() == "b"
 
 
 def test_a_stop_string_written_like_a_special_token_stops_at_it():
-    checker = tokenizer().stop_checker(["<|end|>"])
+    checker = tokenizer().stop_checker(request(["<|end|>"]))
     assert [checker.push(token_id) for token_id in [*plain_ids("ab"), 2]][-1]
-    assert tokenizer().finish([*plain_ids("ab"), 2], "stop", ("<|end|>",)) == "ab"
+    assert finish(tokenizer(), [*plain_ids("ab"), 2], "stop", ("<|end|>",)) == "ab"
 
 
 def test_a_stop_string_is_seen_across_tokens_and_split_characters():
     ids = plain_ids("ab") + [BYTES.convert_tokens_to_ids(piece) for piece in byte_pieces("\u8a9e END")]
-    checker = tokenizer().stop_checker(["\u8a9e EN"])
+    checker = tokenizer().stop_checker(request(["\u8a9e EN"]))
     assert [checker.push(token_id) for token_id in ids] == [False] * (len(ids) - 2) + [True, True]
 
 
@@ -328,24 +384,27 @@ def byte_pieces(text: str) -> list[str]:
     return list(pre.pre_tokenize_str(text)[0][0])
 
 
-def first_stop(backend: PreTrainedTokenizerFast, ids: list[int], stop: list[str]) -> int | None:
-    """The definition: the fewest tokens whose decoded text holds a stop string."""
+def first_stop(
+    backend: PreTrainedTokenizerFast, prompt: tuple[int, ...], ids: list[int], stop: list[str]
+) -> int | None:
+    """The definition: the fewest tokens whose text holds a stop string."""
     for count in range(1, len(ids) + 1):
-        text = backend.decode(ids[:count], skip_special_tokens=True)
-        if any(string in text for string in stop):
+        if any(string in continued(backend, prompt, ids[:count]) for string in stop):
             return count
     return None
 
 
-def assert_stops_where_defined(backend: PreTrainedTokenizerFast, ids: list[int], stop: list[str]) -> None:
+def assert_stops_where_defined(
+    backend: PreTrainedTokenizerFast, ids: list[int], stop: list[str], prompt: tuple[int, ...] = (0,)
+) -> None:
     text = tokenizer(backend)
-    checker = text.stop_checker(stop)
+    checker = text.stop_checker(request(stop, prompt))
     stopped = next((i for i, token_id in enumerate(ids, start=1) if checker.push(token_id)), None)
-    assert stopped == first_stop(backend, ids, stop)
+    assert stopped == first_stop(backend, prompt, ids, stop)
     if stopped is not None:
-        full = backend.decode(ids[:stopped], skip_special_tokens=True)
+        full = continued(backend, prompt, ids[:stopped])
         expected = min((full.split(string)[0] for string in stop if string in full), key=len)
-        assert text.finish(ids[:stopped], "stop", stop) == expected
+        assert finish(text, ids[:stopped], "stop", stop, prompt) == expected
 
 
 WORDS = st.lists(
@@ -451,7 +510,7 @@ LONG_OUTPUTS = [
 @pytest.mark.parametrize(("backend", "ids", "most"), LONG_OUTPUTS)
 def test_the_cost_of_a_token_does_not_grow_with_the_output(backend, ids, most):
     counting = Counting(backend)
-    checker = tokenizer(counting).stop_checker(["STOP!"])
+    checker = tokenizer(counting).stop_checker(request(["STOP!"], prompt=ids[:1] * 100_000))
     for token_id in ids:
         assert not checker.push(token_id)
     assert counting.longest < most
@@ -459,7 +518,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_output(backend, ids, most):
 
 
 def test_without_stop_strings_there_is_no_checker():
-    assert tokenizer().stop_checker(()) is None
+    assert tokenizer().stop_checker(request()) is None
 
 
 def test_encoding_and_decoding_in_threads_at_once():

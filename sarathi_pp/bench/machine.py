@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import psutil
 import torch
 from torch.nn import functional
 
+from sarathi_pp.runtime.host import usable_cpus
 from sarathi_pp.trace.clock import SystemClock
 
 # Large enough that a product's rate no longer grows, and that an array is in no cache.
@@ -33,7 +33,7 @@ class MachineRates:
 
 def measure_rates(dtype: str) -> MachineRates:
     """Of the cores that this process may use, at their best in a second each. dtype: torch's name."""
-    cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cores, before = usable_cpus(), torch.get_num_threads()
     element: torch.dtype = getattr(torch, dtype)
     torch.set_num_threads(cores)
     try:

@@ -34,7 +34,7 @@ from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.support import ConfigFile, ModelFacts, check_model, check_shards, find_family
 from sarathi_pp.model.tensor import Split, TensorShard
 from sarathi_pp.model.weights import ReadCount, stage_tensors
-from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, resolve
+from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, pools_of, resolve
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.place import Place
 from sarathi_pp.runtime.profile_file import read_profile
@@ -172,8 +172,8 @@ def _estimated(model: _Model) -> _Basis:
     def kv_bytes(weights_bytes: int) -> int:
         """On a GPU of its own, beside the weights; a CPU's stages share a part that weights do not come near."""
         if device.type == "cuda" and config.kv_cache_memory_bytes is None:
-            return max(0, kv_budget_bytes(config, device, 1) - weights_bytes)
-        return kv_budget_bytes(config, device, config.num_ranks)
+            return max(0, kv_budget_bytes(config, device, {}) - weights_bytes)
+        return kv_budget_bytes(config, device, {pool.id: config.num_ranks for pool in pools_of(device)})
 
     profile = Profile(
         model=config.model,

@@ -41,7 +41,7 @@ from sarathi_pp.model.paged import PAGED, PagedCall
 from sarathi_pp.model.stack import stack
 from sarathi_pp.model.support import ConfigFile, check_shards, find_family
 from sarathi_pp.model.tensor import Split, TensorShard
-from sarathi_pp.model.weights import ReadCount, stage_tensors
+from sarathi_pp.model.weights import ReadCount, StoredTensor, stage_tensors
 
 
 class StageModel:
@@ -213,17 +213,10 @@ def _load(
     count: ReadCount,
 ) -> tuple[Any, int]:
     """The transformers model with holes, its weights in place and fused, and their bytes. count: told what is read."""
-    num_layers = config.num_hidden_layers
+    num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that are not here
-    split = None
-    if shard is not None and shard.size > 1:
-        check_shards(directory, shard.size)
-        split = Split(config.base_model_tp_plan, family, layers, shard)
-    tied = bool(config.tie_word_embeddings)
-    tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count, device)
-    if split is not None:
-        tensors = split.take(tensors)
-    needed = sum(tensor.num_bytes() for tensor in tensors.values())
+    tensors, split = _stored(directory, family, config, layers, dtype, device, shard, count)
+    needed = _num_bytes(tensors)
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     stage_class = _with_holes(getattr(transformers, family.architecture), family, layers, num_layers, tied, split)
@@ -255,6 +248,36 @@ def _load(
     if device.type == "cuda":
         give_back()  # what was merged
     return module, needed
+
+
+def stage_bytes(directory: Path, layers: tuple[int, int], dtype: torch.dtype, shard: TensorShard | None = None) -> int:
+    """Return the bytes of weights that `load_stage` takes for the layers [first, end), from headers alone."""
+    family, config = _read_config(directory)
+    return _num_bytes(_stored(directory, family, config, layers, dtype, None, shard, ReadCount())[0])
+
+
+def _stored(
+    directory: Path,
+    family: Family,
+    config: Any,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device | None,
+    shard: TensorShard | None,
+    count: ReadCount,
+) -> tuple[dict[str, StoredTensor], Split | None]:
+    """Return the stored tensors of some layers, or of a shard's part of them, and how that is split."""
+    num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
+    tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count, device)
+    if shard is None or shard.size == 1:
+        return tensors, None
+    check_shards(directory, shard.size)
+    split = Split(config.base_model_tp_plan, family, layers, shard)
+    return split.take(tensors), split
+
+
+def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(tensor.num_bytes() for tensor in tensors.values())
 
 
 def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import psutil
 import torch
 
 from sarathi_pp.config import ResolvedRun, RunConfig
@@ -15,6 +14,7 @@ from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.kv import KVShard, page_bytes
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.model.support import ModelFacts
+from sarathi_pp.runtime.host import MemoryPool, host_id, memory_pools
 
 _SEQS_PER_STAGE = 64
 # On CPU the default leaves most of the memory to the rest of the machine, as serving engines do.
@@ -22,23 +22,35 @@ _CPU_SHARE = 0.4
 _CPU_MOST_BYTES = 4 << 30
 
 
-def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: int, working_bytes: int = 0) -> int:
-    """Bytes that this stage may give its KV shard, after its weights are loaded.
+def pools_of(device: torch.device) -> tuple[MemoryPool, ...]:
+    """Return the pools of memory from which a stage on this device takes its weights and its KV shard."""
+    if device.type != "cuda":
+        return memory_pools()
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    free, _ = torch.cuda.mem_get_info(device)
+    return (MemoryPool(f"{host_id()} {gpu}", f"the memory of GPU {gpu}", int(free)),)
 
-    sharers: ranks that draw on the same memory. working_bytes: what a stage on a GPU needs beside weights and KV.
+
+def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: Mapping[str, int], working_bytes: int = 0) -> int:
+    """Return the bytes that this stage may give its KV shard, after its weights are loaded.
+
+    Args:
+        sharers: ranks that draw on a pool of this device's, by the pool's id; one for a pool that is not in it.
+        working_bytes: what a stage on a GPU needs besides weights and KV.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - total * (1 - config.gpu_memory_utilization)) // sharers - working_bytes)
-    return min(_CPU_MOST_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE) // sharers)
+        kept = torch.cuda.mem_get_info(device)[1] * (1 - config.gpu_memory_utilization)
+        (pool,) = pools_of(device)
+        return max(0, int(pool.free_bytes - kept) // sharers.get(pool.id, 1) - working_bytes)
+    budgets = (int(pool.free_bytes * _CPU_SHARE) // sharers.get(pool.id, 1) for pool in pools_of(device))
+    return min(_CPU_MOST_BYTES, *budgets)
 
 
 def room_bytes(device: torch.device) -> int:
-    """All that is free now. Ranks that share it need different parts of it: what is beyond all of it fits none."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(free)
+    """Return all that is free now. Ranks that share it need different parts: what is beyond all of it fits none."""
+    return min(pool.free_bytes for pool in pools_of(device))
 
 
 def make_shard(
@@ -55,8 +67,7 @@ def make_shard(
 
     On CPU memory is not taken before pages are written, so it is compared; a GPU says itself that it has none.
     """
-    one = page_bytes(layers[1] - layers[0], run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
-    needed, room = one * run.num_pages, room_bytes(device)
+    needed, room = shard_bytes(run, facts, layers, dtype), room_bytes(device)
     try:
         if needed <= room or device.type != "cpu":
             return KVShard(
@@ -85,10 +96,15 @@ def count_pages(
     return budget_bytes // one
 
 
+def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype) -> int:
+    """Return the size of the KV shard of the layers [first, end)."""
+    num_layers = layers[1] - layers[0]
+    return run.num_pages * page_bytes(num_layers, run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+
+
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
     """Of the largest shard."""
-    most_layers = max(end - first for first, end in run.layers)
-    return run.num_pages * page_bytes(most_layers, run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+    return max(shard_bytes(run, facts, layers, dtype) for layers in run.layers)
 
 
 def resolve(

@@ -28,9 +28,10 @@ from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.packed import has_onednn, has_panels
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.model.verify import verify_weights
-from sarathi_pp.runtime.capacity import kv_budget_bytes, room_bytes
+from sarathi_pp.runtime.capacity import kv_budget_bytes, pools_of
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import read_generation_config
+from sarathi_pp.runtime.host import cpu_quota
 from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.place import Place, expected_place
 from sarathi_pp.runtime.standing import Standing, choose_device, stand
@@ -205,10 +206,14 @@ def _host(device: torch.device) -> Iterator[Finding]:
 
     yield _asked("host", "interface", interface)
     threads = {count: Place(world_size=count, local_world_size=count).num_threads() for count in (1, 2)}
-    cores = len(os.sched_getaffinity(0))
-    yield Finding("host", "cores", "used", f"{cores}; threads: {threads[1]} of a stage alone, {threads[2]} of two each")
-    budget = in_gib(kv_budget_bytes(RunConfig(model=""), device, 1))
-    yield Finding("host", "memory", "used", f"{in_gib(room_bytes(device))} free; KV pages of a stage get {budget}")
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    limit = f", of which a cgroup allows {quota:g}" if quota is not None and quota < cores else ""
+    shared = f"threads: {threads[1]} of a stage alone, {threads[2]} of two each"
+    yield Finding("host", "cores", "used", f"{cores}{limit}; {shared}")
+    budget = in_gib(kv_budget_bytes(RunConfig(model=""), device, {}))
+    tightest = min(pools_of(device), key=lambda pool: pool.free_bytes)
+    free = f"{in_gib(tightest.free_bytes)} free in {tightest.title}"
+    yield Finding("host", "memory", "used", f"{free}; KV pages of a stage get {budget}")
 
 
 def _packages(device: torch.device) -> Iterator[Finding]:

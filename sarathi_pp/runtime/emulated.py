@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -122,11 +122,17 @@ class EmulatedStages:
         self._profile = profile
         self._clock = clock
 
-    def load(self, layers: tuple[int, int]) -> None:
+    def weight_bytes(self, layers: tuple[int, int]) -> int:
+        return 0
+
+    def load(self, layers: tuple[int, int], room_bytes: int) -> None:
         """There is nothing to load."""
 
-    def count_pages(self, layers: tuple[int, int]) -> int:
+    def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
         return self._profile.pages
+
+    def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
+        return 0
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> EmulatedStage:
         return EmulatedStage(self._profile, run, layers, dtype, self._clock)

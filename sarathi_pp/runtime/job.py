@@ -29,12 +29,14 @@ from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.runtime.agreement import Agreement
 from sarathi_pp.runtime.align import Offset, align
-from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, resolve
+from sarathi_pp.runtime.capacity import kv_cache_bytes, limits_of, pools_of, resolve
 from sarathi_pp.runtime.cuda_timer import CudaTimer
+from sarathi_pp.runtime.demand import Demand, require_room, room_for, sharers_of
 from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.emulated import EmulatedStages, over_link
 from sarathi_pp.runtime.engine import Engine, StopCheckers
 from sarathi_pp.runtime.gather import gather
+from sarathi_pp.runtime.host import host_id
 from sarathi_pp.runtime.passport import passport, software
 from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
@@ -64,6 +66,9 @@ _log = logging.getLogger(__name__)
 # First calls cost the same for larger microbatches.
 _WARM_UP_TOKENS = 256
 _WARM_UP_KEYS = 4096
+# What to try if the ranks of a host need more memory together than there is.
+_FEWER_WEIGHTS = "more hosts, fewer ranks on that one, or a host or container with more memory"
+_FEWER_PAGES = "--kv-cache-memory {each} or less, or a smaller --max-num-seqs or --max-model-len"
 
 
 class Job:
@@ -101,8 +106,7 @@ class Job:
         torch.set_num_threads(place.num_threads())
         agreement.each(lambda: passport(config, facts), must_match=True)
         standings = [Standing(**found) for found in agreement.each(self._choose_device)]
-        own, self._on_cpu = standings[place.rank], all(one.gpu is None for one in standings)
-        self._sharers = sum((one.host, one.gpu) == (own.host, own.gpu) for one in standings)
+        self._on_cpu = all(one.gpu is None for one in standings)
         self._transport = choose_transport(standings, config.transport)
         _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
         mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
@@ -119,9 +123,10 @@ class Job:
         agreement.each(self._choose_stages)
         maker = self._maker
         self.layers = layers[seat.stage]
-        loaded = agreement.each(lambda: self._load(self.layers))
+        weights = self._agree_on_room(agreement, lambda: maker.weight_bytes(self.layers), "weights", _FEWER_WEIGHTS)
+        loaded = agreement.each(lambda: self._load(self.layers, room_for(place.rank, weights)))
         self._moves_head = all(loaded[mesh.leader(replica)]["head"] for replica in range(mesh.replicas))
-        stages = agreement.each(lambda: {"pages": maker.count_pages(self.layers)})
+        stages = agreement.each(lambda: {"pages": maker.count_pages(self.layers, sharers_of(place.rank, weights))})
         self._max_pages = min(stage["pages"] for stage in stages)
         self.run: ResolvedRun = agreement.alike(
             lambda: resolve(
@@ -136,6 +141,8 @@ class Job:
                 moves_head=self._moves_head,
             )
         )
+        pages = f"KV pages of {maker.page_size} tokens"
+        self._agree_on_room(agreement, lambda: maker.shard_bytes(self.run, self.layers), pages, _FEWER_PAGES)
         agreement.each(self._make_stage)
         longest = self.run.max_model_len
         self._stage.warm_up(min(self.run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS))
@@ -146,8 +153,6 @@ class Job:
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
         self._upstream, self._runner = self._connect()
-        shared = ", ".join(f"{source} to {target}" for source, target in topology.shared_edges)
-        _log.info("edges through shared memory, between ranks: %s", shared or "none")
         self._remotes = [self._remote(rank) for rank in self._others_to_talk_to()]
         self._topology.exchange({})
 
@@ -327,7 +332,7 @@ class Job:
     def _choose_device(self) -> dict[str, Any]:
         """Whose memory the device has: the same of ranks that share it, whoever started them."""
         self.device = choose_device("cpu" if self._profile is not None else self._config.device, self.place)
-        return dataclasses.asdict(stand(self.device, os.uname().nodename, nccl=has_nccl()))
+        return dataclasses.asdict(stand(self.device, host_id(), nccl=has_nccl()))
 
     def _may_move_head(self, standings: Sequence[Standing]) -> bool:
         """As far as is known before the first stage has loaded it."""
@@ -356,14 +361,23 @@ class Job:
                 self.facts,
                 self.dtype,
                 self.device,
-                self._sharers,
                 shard,
                 moves_head=self._moves_head,
             )
         return {}
 
-    def _load(self, layers: tuple[int, int]) -> dict[str, Any]:
-        self._maker.load(layers)
+    def _agree_on_room(self, agreement: Agreement, count: Callable[[], int], what: str, remedy: str) -> list[Demand]:
+        """Return what each rank needs of its device's memory, if there is room for all of them together.
+
+        count: the bytes that this rank needs. what, remedy: for the message of CapacityError.
+        """
+        answers = agreement.each(lambda: Demand(count(), pools_of(self.device)).to_json())
+        demands = [Demand.from_json(answer) for answer in answers]
+        agreement.alike(lambda: require_room(demands, self._topology.hosts, what, remedy))
+        return demands
+
+    def _load(self, layers: tuple[int, int], room_bytes: int) -> dict[str, Any]:
+        self._maker.load(layers, room_bytes)
         return {"head": self._maker.has_head}
 
     def _make_stage(self) -> dict[str, Any]:
@@ -377,6 +391,8 @@ class Job:
         self._topology.open_edges(
             run.peer_timeout_s, nccl_lanes(self.device, clock) if by_nccl else None, share=self._may_share(run)
         )
+        shared = ", ".join(f"{source} to {target}" for source, target in self._topology.shared_edges)
+        _log.info("edges through shared memory, between ranks: %s", shared or "none")
         # The senders' heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
         runner: list[StageRunner] = []
         activations = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
@@ -465,8 +481,8 @@ class Job:
 
 
 def _peak_rss_bytes() -> int:
-    """The largest resident memory of this process image. Not getrusage, whose peak survives an exec."""
-    with open("/proc/self/status") as status:
+    """The largest resident memory of this process image. Not getrusage: its peak survives an exec. 0 without /proc."""
+    with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

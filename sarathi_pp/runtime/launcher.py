@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, StoppedError, signal_name
+from sarathi_pp.runtime.host import usable_cpus
 from sarathi_pp.runtime.place import (
     LAUNCHER_VARIABLE,
     RESTART_VARIABLE,
@@ -166,7 +167,7 @@ class Workers:
             _wait(running, _STOP_S)
 
     def _environment(self, rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-        threads = max(1, len(os.sched_getaffinity(0)) // self._world_size)
+        threads = max(1, usable_cpus() // self._world_size)
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

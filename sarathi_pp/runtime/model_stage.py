@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +24,10 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
-from sarathi_pp.model.slice import Head, StageModel, load_head, load_stage
+from sarathi_pp.model.slice import Head, StageModel, load_head, load_stage, stage_bytes
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.model.tensor import TensorShard
-from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, room_bytes
+from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, shard_bytes
 from sarathi_pp.runtime.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import SystemClock
 
@@ -41,7 +41,7 @@ _DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0,
 class ModelStages:
     """Stages that hold a slice of a model. See StageMaker.
 
-    sharers: ranks that draw on the same memory. shard: which part of every layer, where a stage has several ranks; they
+    shard: which part of every layer, where a stage has several ranks; they
     load and make their stages side by side. facts: of the whole model in any case. moves_head: see ResolvedRun.
     """
 
@@ -52,7 +52,6 @@ class ModelStages:
         facts: ModelFacts,
         dtype: torch.dtype,
         device: torch.device,
-        sharers: int,
         shard: TensorShard | None = None,
         *,
         moves_head: bool = False,
@@ -69,37 +68,41 @@ class ModelStages:
         self._facts = facts if shard is None else facts.sharded(shard.size)
         self._dtype = dtype
         self._device = device
-        self._sharers = sharers
-        # Now, before any of the sharers has loaded anything.
-        self._room = room_bytes(device)
         self.has_head = moves_head
         self._loaded: StageModel | None = None
         self._head: Head | None = None
         self._working = 0
 
-    def load(self, layers: tuple[int, int]) -> None:
+    def weight_bytes(self, layers: tuple[int, int]) -> int:
+        return stage_bytes(self._model_dir, layers, self._dtype, self._shard)
+
+    def load(self, layers: tuple[int, int], room_bytes: int) -> None:
         facts, dtype, device = self._facts, self._dtype, self._device
         self._loaded = load_stage(
-            self._model_dir, layers, facts.num_layers, dtype, device, self._backend, self._room, self._shard
+            self._model_dir, layers, facts.num_layers, dtype, device, self._backend, room_bytes, self._shard
         )
         if self.has_head and layers[0] == 0:
-            self._load_head()
+            self._load_head(room_bytes)
         # Now too: what it takes for a moment must not be missing where others count.
         self._working = self._working_bytes(layers) if device.type == "cuda" else 0
 
-    def _load_head(self) -> None:
+    def _load_head(self, room_bytes: int) -> None:
         """Beside the layers, which take their part of the room; without it the last stage computes all heads."""
         assert self._loaded is not None, "layers come first"
-        left = None if self._room is None else self._room - self._loaded.num_bytes
+        left = room_bytes - self._loaded.num_bytes
         try:
             self._head = load_head(self._model_dir, self._dtype, self._device, left)
         except CapacityError as error:
             _log.warning("the head stays on the last stage: %s", str(error).splitlines()[0])
             self.has_head = False
 
-    def count_pages(self, layers: tuple[int, int]) -> int:
-        budget = kv_budget_bytes(self._config, self._device, self._sharers, self._working)
+    def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
+        budget = kv_budget_bytes(self._config, self._device, sharers, self._working)
         return count_pages(budget, self._facts, layers, self.page_size, self._dtype)
+
+    def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
+        """On a CPU, whose memory is taken only when pages are written."""
+        return shard_bytes(run, self._facts, layers, self._dtype) if self._device.type == "cpu" else 0
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
         facts = self._facts

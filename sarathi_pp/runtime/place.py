@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.runtime.host import usable_cpus
 from sarathi_pp.wire.mesh import Mesh
 
 STORE_VARIABLE = "SARATHI_PP_STORE"
@@ -49,7 +50,7 @@ class Place:
         return self.world_size > 1 and self.store is None
 
     def num_threads(self, environment: Mapping[str, str] = os.environ) -> int:
-        """Compute threads: the host's cores shared out, unless OMP_NUM_THREADS says otherwise.
+        """Compute threads: the CPUs that this process may use shared out, unless OMP_NUM_THREADS says otherwise.
 
         torchrun sets OMP_NUM_THREADS=1 for several processes a node whether the user wants it or not, so a 1
         there is no wish of the user's.
@@ -57,7 +58,7 @@ class Place:
         wish = environment.get("OMP_NUM_THREADS", "")
         if wish.isdigit() and int(wish) > 0 and not (wish == "1" and self.under_torchrun and self.local_world_size > 1):
             return int(wish)
-        return max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
+        return max(1, usable_cpus() // self.local_world_size)
 
 
 def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
+from sarathi_pp.runtime.host import host_id
 from sarathi_pp.runtime.whole_file import write_whole
 from sarathi_pp.trace.recorder import MOST_BYTES, trace_name
 from sarathi_pp.wire.mesh import Mesh, Seat
@@ -160,7 +161,7 @@ class RunDirectory:
     def identity(self) -> str:
         """Equal on two ranks exactly where both write into the same directory."""
         status = self.attempt_path.stat()
-        return f"{os.uname().nodename}:{status.st_dev}:{status.st_ino}"
+        return f"{host_id()}:{status.st_dev}:{status.st_ino}"
 
     def jobs(self) -> list[str]:
         """Who has claimed it: the last one, behind those whose run it goes on with."""

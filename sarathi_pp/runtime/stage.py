@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,12 +82,23 @@ class StageMaker(Protocol):
     @property
     def has_head(self) -> bool: ...
 
-    def load(self, layers: tuple[int, int]) -> None:
-        """Load what belongs to the layers [first, end)."""
+    def weight_bytes(self, layers: tuple[int, int]) -> int:
+        """Return what `load` takes for the layers [first, end), which it tells from the checkpoint's headers alone."""
         ...
 
-    def count_pages(self, layers: tuple[int, int]) -> int:
-        """How many KV pages fit beside what was loaded: when every rank has, since some may share the memory."""
+    def load(self, layers: tuple[int, int], room_bytes: int) -> None:
+        """Load what belongs to the layers [first, end). room_bytes: what this rank may take of the device's memory."""
+        ...
+
+    def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
+        """Return how many KV pages fit beside what was loaded: when every rank has, since some may share the memory.
+
+        sharers: ranks that draw on each pool of memory, by the pool's id.
+        """
+        ...
+
+    def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
+        """Return what `make` takes for KV pages before it can find out that they are not there; 0 if it can."""
         ...
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> Stage:

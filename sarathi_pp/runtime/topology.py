@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.runtime.bounded import within
+from sarathi_pp.runtime.host import host_id
 from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place, variable
@@ -86,9 +87,9 @@ class Topology:
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
             ) from error
         self._interface, self._store = interface, store
-        peers = self.exchange({"host": socket.gethostname(), "pid": os.getpid()})
+        peers = self.exchange({"host": socket.gethostname(), "host_id": host_id(), "pid": os.getpid()})
         self.hosts = [peer["host"] for peer in peers]
-        self.mesh = self.mesh.over(self.hosts)
+        self.mesh = self.mesh.over([peer["host_id"] for peer in peers])
         self._names = [
             f"{self.mesh.title(rank).removesuffix(')')}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)
         ]

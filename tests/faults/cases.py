@@ -153,6 +153,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "faults/test_no_room.py::test_kv_pages_that_do_not_fit_are_refused_with_what_would",
         "faults/test_no_room.py::test_weights_that_do_not_fit_are_refused_before_they_are_read",
         "faults/test_no_room.py::test_no_memory_in_the_middle_of_loading_is_not_taken_for_a_bad_checkpoint",
+        "faults/test_no_room.py::test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused",
+        "runtime/test_host.py::test_limits_of_the_container_decide_budgets_and_threads",
+        "runtime/test_demand.py::test_eight_stages_that_fit_one_by_one_and_not_together_are_refused",
         f"{_INSIDE}no_memory_once_costs_no_answer", "runtime/test_out_of_memory.py::test_there_is_no_third")),
     41: ("a KV pool that decodes exhaust", (
         "runtime/exact/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),

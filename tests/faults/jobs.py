@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -18,6 +19,8 @@ from tests.runtime.references import Tokens
 
 # What an answer is: the rest of a line tells of its times.
 Answers = dict[str, tuple[Tokens, str]]
+
+_INJECT = Path(__file__).with_name("inject")
 
 
 @dataclass
@@ -64,6 +67,12 @@ class Started:
     def end(self, timeout_s: float = 100) -> str:
         """What it has said by its end."""
         return self.process.communicate(timeout=timeout_s)[1]
+
+
+def fault(stage: int, what: str, step: int = 7) -> dict[str, str]:
+    """Return the environment in which one stage fails from inside; see inject/sitecustomize.py."""
+    path = os.pathsep.join([str(_INJECT), environment()["PYTHONPATH"]])
+    return {"PYTHONPATH": path, "SARATHI_PP_TEST_FAULT": f"stage={stage}:step={step}:{what}"}
 
 
 @contextmanager

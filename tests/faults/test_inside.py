@@ -14,13 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.jobs import answers, started
+from tests.faults.jobs import answers, fault, started
 from tests.model.families import write_checkpoint
 from tests.runtime.processes import COMMAND, Files, environment, free_port, full_pipe
 
 pytestmark = pytest.mark.timeout(200)
 
-INJECT = Path(__file__).with_name("inject")
 STAGES = 3
 OPTIONS = ("--max-new-tokens", "8", "--ignore-eos", "--chunk-size", "32")
 PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(200)]
@@ -42,11 +41,6 @@ def undisturbed(model, tmp_path_factory):
     with started(files, model, *OPTIONS) as run:
         assert run.end() == "" and run.process.returncode == 0
     return answers(files)
-
-
-def fault(stage: int, what: str, step: int = 7) -> dict[str, str]:
-    path = os.pathsep.join([str(INJECT), environment()["PYTHONPATH"]])
-    return {"PYTHONPATH": path, "SARATHI_PP_TEST_FAULT": f"stage={stage}:step={step}:{what}"}
 
 
 @pytest.mark.parametrize("stage", range(STAGES))

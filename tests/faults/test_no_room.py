@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 from transformers import core_model_loading
@@ -10,7 +12,7 @@ from sarathi_pp.errors import CapacityError
 from sarathi_pp.model import slice as slices
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.weights import StoredTensor
-from tests.faults.jobs import started
+from tests.faults.jobs import fault, started
 from tests.model.families import NUM_LAYERS, write_checkpoint
 from tests.runtime.processes import Files
 
@@ -29,6 +31,22 @@ def test_kv_pages_that_do_not_fit_are_refused_with_what_would(stages, model, tmp
         assert run.process.returncode == 2, said
     assert "need" in said and "KV pages of 16 tokens" in said and "are available" in said
     assert "try  --kv-cache-memory " in said and "Traceback" not in said
+    assert not files.output.exists()
+
+
+@pytest.mark.parametrize("what", ["weights", "KV pages of 16 tokens"])
+def test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused(what, model, tmp_path):
+    """Before anything is loaded; needed and available are of the host."""
+    files = Files(tmp_path)
+    files.write_prompts([(5, 6)])
+    needed = sum(slices.stage_bytes(model, layers, torch.float32) for layers in ((0, 3), (3, NUM_LAYERS)))
+    free = needed - 1 if what == "weights" else needed + 1
+    with started(files, model, "--stages", "2", "--dtype", "float32", **fault(1, "full", free)) as run:
+        said = run.end()
+        assert run.process.returncode == 2, said
+    assert f"host {socket.gethostname()}: ranks 0, 1 need " in said and f"GiB for {what}, and " in said, said
+    assert "are available in the host's memory\n  try  " in said
+    assert said.count("CapacityError") == 1 and "Traceback" not in said
     assert not files.output.exists()
 
 

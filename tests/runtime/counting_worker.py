@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from sarathi_pp.runtime.model_stage import ModelStages
@@ -21,15 +22,15 @@ def say(what: str) -> None:
     sys.stderr.write(f"{what} at {time.monotonic()}\n")
 
 
-def load_late(self: ModelStages, layers: tuple[int, int]) -> None:
-    load(self, layers)
+def load_late(self: ModelStages, layers: tuple[int, int], room_bytes: int) -> None:
+    load(self, layers, room_bytes)
     time.sleep(LATE_S * int(os.environ["RANK"]))
     say("loaded")
 
 
-def count_and_say(self: ModelStages, layers: tuple[int, int]) -> int:
+def count_and_say(self: ModelStages, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
     say("counts")
-    return count_pages(self, layers)
+    return count_pages(self, layers, sharers)
 
 
 if __name__ == "__main__":

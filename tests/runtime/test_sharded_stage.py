@@ -31,8 +31,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def maker(directory: Path, shard: TensorShard | None) -> ModelStages:
     config = RunConfig(model=str(directory), dtype="float32", device="cpu", kv_cache_memory_bytes=1 << 20, page_size=4)
-    stages = ModelStages(config, directory, check_model(directory), torch.float32, CPU, 1, shard)
-    stages.load(LAYERS)
+    stages = ModelStages(config, directory, check_model(directory), torch.float32, CPU, shard)
+    stages.load(LAYERS, 1 << 30)
     return stages
 
 
@@ -59,9 +59,9 @@ def test_two_shards_hold_twice_the_pages_and_draw_the_same_tokens(directory: Pat
     whole = maker(directory, None)
     total = Sum(2)
     shards = [maker(directory, total.shard(index)) for index in range(2)]
-    pages = whole.count_pages(LAYERS)
+    pages = whole.count_pages(LAYERS, {})
     assert pages == (1 << 20) // (2 * NUM_LAYERS * 4 * 2 * 16 * 4)
-    assert [shard.count_pages(LAYERS) for shard in shards] == [(1 << 20) // (2 * NUM_LAYERS * 4 * 1 * 16 * 4)] * 2
+    assert [shard.count_pages(LAYERS, {}) for shard in shards] == [(1 << 20) // (2 * NUM_LAYERS * 4 * 1 * 16 * 4)] * 2
 
     def drawn(shard: ModelStages) -> tuple[int, ...]:
         with total.turn:

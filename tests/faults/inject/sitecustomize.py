@@ -3,8 +3,9 @@
     SARATHI_PP_TEST_FAULT=stage=1:step=7:raise
 
 stage: whose process. step: of its microbatches, counted from 0. Then raise, hang or memory (no memory, the first time
-it computes that microbatch); `stall` never ends loading, whatever the step, and leaves a file of that name; `versions`
-makes it say that it is another release. Nothing of this is in the package.
+it computes that microbatch); `stall` never ends loading, whatever the step, and leaves a file of that name; `full`
+makes its host's memory have only that many bytes free; `versions` makes it say that it is another release. Nothing of
+this is in the package.
 """
 
 import importlib.abc
@@ -32,11 +33,19 @@ def fail(what):
 def spoil(module, step, what):
     if what == "stall":
 
-        def stall(self, layers):
+        def stall(self, layers, room_bytes):
             with open("stalled", "w"):
                 fail("hang")
 
         module.ModelStages.load = stall
+        return
+    if what == "full":
+        import dataclasses
+
+        from sarathi_pp.runtime import capacity
+
+        pools = capacity.memory_pools
+        capacity.memory_pools = lambda: tuple(dataclasses.replace(pool, free_bytes=step) for pool in pools())
         return
     prepare, steps = module.ModelStage.prepare, []
 

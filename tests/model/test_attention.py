@@ -403,13 +403,8 @@ def test_float32_models_never_multiply_in_bf16(precisions: list[str]) -> None:
 
 
 def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> None:
-    def no_folder(*args: object, **kwargs: object) -> object:
-        if kwargs.get("cache"):
-            raise RuntimeError("cannot cache function 'attend': no locator available")
-        return njit(*args, **kwargs)
-
-    njit = compiling.numba.njit
-    with mock.patch.object(compiling.numba, "njit", no_folder):
+    no_folder = RuntimeError("cannot cache function 'attend': no locator available")
+    with mock.patch.object(compiling, "KernelCache", side_effect=no_folder):
         assert callable(decode_kernel.compile_kernel.__wrapped__(decode_kernel.FLOAT32, 8, 2, 4))
 
 

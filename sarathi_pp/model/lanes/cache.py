@@ -1,0 +1,170 @@
+"""The files that hold compiled kernels: one file per kernel, signature and processor, checked when it is loaded.
+
+    identity + signature + processor -> digest -> attend-<digest>.kernel: magic | digest | sha256 of the code | code
+
+numba's own cache keeps all kernels of one name in an index and numbered files. Two writers that meet, or one that stops
+between its two writes, make it give one kernel the code of another. Here the name of a file says all that decides its
+code, a file is written under another name and then renamed, and whatever goes wrong with one costs a compilation only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import CompileResultCacheImpl, _Cache
+from numba.core.serialize import dumps
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"sarathi-pp kernel 1\n"
+_LOOK_EVERY_S = 0.05
+# Five minutes. The longest compilation takes some ten seconds; a process that has waited longer compiles too.
+_MOST_LOOKS = 6000
+
+
+class KernelCache(_Cache):  # type: ignore[misc]
+    """What a numba dispatcher asks for machine code before it compiles, and gives the code that it has compiled.
+
+    One process of a host compiles a kernel at a time, as far as files can be locked; the others wait for its code.
+    """
+
+    def __init__(self, function: Any, identity: bytes) -> None:
+        """Choose the folder in which numba would keep the function's code.
+
+        Args:
+            identity: all that decides the code, except its signature and the processor.
+
+        Raises:
+            RuntimeError: there is no such folder.
+        """
+        self._serializer = CompileResultCacheImpl(function)
+        self._folder = Path(self._serializer.locator.get_cache_path())
+        self._name = function.__name__
+        self._identity = identity
+        self._lock: tuple[Path, int] | None = None
+        self._warned = False
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._folder)
+
+    def enable(self) -> None:
+        """Do nothing; numba's interface has it."""
+
+    def disable(self) -> None:
+        """Do nothing; numba's interface has it."""
+
+    def flush(self) -> None:
+        """Do nothing: a file is never out of date, since its name says what it holds."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any | None:
+        """Return the compiled kernel for a signature, or None if this process has to compile it."""
+        target_context.refresh()
+        digest = self._digest(sig, target_context.codegen())
+        found = self._load(digest, target_context)
+        if found is None and self._wait_for_lock(self._path(digest)):
+            found = self._load(digest, target_context)
+            if found is not None:
+                self._release()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write the compiled kernel for a signature, if that is possible."""
+        try:
+            with self._optional("written"):
+                if self._serializer.check_cachable(data):
+                    self._save(self._digest(sig, data.codegen), dumps(self._serializer.reduce(data)))
+        finally:
+            self._release()
+
+    def _digest(self, sig: Any, codegen: Any) -> bytes:
+        return sha256(self._identity + repr((str(sig), codegen.magic_tuple())).encode()).digest()
+
+    def _path(self, digest: bytes) -> Path:
+        return self._folder / f"{self._name}-{digest.hex()}.kernel"
+
+    def _save(self, digest: bytes, code: bytes) -> None:
+        path = self._path(digest)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(_head(digest, code) + code)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        if self._lock is not None:  # this process alone writes this kernel: a writer that was killed has left these
+            for left in path.parent.glob(f"{path.stem}.*.partial"):
+                left.unlink(missing_ok=True)
+
+    def _load(self, digest: bytes, target_context: Any) -> Any | None:
+        with self._optional("read"):
+            try:
+                content = self._path(digest).read_bytes()
+            except FileNotFoundError:
+                return None
+            code = content[len(_head(digest, b"")) :]
+            if content != _head(digest, code) + code:
+                raise ValueError("the file is damaged")
+            return self._serializer.rebuild(target_context, pickle.loads(code))
+        return None
+
+    def _wait_for_lock(self, path: Path) -> bool:
+        """Wait until no other process compiles this kernel, and lock it.
+
+        Returns:
+            False if it cannot be locked, or another process takes too long.
+        """
+        self._release()
+        lock = path.with_suffix(".lock")
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        for _ in range(_MOST_LOOKS):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                threading.Event().wait(_LOOK_EVERY_S)
+                continue
+            except OSError:  # a file system without locks
+                break
+            self._lock = lock, descriptor
+            return True
+        os.close(descriptor)
+        return False
+
+    def _release(self) -> None:
+        """Unlock, also after a compilation that raised."""
+        if self._lock is None:
+            return
+        (lock, descriptor), self._lock = self._lock, None
+        with suppress(OSError):
+            lock.unlink()  # who waits for this file finds the kernel; who comes later makes another file
+        os.close(descriptor)
+
+    @contextmanager
+    def _optional(self, done: str) -> Iterator[None]:
+        """Take whatever is raised inside for a kernel that has to be compiled, and report it once."""
+        try:
+            yield
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "the compiled kernel %s cannot be %s in %s and is compiled at each start: %s: %s",
+                    *(self._name, done, self._folder, type(error).__name__, error),
+                )
+
+
+def _head(digest: bytes, code: bytes) -> bytes:
+    return _MAGIC + digest + sha256(code).digest()

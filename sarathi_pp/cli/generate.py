@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -234,6 +236,7 @@ def _generate(options: dict[str, Any]) -> int:
         strict=options["strict"],
         verify=options["verify"] is not None,
         metrics_port=options["metrics_port"],
+        how_to_resume=_how_to_resume(options, under_torchrun=place is not None and place.under_torchrun),
     )
     console = RunConsole(quiet=place is not None and place.rank != 0)
     display = BatchDisplay(
@@ -267,6 +270,18 @@ def _with_scratch(job: BatchJob, place: Place | None, held: ExitStack) -> BatchJ
         return replace(job, config=replace(job.config, run_dir=Path(place.store).parent / "run"))
     scratch = Path(held.enter_context(TemporaryDirectory(prefix="sarathi-pp-")))
     return replace(job, config=replace(job.config, run_dir=scratch / "run"), scratch=scratch)
+
+
+def _how_to_resume(options: dict[str, Any], *, under_torchrun: bool) -> str:
+    from sarathi_pp.runtime.source import is_stream
+
+    if any(map(is_stream, (options["input_path"], options["output_path"]))):
+        return "a stream cannot be resumed: send the lines without an answer again"
+    if under_torchrun:
+        return "to resume, give --resume to the same command"
+    program = ["sarathi-pp"] if shutil.which("sarathi-pp") else [sys.executable, "-m", "sarathi_pp"]
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--resume", "--overwrite")]
+    return f"to resume:\n{shlex.join([*program, *arguments, '--resume'])}"
 
 
 def _start(options: dict[str, Any]) -> Start:

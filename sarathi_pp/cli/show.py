@@ -57,6 +57,10 @@ class BatchDisplay:
         with suppress(OSError):
             self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        with suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def error(self, text: str) -> None:
         with suppress(OSError):
             click.echo(text.rstrip(), err=True)

@@ -19,7 +19,7 @@ from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.interface import exposure
 from sarathi_pp.runtime.journal import Journal
-from sarathi_pp.runtime.place import Place, find_place, mesh_of
+from sarathi_pp.runtime.place import Place, find_place, mesh_of, stopped_mark
 from sarathi_pp.runtime.preflight import (
     BatchJob,
     Preflight,
@@ -42,6 +42,7 @@ from sarathi_pp.runtime.signals import Signals
 from sarathi_pp.runtime.sink import FileSink, Sink
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.source import FileSource, Limits, MemorySource, RequestMaker
+from sarathi_pp.runtime.stop_notice import StopNotice
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.replicas import figures
@@ -55,6 +56,7 @@ class Display(Protocol):
     """Who shows a run to the user; only rank 0 talks."""
 
     def warn(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
     def progress(self, num_stages: int) -> AbstractContextManager[Callable[[Snapshot], None]]: ...
     def report(self, report: dict[str, Any]) -> None: ...
     def nothing_left(self, num_rows: int, num_errors: int) -> None: ...
@@ -127,6 +129,7 @@ def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int 
 
 def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse) -> int:
     def drive(this: Job, signals: Signals) -> dict[str, Any]:
+        stoppable.append(signals)
         with signals.draining():
             if rank.rank == 0:
                 return _answer(job, checked, this, display, signals)
@@ -135,19 +138,15 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
 
     def work() -> int:
         located = mine.append
-        report = run_rank(checked, rank, leave, drive, located, analyse)
-        if report is None:
-            return EXIT_OK
-        display.report(report)
-        if report["stopped_by"] is not None:
-            display.warn(f"stopped by {report['stopped_by']}; with --resume a file of rows is gone on with")
-            return StoppedError.by(Signal[report["stopped_by"]], "the run").exit_code
-        failed = report["failed"] or report.get("whole_run", report)["failed"] or report["resumed"]["failed"]
-        return EXIT_ROWS_FAILED if failed else EXIT_OK
+        return _show(run_rank(checked, rank, leave, drive, located, analyse), job, display)
 
     def leave(error: SarathiError) -> None:
         note(error.exit_code)
-        display.error(f"{type(error).__name__}: {error}")
+        say(_last_words(error, job, rank, working=bool(stoppable)))
+
+    def say(text: str) -> None:
+        if not _is_echo(rank, stoppable):
+            display.error(text)
 
     def note(code: int) -> None:
         if job.scratch is not None:
@@ -160,7 +159,37 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
 
     # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.
     mine: list[RunDirectory] = [checked.run_dir] if rank.rank == 0 else []
-    return end(work, rank, mesh_of(checked.config).title(rank.rank), display.error, note)
+    stoppable: list[Signals] = []  # once this rank works
+    return end(work, rank, mesh_of(checked.config).title(rank.rank), say, note)
+
+
+def _show(report: dict[str, Any] | None, job: BatchJob, display: Display) -> int:
+    """Show the report, which only rank 0 has, and return the exit code."""
+    if report is None:
+        return EXIT_OK
+    display.report(report)
+    if report["stopped_by"] is not None:
+        display.warn(f"stopped by {report['stopped_by']}; {job.how_to_resume}")
+        return StoppedError.by(Signal[report["stopped_by"]], "the run").exit_code
+    failed = report["failed"] or report.get("whole_run", report)["failed"] or report["resumed"]["failed"]
+    return EXIT_ROWS_FAILED if failed else EXIT_OK
+
+
+def _last_words(error: SarathiError, job: BatchJob, rank: Place, *, working: bool) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if rank.rank or not working or not isinstance(error, StoppedError):
+        return text
+    if rank.store is not None:
+        stopped_mark(rank.store).touch()
+    return f"{text}; {job.how_to_resume}"
+
+
+def _is_echo(rank: Place, stoppable: Sequence[Signals]) -> bool:
+    """Return whether rank 0 says what ends this rank, because a signal ends the run."""
+    if rank.rank == 0:
+        return False
+    launched = rank.store is not None and stopped_mark(rank.store).exists()
+    return launched or any(signals.asked() is not None for signals in stoppable)
 
 
 def run_rows(
@@ -285,8 +314,14 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
         stack.callback(source.close)
         stack.push(lambda kind, error, trace: rank.take_over() if error is not None else None)
         observe = stack.enter_context(display.progress(run.num_stages * run.replicas))
-        driver = rank.driver(checked.defaults.eos_token_ids, tokenizer.stop_checker, observe, display.warn)
-        asked = driver.run(source, sink, signals.asked)
+        notice = StopNotice(observe, display.note)
+        driver = rank.driver(checked.defaults.eos_token_ids, tokenizer.stop_checker, notice.observe, display.warn)
+        signals.announce(notice.say)
+        try:
+            asked = driver.run(source, sink, signals.asked)
+        except StoppedError as error:
+            error.args = (f"{error}; {job.how_to_resume}",)
+            raise
         driver.close()
     stopped_by = Signal(asked.number).name if asked is not None else None
     # What a lost replica has answered is in no trace that is folded.

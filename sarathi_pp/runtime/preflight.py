@@ -30,7 +30,8 @@ class BatchJob:
 
     force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
     weight files are read as a whole and compared with their sums. scratch: a temporary folder that holds this rank's
-    run directory, of which nothing stays; None if the run directory is kept.
+    run directory, of which nothing stays; None if the run directory is kept. how_to_resume: for the message of a
+    stopped run.
     """
 
     config: RunConfig
@@ -43,6 +44,7 @@ class BatchJob:
     verify: bool = False
     metrics_port: int | None = None
     scratch: Path | None = None
+    how_to_resume: str = "to resume, give --resume"
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,11 +103,18 @@ class Signals:
         self._end_within = end_within
         self._clock = SystemClock()
         self._asked: Asked | None = None
+        self._announce: Callable[[Asked], None] | None = None
         self._phase: Literal["starting", "running", "ending"] = "starting"
 
     def asked(self) -> Asked | None:
         """The first signal, None while there was none."""
         return self._asked
+
+    def announce(self, say: Callable[[Asked], None]) -> None:
+        """Call `say` at the first signal, on a thread of its own: standard error may take nothing."""
+        self._announce = say
+        if self._asked is not None:
+            say(self._asked)
 
     def pause(self) -> None:
         """For whoever waits for somebody else: a moment, or StoppedError where there was a signal."""
@@ -170,6 +177,8 @@ class Signals:
                 return
         if self._asked is None:
             self._asked = Asked(number, now_s, math.inf if patient else now_s + DRAIN_S)
+            if self._announce is not None:
+                threading.Thread(target=self._announce, args=(self._asked,), name="announce", daemon=True).start()
         else:
             self._asked = replace(self._asked, until_s=min(self._asked.until_s, now_s))
         if self._phase == "running":

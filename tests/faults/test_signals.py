@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import time
 
@@ -44,6 +45,19 @@ def expect_drained(run: Started, number: int, code: int) -> None:
     assert run.files.exit_code() == code
 
 
+def expect_said(said: str, files: Files, number: int) -> None:
+    """What happens now, once, at the first signal; and in the end how to resume, to be copied into a shell."""
+    (notice,) = re.findall("^stopping.*$", said, re.MULTILINE)
+    assert re.search(r": \d+ running requests? (is|are) finished first", notice)
+    if number == signal.SIGINT:
+        assert notice.endswith("; Ctrl-C again ends at once")
+    else:
+        assert signal.Signals(number).name in notice and notice.endswith("up to 20 s; another signal ends at once")
+    assert "PeerLostError" not in said, "another rank has spoken"
+    command = shlex.split(said.rstrip().splitlines()[-1])
+    assert "generate" in command[1:4] and command[-1] == "--resume" and str(files.output) in command
+
+
 def last_begun_s(files: Files) -> float:
     """When a request was given its first microbatch for the last time, Unix time."""
     events = [json.loads(line) for line in files.traces()[0].read_text().splitlines()]
@@ -65,7 +79,8 @@ def test_what_runs_is_finished(number, code, stages, files, model):
         assert time.monotonic() - began_s < PROMPT_END_S
         assert last_begun_s(files) < sent_s + HEEDED_S
         assert run.process.returncode == code, said
-        assert f"stopped by {signal.Signals(number).name}" in said and "Traceback" not in said
+        assert f"stopped by {signal.Signals(number).name}; to resume:\n" in said and "Traceback" not in said
+        expect_said(said, run.files, number)
         assert not psutil.wait_procs(family, timeout=1)[1]
     expect_drained(run, number, code)
 
@@ -113,6 +128,7 @@ def test_the_second_signal_ends_it_at_once(number, stages, files, model):
         assert run.process.returncode == (130 if number == signal.SIGINT else 75), said
         assert "Traceback" not in said
         assert "unfinished, was stopped by" in said
+        expect_said(said, files, number)
     assert len(answers(files)) >= 1
 
 

@@ -18,6 +18,7 @@ from torch.distributed.run import main as torchrun
 
 from sarathi_pp.errors import EXIT_OK, ConfigError, PeerLostError, StoppedError
 from sarathi_pp.runtime.rundir import RunDirectory
+from sarathi_pp.runtime.signals import ignore_signals
 
 # Of torchrun. The first that comes is passed on to the ranks.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -32,7 +33,10 @@ def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
     before = run_dir.end_mark()
     rank = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
     try:
-        torchrun(["--signals-to-handle", _SIGNALS, "--no-python", *rank])
+        try:
+            torchrun(["--signals-to-handle", _SIGNALS, "--no-python", *rank])
+        finally:
+            ignore_signals()  # torchrun's handlers stay, and would raise while this process exits
         # As the other nodes' ranks end when the run was told to stop on one of them, or has rows that failed.
         code = EXIT_OK
     except ChildFailedError as error:

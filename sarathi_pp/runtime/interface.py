@@ -24,7 +24,7 @@ _RENDEZVOUS = (
     "torchrun's rendezvous listens on every interface of its host and unpickles what it finds: close its port to "
     "strangers, or use --stages on one host"
 )
-_LOOPBACK = "lo"
+_LOOPBACK, _LOOPBACK_ADDRESS = "lo", "127.0.0.1"
 # A family of addresses, and one of them with its port.
 Target = tuple[int, Any]
 
@@ -47,11 +47,11 @@ def choose_interface(place: Place) -> Interface:
     Raises ConfigError where there is no such interface, or no way to rank 0.
     """
     if place.store is not None:
-        return Interface(_LOOPBACK, "127.0.0.1")
+        return Interface(_LOOPBACK, _LOOPBACK_ADDRESS)
     if place.interface is not None:
         return Interface(place.interface, _address_of(place.interface))
     if place.master is None or place.local_world_size == place.world_size:
-        return Interface(_LOOPBACK, "127.0.0.1")
+        return Interface(_LOOPBACK, _LOOPBACK_ADDRESS)
     host, port = place.master
     try:
         own = first_that_works(addresses_of(host, port), _own_address)
@@ -63,6 +63,18 @@ def choose_interface(place: Place) -> Interface:
     if ipaddress.ip_address(own).is_loopback:  # of 127.0.0.0/8 the kernel lists one
         return Interface(_LOOPBACK, own)
     raise ConfigError(f"{own}, from which {host} is reached, is on no interface; name one in {INTERFACE_VARIABLE}")
+
+
+def require_loopback() -> None:
+    """Raise ConfigError if nothing on this host can be reached at 127.0.0.1, as in a new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_LOOPBACK_ADDRESS, 9))  # sends nothing: asks for the way
+        except OSError as error:
+            raise ConfigError(
+                f"the loopback interface is down ({error.strerror}: {_LOOPBACK_ADDRESS}), and the ranks of one host "
+                f"talk over it\n  try  `ip link set {_LOOPBACK} up` first, or a single rank"
+            ) from None
 
 
 def addresses_of(host: str, port: int) -> list[Target]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, StoppedError, signal_name
 from sarathi_pp.runtime.host import usable_cpus
+from sarathi_pp.runtime.interface import require_loopback
 from sarathi_pp.runtime.place import (
     LAUNCHER_VARIABLE,
     RESTART_VARIABLE,
@@ -68,7 +69,9 @@ class Workers:
         return Place(rank, self._world_size, rank, self._world_size, store=str(self.store))
 
     def start(self, arguments: Sequence[str]) -> None:
-        """Run `sarathi-pp ARGUMENTS` as every rank."""
+        """Run `sarathi-pp ARGUMENTS` as every rank. Raises ConfigError if they could not talk to each other."""
+        if self._world_size > 1:
+            require_loopback()
         command = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
         for rank in range(self._first_rank, self._world_size):
             environment = {**os.environ, **self._environment(rank)}

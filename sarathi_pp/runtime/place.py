@@ -72,11 +72,16 @@ def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun or our launcher gave this process; None where neither started it."""
+    """Return the place that torchrun or our launcher gave this process; None if neither started it.
+
+    Empty variables count as unset. A pod or a job script may set RANK=0 and WORLD_SIZE=1 for its only process; without
+    torchrun that is no rank of a run, and the process starts as many as it is asked for.
+    """
+    environment = _set(environment)
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     try:
-        return Place(
+        place = Place(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
             local_rank=int(environment.get("LOCAL_RANK", "0")),
@@ -93,6 +98,12 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     except ValueError as error:
         names = f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and {LAUNCHER_VARIABLE}"
         raise ConfigError(f"{names} must be integers: {error}") from None
+    if not 0 <= place.rank < place.world_size:
+        raise ConfigError(
+            f"RANK is {place.rank} and WORLD_SIZE is {place.world_size}; ranks are numbers from 0 to WORLD_SIZE - 1"
+        )
+    alone = place.world_size == 1 and place.store is None and "TORCHELASTIC_RUN_ID" not in environment
+    return None if alone else place
 
 
 def expected_place(environment: Mapping[str, str] = os.environ) -> Place:
@@ -100,6 +111,7 @@ def expected_place(environment: Mapping[str, str] = os.environ) -> Place:
 
     On another host where MASTER_ADDR and MASTER_PORT are set, and else on this one.
     """
+    environment = _set(environment)
     master = _master(environment)
     place = Place(
         world_size=2,
@@ -108,6 +120,10 @@ def expected_place(environment: Mapping[str, str] = os.environ) -> Place:
         interface=environment.get(INTERFACE_VARIABLE) or None,
     )
     return find_place(environment) or place
+
+
+def _set(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if value}
 
 
 def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:

@@ -162,10 +162,15 @@ def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_b
 
 def _bound_memory(more_bytes: int) -> None:
     """Of this process, above what it has now."""
-    with open("/proc/self/statm", "rb") as sizes:
-        most = int(sizes.read().split()[0]) * resource.getpagesize() + more_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    kind = resource.RLIMIT_AS
+    try:
+        with open("/proc/self/statm", "rb") as sizes:
+            most = int(sizes.read().split()[0]) * resource.getpagesize() + more_bytes
+    except OSError:  # without /proc the size of its address space is not known, only how much of it is resident
+        kind = resource.RLIMIT_DATA
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + more_bytes
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

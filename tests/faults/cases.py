@@ -23,6 +23,7 @@ _LARGE = "faults/test_large_rows.py::test_"
 _UNHEARD = "faults/test_nobody_listens.py::test_"
 _NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
 _EDGE = "runtime/test_torch_channel.py::test_"
+_ENVIRONMENTS = "faults/test_environments.py::test_"
 _SOAK = "faults/test_soak.py::test_every_row_is_accounted_for"
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
@@ -155,6 +156,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "faults/test_no_room.py::test_no_memory_in_the_middle_of_loading_is_not_taken_for_a_bad_checkpoint",
         "faults/test_no_room.py::test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused",
         "runtime/test_host.py::test_limits_of_the_container_decide_budgets_and_threads",
+        "faults/test_cgroup.py::test_budgets_and_threads_are_of_the_cgroup",
         "runtime/test_demand.py::test_eight_stages_that_fit_one_by_one_and_not_together_are_refused",
         f"{_INSIDE}no_memory_once_costs_no_answer", "runtime/test_out_of_memory.py::test_there_is_no_third")),
     41: ("a KV pool that decodes exhaust", (
@@ -195,4 +197,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     52: ("processes that compile the same kernel at the same time", (
         "model/test_kernel_cache.py::test_one_process_compiles_and_the_others_wait",
         "model/test_kernel_cache.py::test_two_writers_touch_no_file_of_each_other")),
+    53: ("environments of pods and sandboxes: variables of a lone process, no loopback, no /proc", (
+        f"{_ENVIRONMENTS}variables_that_name_no_other_rank_leave_stages_its_meaning",
+        f"{_ENVIRONMENTS}a_rank_that_cannot_be_is_refused",
+        f"{_ENVIRONMENTS}a_loopback_that_is_down_is_named_once_before_anything_starts",
+        f"{_ENVIRONMENTS}without_proc_a_run_works")),
 }  # fmt: skip

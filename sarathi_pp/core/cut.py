@@ -37,7 +37,9 @@ def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
     embed_s = embed.a0 + embed.a1 * cost.tiles(load.num_tokens)
     layer_s: list[float] = []  # of each stage
     for index, stage in enumerate(inner.stages):
-        layer_s.append((inner.seconds(index, load) - stage.head_s * load.decodes) / _count(stage.layers))
+        # Not below 0 by rounding: a stage takes no less for a layer more.
+        layers_s = max(0.0, inner.seconds(index, load) - stage.head_s * load.decodes)
+        layer_s.append(layers_s / _count(stage.layers))
     num_layers = cost.stages[-1].layers[1]
 
     def seconds(stage: int, first: int, end: int) -> float:

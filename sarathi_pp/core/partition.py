@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal, NamedTuple
 
 from sarathi_pp.errors import PartitionError
@@ -11,6 +13,9 @@ from sarathi_pp.errors import PartitionError
 Layers = tuple[tuple[int, int], ...]
 # By stage, and the layers [first, end) that it would have.
 StageSeconds = Callable[[int, int, int], float]
+
+# Steps in the search for a limit. After 50 it exceeds the least one by a rounding error.
+_BISECTIONS = 50
 
 
 def partition(num_layers: int, num_stages: int, split: Sequence[int] | Literal["even"] | None = None) -> Layers:
@@ -38,23 +43,22 @@ def partition(num_layers: int, num_stages: int, split: Sequence[int] | Literal["
 
 
 def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -> Layers:
-    """The contiguous split whose slowest stage takes least; among equals, one whose stages differ little.
+    """Return the contiguous split whose slowest stage takes least; among equals, one whose stages differ little.
 
-    seconds: what a stage with such layers takes.
-    Raises PartitionError where there are fewer layers than stages.
+    Args:
+        seconds: what a stage with such layers takes; no less if a layer is added at either end.
+
+    Raises:
+        PartitionError: there are fewer layers than stages.
     """
     _require_layers(num_layers, num_stages)
+    limit_s = _attained_s(num_layers, num_stages, seconds)
+    starts = _least_starts(num_layers, num_stages, seconds, limit_s)
     # By end: the best way to share the layers [0, end) out over the stages so far.
     best = {0: _Share(0.0, 0.0, (0,))}
-    for stage in range(1, num_stages + 1):
-        last_end = num_layers - (num_stages - stage)
-        best = {
-            end: min(
-                (one.followed_by(end, seconds(stage - 1, first, end)) for first, one in best.items() if first < end),
-                key=_Share.rank,
-            )
-            for end in range(stage, last_end + 1)
-        }
+    for stage in range(num_stages):
+        last_end = num_layers - (num_stages - stage - 1)
+        best = dict(_best_shares(best, range(starts[stage + 1], last_end + 1), partial(seconds, stage), limit_s))
     return tuple(pairwise(best[num_layers].cuts))
 
 
@@ -65,12 +69,71 @@ class _Share(NamedTuple):
     squares: float
     cuts: tuple[int, ...]
 
-    def followed_by(self, end: int, stage_s: float) -> _Share:
-        return _Share(max(self.slowest_s, stage_s), self.squares + stage_s**2, (*self.cuts, end))
 
-    def rank(self) -> tuple[float, float, tuple[int, ...]]:
-        """Squares are least where times are equal; then the earlier stages take more, as in an even split."""
-        return self.slowest_s, self.squares, tuple(-cut for cut in self.cuts)
+def _best_shares(
+    best: Mapping[int, _Share], ends: range, seconds: Callable[[int, int], float], limit_s: float
+) -> Iterator[tuple[int, _Share]]:
+    """Yield the best share for each of the ends that one more stage reaches within `limit_s`.
+
+    Squares are least if the slowest stages are equal; among equals, the earlier stages take more, as in an even split.
+    """
+    lowest, highest = min(best), max(best)
+    slowest = {first: share.slowest_s for first, share in best.items()}
+    squares = {first: share.squares for first, share in best.items()}
+    for end in ends:
+        # Of the best start so far, `chosen`.
+        slowest_s, least, chosen = limit_s, inf, -1
+        for first in range(min(end - 1, highest), lowest - 1, -1):
+            stage_s = seconds(first, end)
+            if stage_s > slowest_s:
+                break  # an earlier start takes no less
+            before_s = slowest.get(first, inf)
+            if before_s > slowest_s:
+                continue
+            found_s, found = max(before_s, stage_s), squares[first] + stage_s * stage_s
+            better = found_s < slowest_s or found < least
+            if better or (found == least and best[first].cuts > best[chosen].cuts):
+                slowest_s, least, chosen = found_s, found, first
+        if chosen >= 0:
+            yield end, _Share(slowest_s, least, (*best[chosen].cuts, end))
+            # With more layers the best start is no earlier: squares of sums are convex (Yao, STOC 1980).
+            lowest = chosen
+
+
+def _attained_s(num_layers: int, num_stages: int, seconds: StageSeconds) -> float:
+    """Return the slowest stage's time in a split that fills stage after stage, with the limit found by bisection.
+
+    The best split keeps within it, so nothing slower has to be looked at.
+    """
+    low = 0.0
+    high = max(seconds(stage, *span) for stage, span in enumerate(partition(num_layers, num_stages)))
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        found = _slowest_if_filled(num_layers, num_stages, seconds, middle)
+        low, high = (low if found <= middle else middle), min(found, high)
+    return high
+
+
+def _slowest_if_filled(num_layers: int, num_stages: int, seconds: StageSeconds, limit_s: float) -> float:
+    """Return the slowest stage's time if each stage takes what it can within `limit_s`, and the last all others."""
+    slowest_s, first = 0.0, 0
+    for stage in range(num_stages - 1):
+        end = first + 1
+        while end < num_layers - (num_stages - stage - 1) and seconds(stage, first, end + 1) <= limit_s:
+            end += 1
+        slowest_s, first = max(slowest_s, seconds(stage, first, end)), end
+    return max(slowest_s, seconds(num_stages - 1, first, num_layers))
+
+
+def _least_starts(num_layers: int, num_stages: int, seconds: StageSeconds, limit_s: float) -> list[int]:
+    """Return the least start of each stage with which it and the later ones can keep within `limit_s`; then the end."""
+    starts = [num_layers]
+    for stage in reversed(range(num_stages)):
+        start = starts[-1]
+        while start > stage and seconds(stage, start - 1, starts[-1]) <= limit_s:
+            start -= 1
+        starts.append(start)
+    return starts[::-1]
 
 
 def _require_layers(num_layers: int, num_stages: int) -> None:

@@ -55,6 +55,61 @@ def test_split_by_time_is_the_best_of_all(layer_times, embed, head, data):
     assert slowest(found, seconds) == min(slowest(layers, seconds) for layers in every)
 
 
+def first_of_all_pairs(num_layers, num_stages, seconds):
+    """The definition of the split by time: every start of every stage is compared."""
+
+    def rank(share):
+        return share[0], share[1], tuple(-cut for cut in share[2])
+
+    best = {0: (0.0, 0.0, (0,))}
+    for stage in range(num_stages):
+        shares = {}
+        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+            found = []
+            for first, (slowest_s, squares, cuts) in best.items():
+                if first < end:
+                    stage_s = seconds(stage, first, end)
+                    found.append((max(slowest_s, stage_s), squares + stage_s**2, (*cuts, end)))
+            shares[end] = min(found, key=rank)
+        best = shares
+    return tuple(itertools.pairwise(best[num_layers][2]))
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 3, 9, 40]), min_size=1, max_size=12),
+    st.lists(st.sampled_from([1, 2, 3, 20]), min_size=12, max_size=12),
+    st.integers(0, 9),
+    st.integers(0, 40),
+    st.data(),
+)
+def test_split_by_time_is_that_of_its_definition(layer_times, speeds, embed, head, data):
+    num_layers = len(layer_times)
+    stages = data.draw(st.integers(1, num_layers))
+
+    def seconds(stage, first, end):
+        return float(speeds[stage] * sum(layer_times[first:end]) + embed * (first == 0) + head * (end == num_layers))
+
+    assert partition_by_time(num_layers, stages, seconds) == first_of_all_pairs(num_layers, stages, seconds)
+
+
+@pytest.mark.parametrize(
+    ("head", "slow_stage", "most_calls"), [(3, 1, 300_000), (30, 1, 2_000_000), (0, 50, 2_000_000)]
+)
+def test_a_thousand_layers_on_a_hundred_stages_are_few_questions(head, slow_stage, most_calls):
+    """Comparing every start with every end would ask for 40 million times."""
+    calls = 0
+
+    def seconds(stage, first, end):
+        nonlocal calls
+        calls += 1
+        return (end - first) * (slow_stage if stage == 0 else 1.0) + head * (end == 1000)
+
+    found = partition_by_time(1000, 100, seconds)
+    assert len(found) == 100 and found[-1][1] == 1000
+    assert slowest(found, seconds) == max(11, head + 1, slow_stage)
+    assert calls < most_calls
+
+
 @given(st.integers(1, 40), st.data())
 def test_layers_alike_are_split_evenly(num_layers, data):
     stages = data.draw(st.integers(1, num_layers))

@@ -16,6 +16,7 @@ import click
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
 from sarathi_pp.config import DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
+from sarathi_pp.runtime.input_format import INPUT_FORMATS
 
 if TYPE_CHECKING:
     from sarathi_pp.cli.show import BatchDisplay
@@ -37,6 +38,13 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     help="No model: stages sleep the time that this profile.json says. Prompts are token ids.",
 )
 @click.option("--input", "-i", "input_path", required=True, metavar="FILE|-", help="Prompts: JSON Lines or plain text.")
+@click.option(
+    "--input-format",
+    type=click.Choice(INPUT_FORMATS),
+    default="auto",
+    show_default=True,
+    help="text: a prompt per line; auto: by name and first lines.",
+)
 @click.option(
     "--output",
     "-o",
@@ -237,6 +245,7 @@ def _generate(options: dict[str, Any]) -> int:
         verify=options["verify"] is not None,
         metrics_port=options["metrics_port"],
         how_to_resume=_how_to_resume(options, under_torchrun=place is not None and place.under_torchrun),
+        input_format=options["input_format"],
     )
     console = RunConsole(quiet=place is not None and place.rank != 0)
     display = BatchDisplay(
@@ -302,7 +311,7 @@ def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
     checked = preflight(job)
     if (code := end_if_finished(job, checked, display)) is not None:
         return code
-    check_lines(job, checked.defaults, display.warn)
+    check_lines(job, checked, display.warn)
     check_weights(job)
     mesh, descriptors = mesh_of(job.config), descriptors_of(job.input_path, job.output_path)
     code = launch(mesh, sys.argv[1:], display.error, max_restarts=max_restarts, descriptors=descriptors)

@@ -103,7 +103,7 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
         exposed = exposure(rank) if rank.rank == 0 else None
         if rank.store is None and not again:  # else our launcher, or the first start, has done it
             if rank.rank == 0:
-                check_lines(job, checked.defaults, display.warn)
+                check_lines(job, checked, display.warn)
             if rank.local_rank == 0:
                 check_weights(job)
     except SarathiError as error:
@@ -310,6 +310,7 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
             capacity=2 * run.max_num_seqs * run.replicas,
             request_rate=config.request_rate,
             done=done,
+            asked=job.input_format,
         )
         stack.callback(source.close)
         stack.push(lambda kind, error, trace: rank.take_over() if error is not None else None)

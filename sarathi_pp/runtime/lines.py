@@ -1,4 +1,4 @@
-"""The lines of an input, as bytes, and whether they are plain text or JSON."""
+"""The lines of an input, as bytes."""
 
 from __future__ import annotations
 
@@ -39,16 +39,3 @@ def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterat
                 data = stream.readline(_SKIP_BYTES)
         if cut or body.strip():
             yield RawLine(number, body, cut)
-
-
-def is_plain_text(name: str, first: RawLine | None) -> bool:
-    """The format of a whole file. `first` is its first line that is not blank.
-
-    .txt is plain text; .jsonl, .ndjson and .json are JSON Lines; any other name, `-` included, is JSON Lines
-    exactly if its first line begins with `{`.
-    """
-    if name.lower().endswith(".txt"):
-        return True
-    if name.lower().endswith((".jsonl", ".ndjson", ".json")):
-        return False
-    return first is not None and not first.data.lstrip().startswith(b"{")

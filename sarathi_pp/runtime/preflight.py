@@ -16,11 +16,21 @@ from sarathi_pp.model.verify import verify_weights
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.identity import Identity, differences, grown_input, identity_of, output_name
+from sarathi_pp.runtime.input_format import InputFormat
 from sarathi_pp.runtime.journal import Done, Start, holds_anything, read_done
 from sarathi_pp.runtime.place import Place, rendezvous_of
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import check_output
-from sarathi_pp.runtime.source import check_input, count_rows, has_every_row, is_regular, is_stream, scan_input
+from sarathi_pp.runtime.source import (
+    check_input,
+    check_redirected,
+    count_rows,
+    has_every_row,
+    is_regular,
+    is_stream,
+    scan_input,
+)
+from sarathi_pp.runtime.text import has_tokenizer
 from sarathi_pp.runtime.tuning import profile_mismatch, tuned
 
 
@@ -31,7 +41,7 @@ class BatchJob:
     force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
     weight files are read as a whole and compared with their sums. scratch: a temporary folder that holds this rank's
     run directory, of which nothing stays; None if the run directory is kept. how_to_resume: for the message of a
-    stopped run.
+    stopped run. input_format: what the user says that the lines are.
     """
 
     config: RunConfig
@@ -45,6 +55,7 @@ class BatchJob:
     metrics_port: int | None = None
     scratch: Path | None = None
     how_to_resume: str = "to resume, give --resume"
+    input_format: InputFormat = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,25 +149,29 @@ def finished_before(job: BatchJob) -> Done | None:
     done = read_done(job.output_path)
     if done is None or (job.retry_errors and done.num_errors > done.num_duplicates):
         return None
-    return done if has_every_row(job.input_path, done) else None
+    return done if has_every_row(job.input_path, done, job.input_format) else None
 
 
-def check_lines(job: BatchJob, defaults: GenerationDefaults, warn: Callable[[str], None]) -> None:
+def check_lines(job: BatchJob, checked: Preflight, warn: Callable[[str], None]) -> None:
     """Tell what is wrong with the lines of an input file, once and before anything is loaded.
 
-    Raises InputError for any of it under --strict.
+    Raises InputError if no line can run, for what is no file of lines, and under --strict for any line.
     """
     if not is_regular(job.input_path):
+        check_redirected(job.input_format)
         return
-    found = scan_input(job.input_path, defaults)
+    has_text = checked.model_dir is not None and has_tokenizer(checked.model_dir)
+    found = scan_input(job.input_path, checked.defaults, asked=job.input_format, has_text=has_text)
     if not found.num_problems:
         return
     more = f"; and {left} more" if (left := found.num_problems - len(found.problems)) else ""
-    text = f"--input {job.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: "
-    text += "; ".join(found.problems) + more
+    problems = "; ".join(found.problems) + more
+    if found.num_problems == found.num_rows:
+        raise InputError(f"--input {job.input_path}: none of its {found.num_rows} rows can run: {problems}")
+    text = f"--input {job.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: {problems}"
     if job.strict:
         raise InputError(f"{text}. Without --strict the others are run")
-    warn(text)
+    warn(f"{text}. Their lines in the output tell more")
 
 
 def check_weights(job: BatchJob) -> None:

@@ -3,7 +3,7 @@
     bytes -> RawLine -> parse_line -> ParsedLine -> (tokenise, check) -> Row -> engine -> sink
                              `- LineError ------------------------------^
 
-A file is JSON Lines or plain text as a whole (`is_plain_text`). JSON Lines take two forms:
+A file is JSON Lines or plain text as a whole (`choose_format`). JSON Lines take two forms:
 
     own     {"prompt": str} | {"prompt_token_ids": [int]} | {"messages": [...]}, with `id` and sampling keys
     OpenAI  {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body": {...}}

@@ -8,6 +8,7 @@ that cannot run come through the same queue, in order, as rows with an error.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import random
@@ -17,17 +18,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
 from sarathi_pp.runtime.ids import DUPLICATE_ID, SeenIds, id_key
+from sarathi_pp.runtime.input_format import HEAD_BYTES, InputFormat, choose_format, read_head
 from sarathi_pp.runtime.journal import Done
-from sarathi_pp.runtime.lines import RawLine, is_plain_text, read_lines
+from sarathi_pp.runtime.lines import RawLine, read_lines
 from sarathi_pp.runtime.rows import LineError, ParsedLine, Row, parse_line
 from sarathi_pp.runtime.text import Encoded, Tokenizer
 from sarathi_pp.trace.clock import Clock
@@ -184,20 +185,31 @@ class InputScan:
     problems: tuple[str, ...]
 
 
-def scan_input(path: str, defaults: GenerationDefaults) -> InputScan:
+def scan_input(
+    path: str, defaults: GenerationDefaults, *, asked: InputFormat = "auto", has_text: bool = True
+) -> InputScan:
     """Looks at every line without tokenising it: UTF-8, JSON, keys, sampling values, and ids that occur twice.
 
-    What needs the model (lengths, token ids) shows when the line is run. Raises InputError.
+    What needs the model (lengths, token ids) shows when the line is run.
+
+    Args:
+        asked: the format that the user named.
+        has_text: the model has a tokenizer; otherwise only token ids can run.
+
+    Raises:
+        InputError: the file cannot be read, or is of no format that has rows.
     """
     num_rows, num_problems = 0, 0
     problems: list[str] = []
     with _open(path) as stream:
         try:
-            for raw, parsed, first_line in _parsed_lines(path, stream):
+            for raw, parsed, first_line in _parsed_lines(path, stream, asked):
                 num_rows += 1
                 try:
                     if first_line is not None or isinstance(parsed, LineError):
                         raise _problem(parsed, first_line)
+                    if not has_text and parsed.prompt_token_ids is None:
+                        raise RowError("no_tokenizer", "text needs the model's tokenizer files, which are not there")
                     if parsed.overrides:  # the defaults are legal by themselves
                         defaults.params(parsed.overrides)
                 except RowError as error:
@@ -218,11 +230,25 @@ def count_rows(path: str) -> int:
             raise InputError(f"--input {path} cannot be read on: {error}") from error
 
 
-def has_every_row(path: str, done: Done) -> bool:
+def check_redirected(asked: InputFormat) -> None:
+    """Refuse a standard input that a file was redirected to and that has no rows, before anything is loaded.
+
+    Looks at the file without moving the place from which it is read next; a pipe's format is found when it is read.
+    Raises InputError.
+    """
+    try:
+        descriptor = sys.stdin.fileno()
+        head = os.pread(descriptor, HEAD_BYTES, os.lseek(descriptor, 0, os.SEEK_CUR))
+    except (OSError, ValueError, AttributeError):  # no file, or closed
+        return
+    choose_format("-", head, asked, stream=True)
+
+
+def has_every_row(path: str, done: Done, asked: InputFormat = "auto") -> bool:
     """Return whether each row of an input has its line, which is taken from `done`. Raises InputError."""
     with _open(path) as stream:
         try:
-            return all(_take(done, *line) for line in _parsed_lines(path, stream))
+            return all(_take(done, *line) for line in _parsed_lines(path, stream, asked))
         except OSError as error:
             raise InputError(f"--input {path} cannot be read on: {error}") from error
 
@@ -233,16 +259,19 @@ def _take(done: Done, raw: RawLine, parsed: ParsedLine | LineError, first_line: 
     return done.take(parsed.id, first=first_line is None)
 
 
-def _parsed_lines(path: str, stream: BinaryIO) -> Iterator[tuple[RawLine, ParsedLine | LineError, int | None]]:
-    """Each line with what it asks for, or why it cannot run, and the line that had its id before."""
-    lines = read_lines(stream)
-    first = next(lines, None)
-    if first is None:
-        return
-    plain_text = is_plain_text(path, first)
+def _parsed_lines(
+    path: str, stream: io.BufferedReader, asked: InputFormat
+) -> Iterator[tuple[RawLine, ParsedLine | LineError, int | None]]:
+    """Each line with what it asks for, or why it cannot run, and the line that had its id before.
+
+    Raises InputError for an input that has no rows.
+    """
+    unnamed = not is_regular(path)
+    head, whole = read_head(stream, stream=unnamed)
+    plain_text = choose_format(path, head, asked, stream=unnamed) == "text"
     # Default ids are line numbers and cannot collide with one another.
     seen = None if plain_text else SeenIds()
-    for raw in chain([first], lines):
+    for raw in read_lines(whole):
         parsed: ParsedLine | LineError
         try:
             parsed = parse_line(raw, plain_text=plain_text)
@@ -267,8 +296,8 @@ class FileSource:
 
     capacity: most rows read ahead; reading also stops at MAX_WAITING_TOKENS of their prompts.
     request_rate: rows a second, arriving as a Poisson process drawn from the run's seed; infinite: a row arrives when
-    its line is read. done: rows that an earlier start has answered, which are left out. Raises what `check_input`
-    raises; what cannot be opened all the same, `take` does.
+    its line is read. done: rows that an earlier start has answered, which are left out. asked: the format that the user
+    named. Raises what `check_input` raises; `take` raises for what cannot be opened all the same, or has no rows.
     """
 
     def __init__(
@@ -280,9 +309,11 @@ class FileSource:
         capacity: int,
         request_rate: float = math.inf,
         done: Done | None = None,
+        asked: InputFormat = "auto",
     ) -> None:
         check_input(path)
         self._path = path
+        self._asked = asked
         self._maker = maker
         self._clock = clock
         self._capacity = capacity
@@ -365,8 +396,8 @@ class FileSource:
     def _has_room(self) -> bool:
         return len(self._rows) < self._capacity and self._num_tokens < MAX_WAITING_TOKENS
 
-    def _file_rows(self, stream: BinaryIO) -> Iterator[Row]:
-        for raw, parsed, first_line in _parsed_lines(self._path, stream):
+    def _file_rows(self, stream: io.BufferedReader) -> Iterator[Row]:
+        for raw, parsed, first_line in _parsed_lines(self._path, stream, self._asked):
             if _take(self._done, raw, parsed, first_line):
                 continue
             drawn_s = next(self._arrivals, None)
@@ -416,7 +447,7 @@ def _without_values(problem: RowError) -> str:
     if isinstance(problem, LineError) and problem.summary is not None:
         return problem.summary
     if problem.code in _QUOTING:
-        return f"{problem.code}; its line in the output tells more"
+        return problem.code
     return _short(problem.message)
 
 
@@ -434,7 +465,7 @@ def _drawn_arrivals(seed: int, request_rate: float, start_s: float) -> Iterator[
         yield arrival_s
 
 
-def _open(path: str) -> BinaryIO:
+def _open(path: str) -> io.BufferedReader:
     try:
         if path == "-":
             # A reader of its own on the descriptor: the interpreter takes the lock of sys.stdin when it ends,

@@ -64,6 +64,11 @@ def tokenizer_digest(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
+def has_tokenizer(model_dir: Path) -> bool:
+    """Return whether a model's directory has tokenizer files."""
+    return any((model_dir / name).exists() for name in _TOKENIZER_FILES)
+
+
 class Tokenizer:
     """The tokenizer of the model in a local directory, checked against the model's embedding.
 
@@ -99,7 +104,7 @@ class Tokenizer:
     @classmethod
     def load(cls, model_dir: Path, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
         """Raises InputError for files that make no tokenizer of this model, UnsafeError for remote code."""
-        if not any((model_dir / name).exists() for name in _TOKENIZER_FILES):
+        if not has_tokenizer(model_dir):
             return cls(None, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         return cls(load_backend(model_dir), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 

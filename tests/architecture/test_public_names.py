@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = ["LLM", "CompletionOutput", "RequestOutput", "RowError", "RunConfig", "SamplingParams", "SarathiError"]
 COMMANDS = {"bench", "generate", "report", "compare", "simulate", "profile", "plan", "doctor"}
 GENERATE_OPTIONS = {
-    *("--model", "--input", "-i", "--output", "-o", "--run-dir", "--overwrite"),
+    *("--model", "--input", "-i", "--input-format", "--output", "-o", "--run-dir", "--overwrite"),
     *("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),
     *("--replicas", "--data-parallel-size", "--tensor-parallel-size", "--tp-size"),
     *("--policy", "--chunk-size", "--max-num-batched-tokens", "--max-num-seqs", "--inflight"),

@@ -1,5 +1,6 @@
 """What `sarathi-pp generate` refuses, with which exit code and words; and bad rows beside good ones."""
 
+import gzip
 import json
 import os
 import shutil
@@ -184,3 +185,53 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         assert said["good"]["code"] == "duplicate_id" and said["3"]["code"] == "invalid_json"
         assert said["half"]["code"] == "invalid_parameter" and "UTF-8" in said["half"]["message"]
         assert len(errors) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "says"),
+    [
+        ("in.csv", b"id,prompt\n1,hi\n", "is CSV: python"),
+        ("in.jsonl", b'[{"prompt": "1+2="}]', "is a JSON array"),
+        ("in.txt", "1+2=\n".encode("utf-16"), "is UTF-16: iconv"),
+        ("in.jsonl", gzip.compress(b"{}"), "is gzip-compressed: zcat"),
+        ("in.parquet", b"PAR1\x15\x04", "is a Parquet file"),
+        ("in", b"1+2=\n", "--input-format text takes each line as a prompt"),
+        (
+            "in.jsonl",
+            b'{"prompt": "1+2=", "max_token": 5}\n' * 9,
+            'none of its 9 rows can run: line 1: unknown key "max_token"',
+        ),
+        ("in.jsonl", b"secret words\n", "none of its 1 rows can run: line 1: not JSON"),
+    ],
+)
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_an_input_without_a_row_that_can_run_is_refused_before_a_model_loads(
+    tmp_path, capsys, monkeypatch, name, made, says, stages
+):
+    for loads in ("sarathi_pp.runtime.batch.run_rank", "sarathi_pp.runtime.launcher.launch"):
+        monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("it was started"))
+    (tmp_path / name).write_bytes(made)
+    out = tmp_path / "out.jsonl"
+    code, said = refuse(capsys, "--model", ADDER, "-i", tmp_path / name, "-o", out, "--stages", stages)
+    assert code == 65 and says in said and said.count("\n") == 1 and "secret" not in said
+    assert not out.exists() and not (tmp_path / "out.jsonl.run").exists()
+
+
+def test_text_for_a_model_without_a_tokenizer_is_refused_before_it_loads(tmp_path, capsys, prompts):
+    model = copy_model(tmp_path)
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    code, said = refuse(capsys, "--model", model, "-i", prompts, "-o", tmp_path / "out.jsonl")
+    assert code == 65 and "none of its 1 rows can run: line 1: text needs the model's tokenizer files" in said
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["redirected", "piped"])
+def test_a_stream_that_is_no_lines_is_named_as_what_it_is(tmp_path, how):
+    (tmp_path / "in.csv").write_bytes(b"id,prompt\n1,hi\n")
+    command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "-i", "-", "-o", "-", "-q"]
+    with open(tmp_path / "in.csv", "rb") as file:
+        given = {"stdin": file} if how == "redirected" else {"input": file.read()}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, **given)
+    assert (done.returncode, done.stdout) == (65, b"") and b"--input - is CSV: pipe it through" in done.stderr
+    assert done.stderr.count(b"\n") == 1 and os.listdir(tmp_path) == ["in.csv"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.runtime.ids import SeenIds
-from sarathi_pp.runtime.lines import RawLine, is_plain_text, read_lines
+from sarathi_pp.runtime.lines import RawLine, read_lines
 from sarathi_pp.runtime.rows import LineError, ParsedLine, parse_line
 
 
@@ -230,21 +230,6 @@ def test_every_line_that_is_not_blank_is_seen_once_under_its_number(bodies, cap)
     assert [line.number for line in lines] == [number for number, _ in expected]
     assert [line.cut for line in lines] == [len(body) > cap for _, body in expected]
     assert all(line.data == body for line, (_, body) in zip(lines, expected, strict=True) if not line.cut)
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "plain"),
-    [
-        ("a.txt", b'{"prompt": 1}', True),
-        ("a.JSONL", b"hello", False),
-        ("a.json", b"hello", False),
-        ("-", b"hello", True),
-        ("-", b'  {"prompt"', False),
-        ("prompts", b"hello", True),
-    ],
-)
-def test_the_format_is_that_of_the_whole_file(name, first, plain):
-    assert is_plain_text(name, RawLine(1, first)) == plain
 
 
 def test_ids_compare_by_type_and_value():

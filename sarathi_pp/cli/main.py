@@ -14,6 +14,7 @@ import click
 import sarathi_pp
 from sarathi_pp.cli import stdout
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, OutputError, SarathiError
+from sarathi_pp.runtime.place import speaks_for_host
 
 # Each is the function of the same name in sarathi_pp.cli.NAME; those with a line of help are listed.
 _COMMANDS = {
@@ -71,12 +72,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     except click.exceptions.Abort:
         return EXIT_INTERRUPTED
     except click.ClickException as error:
-        with suppress(OSError):
-            error.show()
+        if speaks_for_host():
+            with suppress(OSError):
+                error.show()
         return error.exit_code
     except SarathiError as error:
-        with suppress(OSError):
-            click.echo(f"{type(error).__name__}: {error}", err=True)
+        if speaks_for_host():
+            with suppress(OSError):
+                click.echo(f"{type(error).__name__}: {error}", err=True)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

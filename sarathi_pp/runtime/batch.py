@@ -15,6 +15,7 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.policy import wants_paragraphs
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.model.support import ModelFacts, check_model
+from sarathi_pp.runtime.cause import is_echo, report_cause
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.interface import exposure
@@ -141,8 +142,7 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         return _show(run_rank(checked, rank, leave, drive, located, analyse), job, display)
 
     def leave(error: SarathiError) -> None:
-        note(error.exit_code)
-        say(_last_words(error, job, rank, working=bool(stoppable)))
+        _leave(error, _last_words(error, job, rank, working=bool(stoppable)), rank, note, say)
 
     def say(text: str) -> None:
         if not _is_echo(rank, stoppable):
@@ -234,8 +234,7 @@ def run_rows(
             return {}
 
         def leave(error: SarathiError) -> None:
-            run_dir.write_exit_code(error.exit_code)
-            display.error(f"{type(error).__name__}: {error}")
+            _leave(error, f"{type(error).__name__}: {error}", rank, run_dir.write_exit_code, display.error)
 
         def work() -> int:
             report = run_rank(checked, rank, leave, drive, analyse=analyse)
@@ -244,6 +243,17 @@ def run_rows(
             return EXIT_OK
 
         return end(work, rank, mesh_of(config).title(rank.rank), display.error, run_dir.write_exit_code)
+
+
+def _leave(
+    error: SarathiError, text: str, rank: Place, note: Callable[[int], None], say: Callable[[str], None]
+) -> None:
+    """Write down and say why this rank ends; the watchdog then ends it."""
+    spoken = is_echo(error, rank)
+    report_cause(rank)
+    note(error.exit_code)
+    if not spoken:
+        say(text)
 
 
 def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:

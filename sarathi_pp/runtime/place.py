@@ -30,6 +30,7 @@ class Place:
     rank 0. agent_store: torchrun's agent listens there, and not rank 0 itself. interface: the one on which the user
     wants ranks to talk; nccl_interface: those for NCCL, where they are others. launcher: the pid of our own, or of
     torchrun's agent where that has started this process; whoever asked for its parent later might get another's.
+    attempt_dir: torchrun's folder for the error files of this start, one for each host.
     """
 
     rank: int = 0
@@ -44,6 +45,7 @@ class Place:
     interface: str | None = None
     nccl_interface: str | None = None
     launcher: int | None = None
+    attempt_dir: str | None = None
 
     @property
     def under_torchrun(self) -> bool:
@@ -94,6 +96,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             interface=environment.get(INTERFACE_VARIABLE) or None,
             nccl_interface=environment.get(NCCL_INTERFACE_VARIABLE) or None,
             launcher=_launcher(environment),
+            attempt_dir=_attempt_dir(environment),
         )
     except ValueError as error:
         names = f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and {LAUNCHER_VARIABLE}"
@@ -104,6 +107,14 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         )
     alone = place.world_size == 1 and place.store is None and "TORCHELASTIC_RUN_ID" not in environment
     return None if alone else place
+
+
+def speaks_for_host(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process reports an error that it meets before the ranks have joined.
+
+    torchrun gives all ranks of a host the same options and files, so they meet the same error. The first one says it.
+    """
+    return "RANK" not in environment or STORE_VARIABLE in environment or environment.get("LOCAL_RANK", "0") == "0"
 
 
 def expected_place(environment: Mapping[str, str] = os.environ) -> Place:
@@ -150,6 +161,11 @@ def _is_agent(environment: Mapping[str, str], parent: int) -> bool:
     except OSError:
         return False
     return "TORCHELASTIC_RUN_ID" in environment and not inherited
+
+
+def _attempt_dir(environment: Mapping[str, str]) -> str | None:
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_0/<rank>/error.json
+    return str(Path(error_file).parent.parent) if error_file else None
 
 
 def _job(environment: Mapping[str, str]) -> str:

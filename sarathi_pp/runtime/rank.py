@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import EXIT_INTERRUPTED, SarathiError
+from sarathi_pp.runtime.cause import is_echo, report_cause
 from sarathi_pp.runtime.place import Place, begun_mark, heeded_mark, mesh_of, stopped_mark
 from sarathi_pp.runtime.preflight import Preflight
 from sarathi_pp.runtime.rundir import RunDirectory
@@ -133,11 +134,13 @@ def end(
         code = error.exit_code  # whoever read our output has left, and needs no message
     except SarathiError as error:
         code = error.exit_code
-        message = f"{type(error).__name__}: {error}" if place.rank == 0 or not error.agreed else ""
+        spoken = is_echo(error, place) or (place.rank != 0 and error.agreed)
+        message = "" if spoken else f"{type(error).__name__}: {error}"
     except Exception:
         code = SarathiError.exit_code
         message = (f"{where} failed:\n" if place.world_size > 1 else "") + traceback.format_exc()
     try:
+        report_cause(place)
         note(code)  # first: a message may have to wait for whoever reads it
         if message:
             say(message)

@@ -7,8 +7,9 @@ from contextlib import suppress
 from datetime import timedelta
 
 from sarathi_pp.errors import SarathiError
+from sarathi_pp.runtime.cause import report_cause
 from sarathi_pp.runtime.interface import choose_interface
-from sarathi_pp.runtime.place import Place
+from sarathi_pp.runtime.place import Place, speaks_for_host
 from sarathi_pp.trace.clock import SystemClock
 
 
@@ -18,8 +19,10 @@ def refuse(error: SarathiError, place: Place, join_timeout_s: float, say: Callab
     Returns the exit code. Raises the error where all ranks are on this host: their launcher or agent ends them.
     """
     if place.local_world_size == place.world_size:
+        report_cause(place)
         raise error
-    say(f"{type(error).__name__}: {error}")
+    if speaks_for_host():
+        say(f"{type(error).__name__}: {error}")
     # Whatever keeps the others from hearing it, the cause is said.
     with suppress(SarathiError, RuntimeError):
         _tell(error, place, join_timeout_s)

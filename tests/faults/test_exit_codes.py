@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -56,7 +57,7 @@ def test_a_full_disk_is_74_and_said_once(tmp_path):
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 74, said
     assert (tmp_path / "run" / "exit_code").read_text() == "74\n"
-    assert "OutputError" in said and "SIGABRT" not in said and "terminate called" not in said
+    assert said.startswith("OutputError: --output /dev/full cannot be written: ") and said.count("\n") == 1, said
 
 
 def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
@@ -74,6 +75,38 @@ def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
     assert (done.returncode, files.exit_code()) == (1, 66), done.stderr
     RunDirectory.check(files.run, overwrite=False)
+
+
+@pytest.mark.parametrize("refused", ["output", "option", "model"])
+def test_a_start_that_is_refused_under_torchrun_says_so_once(refused, tmp_path):
+    """Before torchrun's own table: other ranks say neither the same nor that torchrun has stopped them."""
+    files = Files(tmp_path)
+    files.write_prompts([(3, 4)])
+    if refused == "output":
+        files.output.write_text("dear results\n")
+    more = ("--policy", "fifo") if refused == "option" else ()
+    model = tmp_path / "nowhere" if refused == "model" else ADDER
+    command = (*torchrun(2, console_script(tmp_path)), *files.options(model, *more))
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    said = [line for line in done.stderr.splitlines() if re.match(r"\w+Error: |Error: ", line)]
+    assert done.returncode == 1 and len(said) == 1, done.stderr
+
+
+def test_a_second_interrupt_is_one_message(tmp_path):
+    """The other stages notice that stage 0 has gone, and keep it to themselves."""
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(20_000)))
+    process = start(tmp_path, str(tmp_path / "out.jsonl"), "--input", str(prompts))
+    output = tmp_path / "out.jsonl"
+    while not (output.exists() and output.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "PeerLostError" not in said, said
+    assert len([line for line in said.splitlines() if "Error: " in line]) <= 1, said
 
 
 def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tmp_path):

@@ -147,8 +147,8 @@ def test_answers_to_a_stream_leave_nothing_behind(stages, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["alone", "launched", "torchrun"])
-def test_a_run_whose_reader_left_leaves_nothing_behind(how, tmp_path):
-    """`-o - | head`: ranks then end without returning to where temporary folders are removed."""
+def test_a_run_whose_reader_left_leaves_nothing_and_says_nothing(how, tmp_path):
+    """`-o - | head`: ranks end without returning to where temporary folders are removed, and no rank names another."""
     here, scratch = tmp_path / "here", tmp_path / "tmp"
     here.mkdir()
     scratch.mkdir()
@@ -171,3 +171,5 @@ def test_a_run_whose_reader_left_leaves_nothing_behind(how, tmp_path):
     process.stderr.close()
     assert process.wait(60) == (1 if how == "torchrun" else 74), said
     assert "sarathi-pp" not in "".join(os.listdir(scratch)) and not os.listdir(here), said
+    assert "PeerLostError" not in said and "StoppedError" not in said, said
+    assert said == "" or how == "torchrun"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import click
 
 import sarathi_pp
 from sarathi_pp.cli import stdout
-from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, OutputError, SarathiError
+from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, MissingError, OutputError, SarathiError
 from sarathi_pp.runtime.place import speaks_for_host
 
 # Each is the function of the same name in sarathi_pp.cli.NAME; those with a line of help are listed.
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
+        _check_folder()
         code = cli.main(args=arguments, prog_name="sarathi-pp", standalone_mode=False)
         stdout.flush()
         return code if isinstance(code, int) else EXIT_OK
@@ -92,3 +94,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         with suppress(OSError):
             traceback.print_exc()
         return SarathiError.exit_code
+
+
+def _check_folder() -> None:
+    """Raises MissingError if the current directory is gone: libraries that are loaded later end the process for it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise MissingError("the current directory has been removed; change to one that exists") from None

@@ -152,6 +152,8 @@ def check_input(path: str) -> None:
     Raises MissingError or InputError.
     """
     if path == "-":
+        if sys.stdin is None:
+            raise InputError("--input - is standard input, which is closed; redirect a file or a pipe to it")
         return
     if not os.path.exists(path):
         if path.startswith(("/dev/fd/", "/proc/self/fd/")):

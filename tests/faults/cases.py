@@ -202,4 +202,27 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_ENVIRONMENTS}a_rank_that_cannot_be_is_refused",
         f"{_ENVIRONMENTS}a_loopback_that_is_down_is_named_once_before_anything_starts",
         f"{_ENVIRONMENTS}without_proc_a_run_works")),
+    54: ("an input that is a table, an archive, a JSON document or in another encoding", (
+        "runtime/test_input_format.py::test_what_is_not_text_is_named_whatever_its_name",
+        "runtime/test_input_format.py::test_json_that_is_not_lines_is_named_with_the_way_to_them",
+        "runtime/test_input_format.py::test_a_table_is_named_with_the_way_to_rows",
+        "runtime/test_input_format.py::test_no_json_is_ever_prose",
+        "runtime/test_input_format.py::test_a_stream_is_decided_on_its_first_line_while_its_writer_waits",
+        f"{_REFUSED}a_stream_that_is_no_lines_is_named_as_what_it_is")),
+    55: ("an input of which no row can run", (
+        f"{_REFUSED}an_input_without_a_row_that_can_run_is_refused_before_a_model_loads",
+        f"{_REFUSED}text_for_a_model_without_a_tokenizer_is_refused_before_it_loads")),
+    56: ("keys of the user's own, and parameters with a typing mistake", (
+        f"{_ROWS}keys_of_the_users_own_are_kept_and_change_nothing",
+        f"{_ROWS}a_summary_names_the_key_and_quotes_no_value",
+        f"{_SINK}keys_of_the_users_own_come_back_beside_an_answer_and_an_error")),
+    57: ("answers to a stream, a device or a file that is full", (
+        "faults/test_streams.py::test_answers_to_a_stream_leave_nothing_behind",
+        "faults/test_streams.py::test_a_run_whose_reader_left_leaves_nothing_and_says_nothing",
+        f"{_CODES}a_full_disk_is_74_and_said_once",
+        "runtime/test_report_commands.py::test_a_full_disk_under_standard_output_is_one_line_and_74")),
+    58: ("ranks that only notice that another one has ended", (
+        f"{_CODES}a_start_that_is_refused_under_torchrun_says_so_once", f"{_CODES}a_second_interrupt_is_one_message")),
+    59: ("an output that cannot encode a character", (
+        "runtime/test_report_commands.py::test_a_terminal_without_unicode_gets_the_whole_table",)),
 }  # fmt: skip

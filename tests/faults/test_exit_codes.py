@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -58,6 +59,26 @@ def test_a_full_disk_is_74_and_said_once(tmp_path):
     assert process.returncode == 74, said
     assert (tmp_path / "run" / "exit_code").read_text() == "74\n"
     assert said.startswith("OutputError: --output /dev/full cannot be written: ") and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "says"),
+    [
+        ("{generate} -i - -o out.jsonl <&-", 65, "InputError: --input - is standard input, which is closed; "),
+        (
+            "mkdir gone; cd gone; rmdir ../gone; {generate} -i ../in -o ../out",
+            66,
+            "MissingError: the current directory ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_what_a_shell_has_closed_or_removed_is_one_line(shell, code, says, stages, tmp_path):
+    generate = shlex.join((*COMMAND, "generate", "--model", str(ADDER), "--stages", stages))
+    line = shell.format(generate=generate)
+    done = subprocess.run(("bash", "-c", line), cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.startswith(says) and done.stderr.count("\n") == 1, done.stderr
+    assert not os.listdir(tmp_path)
 
 
 def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):

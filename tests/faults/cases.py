@@ -192,7 +192,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "runtime/test_admission.py::test_long_prompts_wait_up_to_a_number_of_tokens")),
     51: ("a kernel cache that is damaged, full, foreign or not writable", (
         "model/test_kernel_cache.py::test_a_crash_or_damage_at_any_place_changes_no_kernel",
-        "model/test_kernel_cache.py::test_files_that_cannot_be_used_cost_a_compilation_and_one_warning",
+        "model/test_kernel_cache.py::test_what_cannot_be_read_or_written_costs_a_compilation_and_one_warning",
         "model/test_kernel_cache.py::test_whatever_decides_the_code_decides_the_file")),
     52: ("processes that compile the same kernel at the same time", (
         "model/test_kernel_cache.py::test_one_process_compiles_and_the_others_wait",

@@ -80,11 +80,15 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
             if place is None and (code := end_if_finished(job, checked, display)) is not None:
                 return code
             if rank.rank == 0:
+                # A host that was lost may hold its locks for a while.
+                if again or is_continuation(job, rank):
+                    job = replace(job, lock_patience_s=job.config.peer_timeout_s)
                 claimed = RunDirectory.claim(
                     checked.run_dir.path,
                     overwrite=job.start == "replace",
                     resume=job.start == "resume" or again,
                     job=rank.job,
+                    patience_s=job.lock_patience_s,
                 )
                 checked = replace(checked, run_dir=held.enter_context(claimed))
         except SarathiError as error:
@@ -306,7 +310,13 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
         display.warn(small)
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
-        journal = Journal.open(job.output_path, job.start, retry_errors=job.retry_errors, wait=signals.pause)
+        journal = Journal.open(
+            job.output_path,
+            job.start,
+            retry_errors=job.retry_errors,
+            wait=signals.pause,
+            patience_s=job.lock_patience_s,
+        )
         facts = {**rank.describe(), "identity": checked.identity, "job": rank.place.job}
         checked.run_dir.begin(facts)
         done = journal.done

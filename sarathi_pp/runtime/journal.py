@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from sarathi_pp.errors import ConfigError, InputError, OutputError
+from sarathi_pp.runtime.fence import Fence
 from sarathi_pp.runtime.ids import DUPLICATE_ID, KeyMap, id_key
 from sarathi_pp.runtime.whole_file import sync
 from sarathi_pp.trace.clock import SystemClock
@@ -112,12 +113,13 @@ def holds_anything(path: str) -> bool:
 class Journal:
     """A file, pipe or device that lines are appended to; a file is locked against other runs, a new one has mode 0600.
 
-    done: what it already answers; nothing unless it was opened to resume.
+    done: what it already answers; nothing unless it was opened to resume. fence: checked before each append.
     """
 
-    def __init__(self, path: str, fd: int, done: Done) -> None:
+    def __init__(self, path: str, fd: int, done: Done, fence: Fence | None = None) -> None:
         self.path = path
         self._fd = fd
+        self._fence = fence
         self._regular = path != "-" and stat.S_ISREG(os.fstat(fd).st_mode)
         self.done = done
 
@@ -129,23 +131,26 @@ class Journal:
         *,
         retry_errors: bool = False,
         wait: Callable[[], None] = lambda: SystemClock().sleep(0.1),
+        patience_s: float = 0.0,
     ) -> Journal:
         """`-` is standard output. retry_errors: drop what resuming finds of error lines, so that those rows run again.
 
-        wait: called again and again until the reader of a named pipe is there; may raise.
+        wait: called again and again until the reader of a named pipe is there, or a lock is free; may raise.
+        patience_s: how long to wait for the lock, which a host that was lost may hold until its lease ends.
         Raises ConfigError where the file is there and `start` is "new", or belongs to a running run; InputError where
         it is to be resumed and holds what no run wrote; OutputError where it cannot be written.
         """
         if path == "-":
             return cls(path, _standard_output(), Done())
         fd = _open(path, start, wait)
+        fence = Fence(path)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return cls(path, fd, Done())
-            _lock(fd, path)
+            _wait_for_lock(fd, path, wait, patience_s)
             if not os.path.samestat(os.fstat(fd), os.stat(path)):  # another run has just put another file in its place
                 raise ConfigError(f"--output {path} is being written by another run; name another file")
-            done = Done()
+            done, fenced = Done(), fence.take()
             if start != "new":
                 _remove_partial(path)
             if start == "resume":
@@ -157,18 +162,24 @@ class Journal:
             _sync_folder(path)
         except BaseException as error:
             os.close(fd)
+            fence.drop()
             if isinstance(error, OSError) and not isinstance(error, OutputError):
                 raise OutputError(f"--output {path} cannot be gone on with: {error}") from error
             raise
-        return cls(path, fd, done)
+        return cls(path, fd, done, fence if fenced else None)
 
     def append(self, data: bytes) -> None:
-        """Writes whole lines; where the disk is full, takes the torn last one back. Raises OSError."""
+        """Writes whole lines; where the disk is full, takes the torn last one back.
+
+        Raises OSError, or PeerLostError if a later start has taken the file over.
+        """
+        self._check_fence()
         written = 0
         try:
             while written < len(data):
                 written += os.write(self._fd, data[written:])
         except OSError:
+            self._check_fence()
             if self._regular:
                 whole = data.rfind(b"\n", 0, written) + 1
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - (written - whole))
@@ -184,6 +195,12 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+        if self._fence is not None:
+            self._fence.drop()
+
+    def _check_fence(self) -> None:
+        if self._fence is not None:
+            self._fence.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +330,18 @@ def _is_special(path: str) -> bool:
         return not stat.S_ISREG(os.stat(path).st_mode)
     except OSError:
         return False
+
+
+def _wait_for_lock(fd: int, path: str, wait: Callable[[], None], patience_s: float) -> None:
+    clock = SystemClock()
+    deadline_s = clock.now() + patience_s
+    while True:
+        try:
+            return _lock(fd, path)
+        except ConfigError:
+            if clock.now() >= deadline_s:
+                raise
+        wait()
 
 
 def _lock(fd: int, path: str) -> None:

@@ -41,7 +41,8 @@ class BatchJob:
     force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
     weight files are read as a whole and compared with their sums. scratch: a temporary folder that holds this rank's
     run directory, of which nothing stays; None if the run directory is kept. how_to_resume: for the message of a
-    stopped run. input_format: what the user says that the lines are.
+    stopped run. input_format: what the user says that the lines are. lock_patience_s: how long rank 0 waits for the
+    locks of an earlier start.
     """
 
     config: RunConfig
@@ -56,6 +57,7 @@ class BatchJob:
     scratch: Path | None = None
     how_to_resume: str = "to resume, give --resume"
     input_format: InputFormat = "auto"
+    lock_patience_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

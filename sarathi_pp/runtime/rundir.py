@@ -24,9 +24,11 @@ from typing import Any
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
 from sarathi_pp.runtime.host import host_id
 from sarathi_pp.runtime.whole_file import write_whole
+from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.recorder import MOST_BYTES, trace_name
 from sarathi_pp.wire.mesh import Mesh, Seat
 
+_LOCK_CHECK_S = 0.1
 _ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d{4,}")
 
 
@@ -84,11 +86,14 @@ class RunDirectory:
 
     @classmethod
     @contextmanager
-    def claim(cls, path: Path, *, overwrite: bool, resume: bool = False, job: str = "") -> Iterator[RunDirectory]:
+    def claim(
+        cls, path: Path, *, overwrite: bool, resume: bool = False, job: str = "", patience_s: float = 0.0
+    ) -> Iterator[RunDirectory]:
         """The directory of a run, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
 
         overwrite, resume: it may be an earlier run's, to whose attempts this start adds its own; how that one ended is
         removed, and nothing else before `begin`: a start that is refused until then has taken nothing away.
+        patience_s: how long to wait for a run that has it, which may be on a host that was lost.
         job: who starts it; empty where nobody would start it again. With `resume` it joins those who did before it.
         Raises ConfigError, also where another run has it, or OutputError.
         """
@@ -96,7 +101,7 @@ class RunDirectory:
         with ExitStack() as held:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                held.callback(os.close, _locked(path))
+                held.callback(os.close, _wait_for_lock(path, patience_s))
                 kept = overwrite or resume
                 attempts = [int(entry.name[8:]) for entry in path.glob("attempt-*")] if kept else []
                 names = ["run.json", "report.json", *map(_attempt_name, attempts)] if kept else []
@@ -257,6 +262,18 @@ def _attempt_name(number: int) -> str:
 def _is_of_a_run(entry: Path) -> bool:
     """By its name: a run may have been killed at any moment."""
     return bool(_ENTRY.fullmatch(entry.name)) and entry.is_dir() == entry.name.startswith("attempt-")
+
+
+def _wait_for_lock(path: Path, patience_s: float) -> int:
+    clock = SystemClock()
+    deadline_s = clock.now() + patience_s
+    while True:
+        try:
+            return _locked(path)
+        except ConfigError:
+            if clock.now() >= deadline_s:
+                raise
+        clock.sleep(_LOCK_CHECK_S)
 
 
 def _locked(path: Path) -> int:

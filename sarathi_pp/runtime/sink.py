@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sarathi_pp.core.request import Completion
-from sarathi_pp.errors import ConfigError, OutputError, RowError
+from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
 from sarathi_pp.runtime.journal import Journal, Start
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.text import Tokenizer
@@ -141,6 +141,8 @@ class FileSink:
             self._write_groups()
         except BrokenPipeError:
             self._failure = OutputClosedError(f"--output {self._journal.path} was closed by its reader")
+        except PeerLostError as error:  # the file is another start's now
+            self._failure = error
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._sync()

@@ -225,4 +225,22 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_CODES}a_start_that_is_refused_under_torchrun_says_so_once", f"{_CODES}a_second_interrupt_is_one_message")),
     59: ("an output that cannot encode a character", (
         "runtime/test_report_commands.py::test_a_terminal_without_unicode_gets_the_whole_table",)),
+    60: ("a run without end", (
+        "runtime/test_growth.py::test_nothing_grows_with_the_number_of_rows",
+        "runtime/test_ids.py::test_an_id_takes_few_bytes",
+        "trace/test_recorder.py::test_a_file_has_a_largest_size_and_is_cut_there",
+        "trace/test_summary.py::test_a_trace_that_was_cut_gives_the_figures_of_its_first_part")),
+    61: ("more events than the disk takes", (
+        "trace/test_recorder.py::test_where_the_disk_stands_still_the_queue_is_bounded_and_the_loss_is_told",
+        "trace/test_recorder.py::test_a_writer_that_is_behind_is_waited_for_and_nothing_is_lost")),
+    62: ("an earlier start that still writes, where locks are missing or outlive their host", (
+        "runtime/test_journal.py::test_without_locks_an_earlier_start_writes_nothing_more",
+        "runtime/test_journal.py::test_a_lock_of_a_lost_host_is_waited_for",
+        "runtime/test_rundir.py::test_a_run_on_a_lost_host_is_waited_for")),
+    63: ("resuming with an input that has grown, or with nothing left to do", (
+        "runtime/test_identity.py::test_lines_may_be_appended_to_an_input",
+        f"{_RESUME}lines_that_were_appended_to_the_input_are_answered", f"{_RESUME}what_is_done_is_not_done_again")),
+    64: ("a user who sees nothing happen after Ctrl-C", (
+        "runtime/test_stop_notice.py::test_it_counts_what_the_last_snapshot_has_running",
+        f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}the_second_signal_ends_it_at_once")),
 }  # fmt: skip

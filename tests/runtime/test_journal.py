@@ -4,7 +4,10 @@ import fcntl
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -196,3 +199,88 @@ def test_an_answer_is_what_a_sink_writes(tmp_path):
     """The tests above make lines of their own."""
     for line in (answer("x"), failed("x"), openai("x", 1)):
         assert line.startswith(b'{"id":') and json.loads(line)
+
+
+# Two starts of one job on hosts that do not see each other's locks; each does one thing a line that it reads.
+APART = """
+import errno, fcntl, sys
+from sarathi_pp.errors import PeerLostError
+from sarathi_pp.runtime.journal import Journal
+
+def no_locks(fd, how):
+    raise OSError(errno.ENOLCK, "no locks")
+
+fcntl.flock = no_locks
+journal = None
+for line in sys.stdin:
+    what, *rows = line.split()
+    try:
+        if what == "open":
+            journal = Journal.open(sys.argv[1], "resume")
+            print("done", *(row for row in map(str, range(12)) if journal.done.take(row, first=True)), flush=True)
+        else:
+            journal.append("".join('{"id":"%s","text":"t"}\\n' % row for row in rows).encode())
+            print("appended", flush=True)
+    except PeerLostError as error:
+        print(error, flush=True)
+journal.close()
+"""
+
+
+class Apart:
+    def __init__(self, path: Path) -> None:
+        command = (sys.executable, "-c", APART, str(path))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def do(self, *words: str) -> str:
+        assert self._process.stdin and self._process.stdout
+        print(*words, file=self._process.stdin, flush=True)
+        return self._process.stdout.readline().rstrip()
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
+        assert self._process.returncode == 0
+
+
+def test_without_locks_an_earlier_start_writes_nothing_more(tmp_path):
+    """It was cut off from the others, and does not know that another host goes on with its job."""
+    path = tmp_path / "out.jsonl"
+    old, new, newest = Apart(path), Apart(path), Apart(path)
+    assert old.do("open") == "done"
+    assert old.do("append", "0", "1") == "appended"
+    with path.open("ab") as file:
+        file.write(b'{"id":"2","te')  # it was in the middle of a line
+    assert new.do("open") == "done 0 1"
+    assert "was taken over by a later start" in old.do("append", "2", "3")
+    assert new.do("append", "2", "3") == "appended"
+    assert newest.do("open") == "done 0 1 2 3"
+    assert "was taken over" in new.do("append", "4") and "was taken over" in old.do("append", "4")
+    new.end()
+    assert newest.do("append", "4", "5") == "appended"
+    newest.end()
+    assert "was taken over" in old.do("append", "5")
+    old.end()
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == list("012345")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_folder_that_takes_no_file_needs_no_fence(tmp_path, monkeypatch):
+    monkeypatch.setattr("sarathi_pp.runtime.fence.os.replace", Mock(side_effect=PermissionError))
+    journal = Journal.open(str(tmp_path / "out.jsonl"))
+    journal.append(answer("a"))
+    journal.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_lock_of_a_lost_host_is_waited_for(tmp_path):
+    """As NFS keeps it until its lease is over."""
+    path = tmp_path / "out.jsonl"
+    held = Journal.open(str(path))
+    held.append(answer("a"))
+    with pytest.raises(ConfigError, match="being written by another run"):
+        Journal.open(str(path), "resume", patience_s=0.0)
+    waits = Mock()
+    waits.side_effect = lambda: held.close() if waits.call_count == 2 else None
+    journal = Journal.open(str(path), "resume", patience_s=60.0, wait=waits)
+    journal.close()
+    assert waits.call_count == 2 and journal.done.num_rows == 1

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -247,3 +249,16 @@ def test_a_refusal_leaves_its_code_where_it_takes_no_runs_place(tmp_path):
         assert not list(used.path.iterdir())
     RunDirectory(tmp_path / "no" / "folder").write_refusal(66, overwrite=True)
     assert not (tmp_path / "no").exists()
+
+
+def test_a_run_on_a_lost_host_is_waited_for(tmp_path):
+    """Its lock goes when its lease is over."""
+    path = tmp_path / "run"
+    with ExitStack() as lost:
+        lost.enter_context(RunDirectory.claim(path, overwrite=False))
+        with pytest.raises(ConfigError, match="another run is using"), RunDirectory.claim(path, overwrite=True):
+            pass
+        lease = threading.Timer(0.3, lost.close)
+        lease.start()
+        with RunDirectory.claim(path, overwrite=True, patience_s=60.0):
+            lease.join()

@@ -10,7 +10,7 @@ import pytest
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.errors import ConfigError, OutputError, RowError
+from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
 from sarathi_pp.runtime.journal import Journal, Start, read_done
 from sarathi_pp.runtime.rows import Form, Row
 from sarathi_pp.runtime.sink import FileSink, MemorySink, OutputClosedError, Sink, check_output, encode_line
@@ -369,3 +369,17 @@ def test_rows_in_memory_have_the_same_interface():
         (row, "bc", None),
         (row, None, "x"),
     ]
+
+
+def test_what_a_later_start_has_taken_over_is_a_lost_peer_and_no_full_disk(tmp_path, monkeypatch):
+    """With 75, which replaces no exit code of the later start."""
+    monkeypatch.setattr("fcntl.flock", lambda descriptor, how: None)  # it is on another host
+    path = tmp_path / "out.jsonl"
+    earlier = opened(path)
+    later = opened(path, start="resume")
+    earlier.finish(*ended(), {})
+    with pytest.raises(PeerLostError, match="taken over by a later start"):
+        earlier.close()
+    later.finish(*ended(), {})
+    later.close()
+    assert len(records(path)) == 1

@@ -1,0 +1,64 @@
+"""The right of the last start to write an output, for file systems whose locks other hosts do not see.
+
+    start A: writes its token   append   append              append is refused
+    start B:                                 writes its token, waits, reads the output, append ...
+
+The token is in a file next to the output, and is read again before each append. A start that was cut off from the
+others then writes nothing into what a later one has read. The file goes when its run ends in order.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+
+from sarathi_pp.errors import PeerLostError
+from sarathi_pp.trace.clock import SystemClock
+
+# For an append of an earlier start that has just read its own token.
+_SETTLE_S = 0.3
+
+
+class Fence:
+    """The token of one start."""
+
+    def __init__(self, output: str) -> None:
+        folder, name = os.path.split(os.path.realpath(output))
+        self._output = output
+        self._path = os.path.join(folder, f".{name}.epoch")
+        self._token = secrets.token_hex(16).encode()
+
+    def take(self) -> bool:
+        """Shut out earlier starts; False if no file can be written there. A run matters more than its guard."""
+        partial = f"{self._path}.{secrets.token_hex(8)}.part"
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(self._token)
+            earlier = os.path.exists(self._path)
+            os.replace(partial, self._path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(partial)
+            return False
+        if earlier:
+            SystemClock().sleep(_SETTLE_S)
+        return True
+
+    def check(self) -> None:
+        """Raise PeerLostError if another start has taken the output over since, OSError if nobody can tell."""
+        try:
+            with open(self._path, "rb", buffering=0) as file:
+                found = file.read()
+        except FileNotFoundError:
+            found = b""
+        if found != self._token:
+            raise PeerLostError(
+                f"--output {self._output} was taken over by a later start of this job; this one has ended"
+            )
+
+    def drop(self) -> None:
+        """Remove the file if it is still ours."""
+        with suppress(OSError, PeerLostError):
+            self.check()
+            os.unlink(self._path)

@@ -25,7 +25,7 @@ class SamplingParams:
     """How one request turns logits into tokens. Temperature 0 is greedy, whatever the other fields say.
 
     max_new_tokens: most tokens to generate; 0 gives a valid empty answer.
-    top_k: 0 keeps every token. top_p, min_p: 1.0 and 0.0 keep every token.
+    top_k: 0 keeps every token, and so does -1. top_p, min_p: 1.0 and 0.0 keep every token.
     seed: the sample at position i is drawn from (seed, i) alone, so that neither batch mates, chunk size nor
     stage count change it. None: derived from the run's seed and the request.
     stop: strings that end the output and are left out of its text; one alone, or None, will do.
@@ -47,6 +47,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or self.stop is None:  # both as other engines take them
             object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
+        if _is_int(self.top_k) and self.top_k == -1:  # as other engines write "all"
+            object.__setattr__(self, "top_k", 0)
         _require(
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 0,
             "max_new_tokens",
@@ -63,7 +65,7 @@ class SamplingParams:
             _is_int(self.top_k) and self.top_k >= 0,
             "top_k",
             self.top_k,
-            "an integer of at least 0 (0 keeps all)",
+            "an integer of at least 0 (0 and -1 keep all)",
         )
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
@@ -131,7 +133,8 @@ class RunConfig:
     headers; "auto" what is quickest between each two ranks. enforce_eager: no CUDA graphs. emulate: a profile whose
     stages sleep their modelled time, in place of a model. profile: what was measured of the model, which then decides
     layer split, chunk size and inflight where they are None. `sampling_overrides` holds only what the user named on the
-    command line; the model's generation_config.json fills what is left.
+    command line; the model's generation_config.json fills what is left. `override_generation_config` has settings in
+    the form of that file, which win over it.
     """
 
     model: str
@@ -162,6 +165,7 @@ class RunConfig:
     emulate: Path | None = None
     profile: Path | None = None
     sampling_overrides: dict[str, object] = field(default_factory=dict)
+    override_generation_config: dict[str, object] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sarathi_pp.cli.values import Bytes, Count, LayerSplit, Real
+from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Real
 from sarathi_pp.config import DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 from sarathi_pp.runtime.input_format import INPUT_FORMATS
@@ -145,6 +145,11 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
 @click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one.")
 @click.option("--stop", multiple=True, help="String that ends an output; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end-of-sequence token.")
+@click.option(
+    "--override-generation-config",
+    type=JsonObject(),
+    help="JSON object that wins over the model's generation_config.json.",
+)
 @click.option(
     "--seed",
     type=int,
@@ -358,4 +363,5 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         transport=options["transport"],
         run_dir=options["run_dir"],
         sampling_overrides=named,
+        override_generation_config=options["override_generation_config"] or {},
     )

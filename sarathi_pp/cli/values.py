@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -28,6 +29,21 @@ class OutputFile(click.Path):
         if value == "-":
             self.fail(f"'-' is not a file; {self._stdout}", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class JsonObject(click.ParamType[dict[str, object]]):
+    """{"repetition_penalty": 1}."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, object]:
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r} is not a JSON object; write it like '{{\"repetition_penalty\": 1}}'", param, ctx)
+        return found
 
 
 class Bytes(click.ParamType[int]):

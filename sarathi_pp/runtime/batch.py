@@ -268,7 +268,7 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
     model_dir = find_model(config.model)
     # Rank 0 names the real one.
     anywhere = RunDirectory(Path()) if config.run_dir else RunDirectory.unnamed(Path())
-    defaults = read_generation_config(model_dir)
+    defaults = read_generation_config(model_dir, config.override_generation_config)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, anywhere)
 
     def drive(this: Job, signals: Signals) -> dict[str, Any]:

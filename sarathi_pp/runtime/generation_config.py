@@ -1,26 +1,31 @@
 """Where a request's sampling parameters come from.
 
-    input line  >  command line  >  the model's generation_config.json  >  SamplingParams' own defaults
+    input line  >  command line  >  --override-generation-config  >  the model's files  >  SamplingParams' own defaults
 
-The model's temperature, top_k, top_p and min_p hold only where it says `do_sample: true`; else it is greedy.
-What the model asks for and this runtime does not do is refused where it would change a token, ignored where
-it would not, and reported where nobody here knows the key.
+The model's files are read as `generate` of transformers reads them: generation_config.json, and only if there is none,
+the generation settings in config.json or in its text part. Temperature, top_k, top_p and min_p hold only with
+`do_sample: true`; otherwise the model is greedy. A setting that changes tokens and is not supported is an error of each
+request that does not switch it off. A setting that changes no token is ignored, and an unknown one is reported.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.errors import ConfigError, InputError, RowError
 
 _SAMPLED_KEYS = ("temperature", "top_k", "top_p", "min_p")
-_HONOURED = ("do_sample", "max_new_tokens", "stop_strings", "eos_token_id", *_SAMPLED_KEYS)
+_HONOURED = ("do_sample", "max_new_tokens", "max_length", "stop_strings", "eos_token_id", *_SAMPLED_KEYS)
+# What `generate` samples from if neither file nor caller says.
+_DEFAULT_TOP_K = 50
+# Parts of config.json in which a multimodal or composed model may have its settings; the first that is there counts.
+_TEXT_PARTS = ("decoder", "generator", "text_config")
 # Settings that change tokens, each with the values under which they do not. Null is always off.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "num_return_sequences": (1,),
@@ -50,11 +55,12 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "token_healing": (False,),
     "watermarking_config": (),
 }
+# Of these, those that a greedy request has no use for.
+_ONLY_SAMPLED = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 # Settings that change no token here: ids that only padding and prompts use, caches, speculation (which keeps
-# the distribution), what `generate` returns, and options of the modes refused above. max_length never binds,
-# because max_new_tokens is always set.
+# the distribution), what `generate` returns, and options of the modes refused above.
 _HARMLESS = frozenset(
-    "pad_token_id bos_token_id decoder_start_token_id transformers_version _from_model_config max_length "
+    "pad_token_id bos_token_id decoder_start_token_id transformers_version _from_model_config "
     "use_cache cache_implementation cache_config return_legacy_cache max_cache_len low_memory "
     "prefill_chunk_size continuous_batching_config compile_config disable_compile "
     "output_attentions output_hidden_states output_scores output_logits return_dict_in_generate "
@@ -71,16 +77,22 @@ class GenerationDefaults:
     """The sampling fields that a line does not set, and what ends an output.
 
     sampling: values under SamplingParams' names, proven to be a legal SamplingParams.
-    eos_token_ids: empty where the model names none; then only length and stop strings end an output.
+    eos_token_ids: empty if the model names none; then only length and stop strings end an output.
     warnings: for people, one sentence each.
+    max_length: most tokens of prompt and output together if no length is named; None without such a bound.
+    unsupported: settings of the model that change tokens and that this runtime does not have.
+    source: the file that they come from.
     """
 
     sampling: Mapping[str, object] = field(default_factory=dict)
     eos_token_ids: frozenset[int] = frozenset()
     warnings: tuple[str, ...] = ()
+    max_length: int | None = None
+    unsupported: Mapping[str, object] = field(default_factory=dict)
+    source: str = "the model's generation_config.json"
 
     def with_command(self, overrides: Mapping[str, object]) -> GenerationDefaults:
-        """These defaults under what the command line names. Raises ConfigError for a value out of range."""
+        """Return these defaults under what the command line names. Raises ConfigError for a value out of range."""
         sampling = {**self.sampling, **overrides}
         try:
             _checked(sampling)
@@ -88,68 +100,136 @@ class GenerationDefaults:
             raise ConfigError(f"sampling options: {error}") from error
         return replace(self, sampling=sampling)
 
-    def params(self, overrides: Mapping[str, object]) -> SamplingParams:
-        """What one request samples with. Raises RowError (`invalid_parameter`) for a value out of range."""
-        return _checked({**self.sampling, **overrides})
+    def params(self, overrides: Mapping[str, object], switched_off: Collection[str] = ()) -> SamplingParams:
+        """Return what one request samples with.
+
+        Args:
+            overrides: fields of SamplingParams that the request sets.
+            switched_off: settings that it gives the value under which they change nothing.
+
+        Raises:
+            RowError: `invalid_parameter` for a value out of range, `unsupported_setting` for one of the model
+                that is not supported and not switched off.
+        """
+        params = _checked({**self.sampling, **overrides})
+        useless = _ONLY_SAMPLED if params.greedy else ()
+        for key, value in self.unsupported.items():
+            if key not in switched_off and key not in useless:
+                raise RowError("unsupported_setting", _not_supported(self.source, key, value))
+        return params
+
+    def settings(self) -> dict[str, object]:
+        """Return all that decides the answer of a request that names nothing: flat, to be compared and shown."""
+        params = {name: value for name, value in asdict(_checked(self.sampling)).items() if name != "seed"}
+        bound = {} if "max_new_tokens" in self.sampling or self.max_length is None else {"max_length": self.max_length}
+        return {"eos_token_ids": sorted(self.eos_token_ids), **params, **bound, **self.unsupported}
+
+    def bounded(
+        self, params: SamplingParams, overrides: Mapping[str, object], num_prompt_tokens: int
+    ) -> SamplingParams:
+        """Return a request's parameters with the model's max_length, which counts if no length is named.
+
+        Raises RowError (`context_length_exceeded`) for a prompt that leaves no room for an output, as `generate` does.
+        """
+        if self.max_length is None or "max_new_tokens" in self.sampling or "max_new_tokens" in overrides:
+            return params
+        if num_prompt_tokens >= self.max_length:
+            raise RowError(
+                "context_length_exceeded",
+                f"the prompt has {num_prompt_tokens} tokens, and {self.source} allows {self.max_length} of prompt and "
+                f"output together; give max_new_tokens",
+            )
+        return replace(params, max_new_tokens=self.max_length - num_prompt_tokens)
 
 
-def read_generation_config(model_dir: Path) -> GenerationDefaults:
-    """The defaults of the model in a local directory; both of its files may be absent.
+def read_generation_config(model_dir: Path, overrides: Mapping[str, object] | None = None) -> GenerationDefaults:
+    """Return the defaults of the model in a local directory; both of its files may be absent.
 
-    Raises ConfigError for settings that would change tokens and are not supported, InputError for a file
-    that is not what it should be.
+    Args:
+        overrides: settings that count in place of the file's, under the file's names; null removes one.
+
+    Raises:
+        InputError: a file is not what it should be.
+        ConfigError: an override is unknown or has a wrong value.
     """
+    path, record = _read_settings(model_dir)
+    known = {*_HONOURED, *UNSUPPORTED, *_HARMLESS}
+    unknown = sorted(record.keys() - known)
+    if overrides:
+        for key in overrides:
+            if key not in known:
+                raise ConfigError(f"--override-generation-config: {key} is not a generation setting")
+        record = {**record, **overrides}
+    try:
+        sampling = _sampling(record)
+        _checked(sampling)
+        max_length, eos_token_ids = _max_length(record), _eos_token_ids(record)
+    except RowError as error:
+        if overrides:
+            raise ConfigError(f"{path} under --override-generation-config: {error}") from error
+        raise InputError(f"{path}: {error}") from error
+    unsupported = {
+        key: record[key] for key, off in UNSUPPORTED.items() if record.get(key) is not None and record[key] not in off
+    }
+    warnings = [f"{path}: {key} is not known here and is ignored" for key in unknown]
+    if not eos_token_ids:
+        warnings.append(f"{model_dir} names no eos_token_id: outputs end by length or stop string only")
+    if max_length is not None and "max_new_tokens" not in sampling:
+        warnings.append(
+            f"{path}: max_length bounds prompt and output together at {max_length} tokens for requests that name no "
+            f"length; --max-new-tokens counts the output alone"
+        )
+    return GenerationDefaults(sampling, eos_token_ids, tuple(warnings), max_length, unsupported, str(path))
+
+
+def _read_settings(model_dir: Path) -> tuple[Path, dict[str, object]]:
+    """Return the file from which `generate` takes its settings, and the settings."""
     path = model_dir / "generation_config.json"
-    record = _read_object(path)
-    _refuse_unsupported(path, record)
+    if path.exists():
+        return path, _read_object(path)
+    path = model_dir / "config.json"
+    config = _read_object(path)
+    part = next((found for name in _TEXT_PARTS if isinstance(found := config.get(name), dict) and found), {})
+    known = (*_HONOURED, *UNSUPPORTED)
+    found = {key: config[key] if config.get(key) is not None else part.get(key) for key in known}
+    return path, {key: value for key, value in found.items() if value is not None}
+
+
+def _sampling(record: Mapping[str, object]) -> dict[str, object]:
     sampling: dict[str, object] = {"temperature": 0.0}
     if record.get("do_sample") is True:
         # Without a temperature of its own a sampling model samples at 1.
-        sampling = {"temperature": 1.0}
+        sampling = {"temperature": 1.0, "top_k": _DEFAULT_TOP_K}
         sampling.update({key: record[key] for key in _SAMPLED_KEYS if record.get(key) is not None})
     for key, name in (("max_new_tokens", "max_new_tokens"), ("stop_strings", "stop")):
         if record.get(key) is not None:
             sampling[name] = record[key]
-    try:
-        _checked(sampling)
-    except RowError as error:
-        raise InputError(f"{path}: {error}") from error
-    eos_token_ids = _eos_token_ids(model_dir, path, record)
-    unknown = sorted(record.keys() - {*_HONOURED, *_UNSUPPORTED, *_HARMLESS})
-    warnings = [f"{path}: {key} is not known here and is ignored" for key in unknown]
-    if not eos_token_ids:
-        warnings.append(f"{model_dir} names no eos_token_id: outputs end by length or stop string only")
-    return GenerationDefaults(sampling, eos_token_ids, tuple(warnings))
+    return sampling
 
 
-def _eos_token_ids(model_dir: Path, path: Path, record: Mapping[str, object]) -> frozenset[int]:
-    """As `generate` takes them: from generation_config.json alone where there is one, else from config.json or the text
-    part of a multimodal one.
-    """
+def _max_length(record: Mapping[str, object]) -> int | None:
+    value = record.get("max_length")
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise RowError("invalid_parameter", f"max_length is {value!r}; it must be an integer of at least 1")
+
+
+def _eos_token_ids(record: Mapping[str, object]) -> frozenset[int]:
     value = record.get("eos_token_id")
-    if not path.exists():
-        path = model_dir / "config.json"
-        config = _read_object(path)
-        text_config = config.get("text_config")
-        value = config.get("eos_token_id")
-        if value is None and isinstance(text_config, dict):
-            value = text_config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        raise InputError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
+        message = f"eos_token_id is {value!r}; it must be a token id or a list of them"
+        raise RowError("invalid_parameter", message)
     return frozenset(ids)
 
 
-def _refuse_unsupported(path: Path, record: Mapping[str, object]) -> None:
-    wrong = {
-        key: record[key] for key, off in _UNSUPPORTED.items() if record.get(key) is not None and record[key] not in off
-    }
-    if wrong:
-        found = ", ".join(f"{key} = {json.dumps(value)}" for key, value in wrong.items())
-        raise ConfigError(
-            f"{path} asks for {found}, which would change the output and is not supported; "
-            f"remove {' and '.join(wrong)} from that file to generate without"
-        )
+def _not_supported(source: str, key: str, value: object) -> str:
+    off = json.dumps(next(iter(UNSUPPORTED[key]), None))
+    in_line = f'"{key}": {off} in the line, or ' if UNSUPPORTED[key] else ""
+    return (
+        f"{source} asks for {key} = {json.dumps(value):.60}, which is not supported; to run without it, give {in_line}"
+        f"--override-generation-config '{{\"{key}\": {off}}}'"
+    )
 
 
 def _read_object(path: Path) -> dict[str, object]:

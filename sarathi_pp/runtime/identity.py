@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from sarathi_pp.config import RunConfig
@@ -40,8 +39,7 @@ def identity_of(
         "input_bytes": num_bytes,
         "input_name": Path(input_path).suffix.lower(),  # which may say that it is plain text
         "seed": str(config.seed),
-        "eos_token_ids": json.dumps(sorted(defaults.eos_token_ids)),
-        **{name: json.dumps(value) for name, value in asdict(defaults.params({})).items() if name != "seed"},
+        **{name: json.dumps(value) for name, value in defaults.settings().items()},
     }
 
 

@@ -95,7 +95,9 @@ class LLM:
         config = tuned(config, facts)
         make_policy(config.policy)
         partition(facts.num_layers, config.stages, config.layer_split)
-        self._defaults = read_generation_config(model_dir).with_command(config.sampling_overrides)
+        self._defaults = read_generation_config(model_dir, config.override_generation_config).with_command(
+            config.sampling_overrides
+        )
         if config.run_dir is not None and (place is None or place.rank == 0):
             RunDirectory.check(config.run_dir, overwrite=False)
         self._closed = False

@@ -103,7 +103,7 @@ def preflight(job: BatchJob) -> Preflight:
     config, model_dir, profile, facts = open_model(config)
     partition(facts.num_layers, config.stages, config.layer_split)
     facts.max_model_len(config.max_model_len)
-    defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
+    defaults = _generation_defaults(config, model_dir)
     defaults = defaults.with_command(config.sampling_overrides)
     warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
     if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
@@ -247,8 +247,15 @@ def run_directory(job: BatchJob) -> RunDirectory:
 def follow(job: BatchJob) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
     config, model_dir, profile, facts = open_model(job.config)
-    defaults = read_generation_config(model_dir) if model_dir is not None else GenerationDefaults()
+    defaults = _generation_defaults(config, model_dir)
     return Preflight(config, model_dir, profile, facts, defaults, run_directory(job))
+
+
+def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:
+    """Return those of the model's files, or none if stages are emulated."""
+    if model_dir is None:
+        return GenerationDefaults()
+    return read_generation_config(model_dir, config.override_generation_config)
 
 
 def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:

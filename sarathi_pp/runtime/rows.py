@@ -27,8 +27,10 @@ from functools import lru_cache
 from itertools import islice
 from typing import Literal, NoReturn
 
+from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import RowError
+from sarathi_pp.runtime.generation_config import UNSUPPORTED
 from sarathi_pp.runtime.lines import MAX_LINE_BYTES, RawLine
 
 Form = Literal["own", "openai-chat", "openai-completion"]
@@ -58,11 +60,25 @@ _SAMPLING_KEYS = {
     "seed": "seed",
     "stop": "stop",
     "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+}
+# Whole numbers, which tables write as 16.0.
+_WHOLE = ("max_new_tokens", "top_k", "seed")
+# How a prompt is read.
+_READING_KEYS = ("add_special_tokens",)
+# The settings of generation_config.json that a line's key switches off; any other key is the setting's own name.
+_SETTINGS = {
+    "n": ("num_return_sequences",),
+    "min_tokens": ("min_new_tokens", "min_length"),
+    "min_new_tokens": ("min_new_tokens", "min_length"),
+    "bad_words": ("bad_words_ids",),
+    "use_beam_search": ("num_beams",),
 }
 # Names for the caller's own bookkeeping: they change no token.
 _OPENAI_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Parameters that other engines have, each with the values under which it changes nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    **UNSUPPORTED,
     "n": (1,),
     "best_of": (1,),
     "stream": (False,),
@@ -73,17 +89,12 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "length_penalty": (1, 1.0),
-    "no_repeat_ngram_size": (0,),
-    "typical_p": (1, 1.0),
-    "num_beams": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "min_tokens": (0,),
-    "min_new_tokens": (0,),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "bad_words": ([],),
@@ -106,10 +117,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "max_output_tokens": (),
     "n_predict": (),
     "do_sample": (),
-    "num_return_sequences": (1,),
     "stop_sequences": ([],),
     "stop_strings": ([],),
-    "skip_special_tokens": (True,),
     "guided_grammar": (),
     "truncate_prompt_tokens": (),
     "chat_template": (),
@@ -117,9 +126,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_OWN_KEYS = ("id", "custom_id", *_PROMPT_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
+_OWN_KEYS = ("id", "custom_id", *_PROMPT_KEYS, *_READING_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
 _BATCH_KEYS = ("custom_id", "method", "url", "body")
-_MISPLACED_KEYS = ("id", *_PROMPT_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
+_MISPLACED_KEYS = ("id", *_PROMPT_KEYS, *_READING_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
 # Keys at least this much alike differ by a typing mistake: `max_token` and `max_tokens`, not `prompt_id` and `prompt`.
 _ALIKE = 0.85
 # A name that a log may hold. A longer or stranger key may be text out of a prompt.
@@ -160,7 +169,9 @@ class ParsedLine:
     """What one line asks for. Exactly one of the three prompts is set.
 
     id: any JSON value, echoed unchanged; the line number as a string where the line names none.
-    overrides: sampling fields that the line sets, under SamplingParams' names, values not yet checked.
+    overrides: sampling fields that the line sets, under SamplingParams' names; each is legal by itself.
+    switched_off: settings of generation_config.json that the line gives the value under which they change nothing.
+    add_special_tokens: see Tokenizer.encode_prompt.
     extra: the line's other keys as a JSON object, empty if there are none; as bytes, because it waits for the answer.
     """
 
@@ -172,6 +183,8 @@ class ParsedLine:
     messages: list[dict[str, object]] | None = None
     overrides: dict[str, object] = field(default_factory=dict)
     extra: bytes = b""
+    add_special_tokens: bool = True
+    switched_off: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +243,7 @@ class _LineReader:
         self._form: Form = "own"
         self._nameless = nameless
         self._extra = b""
+        self._switched_off: set[str] = set()
 
     def fail(self, code: str, message: str, summary: str | None = None) -> NoReturn:
         raise LineError(
@@ -287,7 +301,7 @@ class _LineReader:
     def _own(self, record: Mapping[str, object]) -> ParsedLine:
         self._set_extra(record, _OWN_KEYS)
         own = {key: record[key] for key in _OWN_KEYS if key in record}
-        overrides = self._overrides(own, _SAMPLING_KEYS, ("id", "custom_id", *_PROMPT_KEYS))
+        overrides = self._overrides(own, _SAMPLING_KEYS, ("id", "custom_id", *_PROMPT_KEYS, *_READING_KEYS))
         return self._with_prompt(record, overrides)
 
     def _openai(self, record: Mapping[str, object]) -> ParsedLine:
@@ -311,7 +325,7 @@ class _LineReader:
         if model is not None and not isinstance(model, str):
             self.fail("invalid_parameter", f"model is {_kind(model)}; it must be a string")
         prompt_key = "messages" if self._form == "openai-chat" else "prompt"
-        overrides = self._overrides(body, _SAMPLING_KEYS, (prompt_key, *_OPENAI_LABELS))
+        overrides = self._overrides(body, _SAMPLING_KEYS, (prompt_key, *_READING_KEYS, *_OPENAI_LABELS))
         if body.get(prompt_key) is None:
             self.fail("missing_required_parameter", f"body needs {prompt_key} for {record['url']}")
         return self._with_prompt(body, overrides)
@@ -327,9 +341,12 @@ class _LineReader:
                     continue
                 if sampling[key] in overrides:
                     self.fail("invalid_parameter", f"{sampling[key]} is given twice, the second time as {key}")
-                overrides[sampling[key]] = value
+                overrides[sampling[key]] = self._checked(key, sampling[key], value)
             elif key in _UNSUPPORTED:
-                if value is not None and not _changes_nothing(value, _UNSUPPORTED[key]):
+                if value is None:
+                    continue
+                self._switched_off |= {*_SETTINGS.get(key, (key,))}
+                if not _changes_nothing(value, _UNSUPPORTED[key]):
                     message = f"{key} = {_shown(value)} is not supported; remove {key}"
                     self.fail("unsupported_parameter", message, f'"{key}" is not supported with that value; remove it')
             elif key not in other:
@@ -337,6 +354,16 @@ class _LineReader:
                 message = f"{key} is not a parameter; those known here are {legal}"
                 self.fail("unknown_parameter", message, f"unknown key {_named(key)} in body")
         return overrides
+
+    def _checked(self, key: str, name: str, value: object) -> object:
+        """Return the value of a field of SamplingParams, which the line calls `key`."""
+        if name in _WHOLE and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]  # values are checked there
+        except RowError as error:
+            self.fail(error.code, error.message.replace(name, key, 1), f'"{key}" has a value that is not legal')
+        return value
 
     def _set_extra(self, record: Mapping[str, object], known: tuple[str, ...]) -> None:
         """Keep the user's own keys for the output line; refuse one that is a known key but for a typing mistake."""
@@ -362,6 +389,13 @@ class _LineReader:
             code = "invalid_parameter" if given else "missing_required_parameter"
             self.fail(code, f"a line needs exactly one of {', '.join(_PROMPT_KEYS)}; it has {found}")
         key, value = given[0], record[given[0]]
+        add_special_tokens = record.get("add_special_tokens")
+        if not (add_special_tokens is None or isinstance(add_special_tokens, bool)):
+            self.fail(
+                "invalid_parameter", f"add_special_tokens is {_shown(add_special_tokens)}; it must be true or false"
+            )
+        if add_special_tokens and not isinstance(value, str):
+            self.fail("unsupported_parameter", f"add_special_tokens is true, and {key} has its own; remove it")
         if key == "messages":
             messages = self._messages(value)
             return self._parsed(overrides, messages=messages)
@@ -370,7 +404,7 @@ class _LineReader:
             return self._parsed(overrides, prompt_token_ids=ids)
         if not isinstance(value, str):
             self.fail("invalid_parameter", f"prompt is {_kind(value)}; it must be a string")
-        return self._parsed(overrides, prompt=value)
+        return self._parsed(overrides, prompt=value, add_special_tokens=add_special_tokens is not False)
 
     def _parsed(
         self,
@@ -379,9 +413,11 @@ class _LineReader:
         prompt: str | None = None,
         prompt_token_ids: tuple[int, ...] | None = None,
         messages: list[dict[str, object]] | None = None,
+        add_special_tokens: bool = True,
     ) -> ParsedLine:
         name, extra = (self._line, self._id, self._form), self._extra
-        return ParsedLine(*name, prompt, prompt_token_ids, messages, overrides, extra)
+        off = frozenset(self._switched_off)
+        return ParsedLine(*name, prompt, prompt_token_ids, messages, overrides, extra, add_special_tokens, off)
 
     def _token_ids(self, key: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, list):
@@ -477,8 +513,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _changes_nothing(value: object, neutral: tuple[object, ...]) -> bool:
-    # By type too: `"logprobs": 0` asks for log probabilities, `false` does not.
-    return any(type(value) is type(off) and value == off for off in neutral)
+    # 0 is not false: `"logprobs": 0` asks for log probabilities, `false` does not.
+    return any(isinstance(value, bool) is isinstance(off, bool) and value == off for off in neutral)
 
 
 def _is_text(value: object) -> bool:

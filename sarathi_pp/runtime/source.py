@@ -119,13 +119,14 @@ class RequestMaker:
     paragraphs: bool = False
 
     def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
-        sampling = self.defaults.params(parsed.overrides)
+        sampling = self.defaults.params(parsed.overrides, parsed.switched_off)
         if sampling.stop and not self.tokenizer.has_text:
             raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are not there")
         if sampling.seed is None:
             sampling = replace(sampling, seed=row_seed(self.seed, parsed.id))
         prompt = self._encode(parsed)
         self.limits.check_prompt(len(prompt.token_ids))
+        sampling = self.defaults.bounded(sampling, parsed.overrides, len(prompt.token_ids))
         return Request(index, prompt.token_ids, self.limits.clamp(sampling), arrival_s, prompt.paragraph_ends)
 
     def _encode(self, parsed: ParsedLine) -> Encoded:
@@ -137,7 +138,12 @@ class RequestMaker:
         if parsed.messages is not None:
             return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs, most_tokens=most)
         assert parsed.prompt is not None, "a parsed line has a prompt"
-        return self.tokenizer.encode_prompt(parsed.prompt, paragraphs=self.paragraphs, most_tokens=most)
+        return self.tokenizer.encode_prompt(
+            parsed.prompt,
+            add_special_tokens=parsed.add_special_tokens,
+            paragraphs=self.paragraphs,
+            most_tokens=most,
+        )
 
 
 def row_seed(run_seed: int, id: object) -> int:
@@ -212,8 +218,8 @@ def scan_input(
                         raise _problem(parsed, first_line)
                     if not has_text and parsed.prompt_token_ids is None:
                         raise RowError("no_tokenizer", "text needs the model's tokenizer files, which are not there")
-                    if parsed.overrides:  # the defaults are legal by themselves
-                        defaults.params(parsed.overrides)
+                    if parsed.overrides or defaults.unsupported:  # otherwise it has been looked at
+                        defaults.params(parsed.overrides, parsed.switched_off)
                 except RowError as error:
                     num_problems += 1
                     if len(problems) < _SHOWN_PROBLEMS:

@@ -19,6 +19,7 @@ _KILL, _CODES, _SECURITY = (
     "faults/test_security.py::test_",
 )
 _BAD, _FUZZ, _WIRE = "faults/test_bad_values.py::test_", "faults/test_fuzz.py::test_", "wire/test_codec.py::test_"
+_KINDS, _SETTINGS = "runtime/test_tokenizer_kinds.py::test_", "runtime/test_generation_config.py::test_"
 _LARGE = "faults/test_large_rows.py::test_"
 _UNHEARD = "faults/test_nobody_listens.py::test_"
 _NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
@@ -243,4 +244,13 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     64: ("a user who sees nothing happen after Ctrl-C", (
         "runtime/test_stop_notice.py::test_it_counts_what_the_last_snapshot_has_running",
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}the_second_signal_ends_it_at_once")),
+    65: ("a class name that is not tokenizer.json's, and text cut off from its prompt", (
+        f"{_KINDS}ids_and_text_are_those_of_tokenizer_json_under_any_class_name",
+        f"{_KINDS}text_is_what_transformers_pipeline_adds_to_the_prompt",
+        f"{_KINDS}text_and_stops_are_those_of_decoding_everything",
+        f"{_TEXT}a_prompt_that_was_rendered_before_gets_no_second_bos")),
+    66: ("settings of a model that are in another file, or not supported", (
+        f"{_SETTINGS}settings_count_from_every_file_that_transformers_reads",
+        f"{_SETTINGS}every_setting_that_transformers_knows_is_classified",
+        f"{_REFUSED}a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so")),
 }  # fmt: skip

@@ -57,6 +57,10 @@ def copy_model(tmp_path, **changed):
         (["--kv-cache-memory", "much"], 2, "4GiB"),
         (["--dtype", "int8"], 2, "int8"),
         (["--max-model-len", "9999"], 2, "--max-model-len is 9999; the model has 1152 positions"),
+        (["--override-generation-config", "{"], 2, "is not JSON"),
+        (["--override-generation-config", "[]"], 2, "is not a JSON object"),
+        (["--override-generation-config", '{"sparkle": 1}'], 2, "sparkle is not a generation setting"),
+        (["--override-generation-config", '{"max_length": "x"}'], 2, "max_length is 'x'"),
         (["--seed", "9" * 20], 2, "it must be a 64-bit integer"),
         (["--stop", os.fsdecode(b"\xff")], 2, "stop is ('\\udcff',); it must be text that UTF-8 can write"),
     ],
@@ -235,3 +239,25 @@ def test_a_stream_that_is_no_lines_is_named_as_what_it_is(tmp_path, how):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, **given)
     assert (done.returncode, done.stdout) == (65, b"") and b"--input - is CSV: pipe it through" in done.stderr
     assert done.stderr.count(b"\n") == 1 and os.listdir(tmp_path) == ["in.csv"]
+
+
+def test_a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so(tmp_path):
+    """Where the directory cannot be written, nobody can take it out of the file."""
+    model = copy_model(tmp_path)
+    settings = {"eos_token_id": 3, "repetition_penalty": 1.05, "max_length": 9}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    lines = ('{"id": "asks", "prompt": "12+30="}', '{"id": "off", "prompt": "12+30=", "repetition_penalty": 1}')
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(model), "--quiet"]
+    found = {}
+    for options, code in (([], 3), (["--override-generation-config", '{"repetition_penalty": 1}'], 0)):
+        files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / f"{code}.jsonl")]
+        done = subprocess.run([*command, *files, *options], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert ("asks for repetition_penalty = 1.05" in done.stderr) == bool(code)
+        lines = [json.loads(line) for line in (tmp_path / f"{code}.jsonl").read_text().splitlines()]
+        found[code] = {line["id"]: line for line in lines}
+    assert found[3]["asks"]["error"]["code"] == "unsupported_setting"
+    # 7 tokens of prompt, its BOS included, and 2 of max_length 9.
+    answers = (found[3]["off"], found[0]["off"], found[0]["asks"])
+    assert [(one["text"], one["num_prompt_tokens"], one["num_output_tokens"]) for one in answers] == [("42", 7, 2)] * 3

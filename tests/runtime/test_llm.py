@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_the_adder_adds_after_prompts_of_many_chunks():
     sums = [str(sum(map(int, row["id"].split("+")))) for row in rows]
     assert [answer.outputs[0].text for answer in answers] == sums and len(sums) == 24
     assert min(len(answer.prompt_token_ids) for answer in answers) > 3 * 64
+
+
+def test_a_setting_that_is_not_supported_is_an_error_of_a_prompt_unless_it_is_overridden(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(ADDER, model)
+    (model / "generation_config.json").write_text(
+        '{"repetition_penalty": 1.05, "eos_token_id": 3, "max_new_tokens": 2}'
+    )
+    with LLM(str(model)) as llm:
+        (answer,) = llm.generate("12+30=")
+        assert answer.error is not None and answer.error.code == "unsupported_setting"
+        (answer,) = llm.generate("12+30=", SamplingParams(max_new_tokens=2))  # what is given stands for itself
+        assert answer.outputs[0].text == "42"
+    with LLM(str(model), override_generation_config={"repetition_penalty": 1.0}) as llm:
+        assert llm.generate("12+30=")[0].outputs[0].text == "42"
 
 
 def test_close_returns_the_report():

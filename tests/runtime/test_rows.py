@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.runtime.generation_config import UNSUPPORTED
 from sarathi_pp.runtime.ids import SeenIds
 from sarathi_pp.runtime.lines import RawLine, read_lines
 from sarathi_pp.runtime.rows import LineError, ParsedLine, parse_line
@@ -127,6 +129,60 @@ def test_a_bad_line_names_what_is_wrong(record, code, word):
     error = refused(record)
     assert error.code == code
     assert word in error.message
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"max_tokens": -1}, "max_tokens is -1; it must be"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens is 1.5; it must be"),
+        ({"max_new_tokens": "8"}, "max_new_tokens is '8'; it must be"),
+        ({"top_k": -2}, "top_k is -2; it must be"),
+        ({"seed": 2.0**64}, "seed is 18446744073709551616; it must be"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens is 0; it must be"),
+        ({"add_special_tokens": 1}, "add_special_tokens is 1; it must be"),
+        ({"add_special_tokens": "no"}, 'add_special_tokens is "no"; it must be'),
+        ({"temperature": 10**400}, "temperature is 1000"),
+    ],
+)
+def test_a_wrong_value_is_named_by_the_key_that_the_line_has(setting, says):
+    for error in (refused({"prompt": "a", **setting}), refused(chat_line(**setting))):
+        assert error.code == "invalid_parameter" and error.message.startswith(says)
+        assert error.summary is None or not any(character.isdigit() for character in error.summary)
+
+
+def test_values_as_tables_and_other_engines_write_them():
+    overrides = parse({"prompt": "a", "max_tokens": 16.0, "seed": 1.0, "top_k": 5.0}).overrides
+    assert overrides == {"max_new_tokens": 16, "seed": 1, "top_k": 5}
+    assert all(type(value) is int for value in overrides.values())
+    assert SamplingParams(**parse({"prompt": "a", "top_k": -1}).overrides) == SamplingParams(top_k=0)
+    assert parse({"prompt": "a", "skip_special_tokens": False}).overrides == {"skip_special_tokens": False}
+    assert parse({"prompt": "a", "presence_penalty": 0.0, "repetition_penalty": 1.0}).overrides == {}
+
+
+def test_a_line_says_whether_its_prompt_gets_special_tokens():
+    assert parse({"prompt": "a"}).add_special_tokens
+    assert parse({"prompt": "a", "add_special_tokens": None}).add_special_tokens
+    assert parse({"prompt": "a", "add_special_tokens": True}).add_special_tokens
+    assert not parse({"prompt": "a", "add_special_tokens": False}).add_special_tokens
+    completion = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a", "add_special_tokens": False}}
+    assert not parse(completion).add_special_tokens
+    # What has no text has none to add; a template writes its own.
+    assert parse(chat_line(add_special_tokens=False)).messages
+    assert refused(chat_line(add_special_tokens=True)).code == "unsupported_parameter"
+    assert refused({"prompt_token_ids": [1], "add_special_tokens": True}).code == "unsupported_parameter"
+
+
+def test_a_line_switches_off_what_the_model_asks_for():
+    for setting, off in UNSUPPORTED.items():
+        for value in off:
+            assert parse({"prompt": "a", setting: value}).switched_off >= {setting}
+            assert parse(chat_line(**{setting: value})).switched_off >= {setting}
+        assert refused({"prompt": "a", setting: 77.5}).code == "unsupported_parameter"
+    assert parse({"prompt": "a", "min_tokens": 0}).switched_off == {"min_new_tokens", "min_length"}
+    assert parse({"prompt": "a", "n": 1}).switched_off == {"num_return_sequences"}
+    assert parse({"prompt": "a", "repetition_penalty": None}).switched_off == set(), "null is not given"
+    assert refused({"prompt": "a", "num_beams": True}).code == "unsupported_parameter"
 
 
 OWN = {"label": 3, "split": "train", "text": "", "prompt_id": 1, "metadata": {"a": [None]}, "idx": 0, "\ud800": 1.0}

@@ -114,10 +114,9 @@ class _Model:
 
     @cached_property
     def _split(self) -> dict[str, str] | None:
-        from transformers import AutoConfig  # takes seconds
+        from sarathi_pp.model.pretrained import load_config  # takes seconds
 
-        config = AutoConfig.from_pretrained(self.directory, local_files_only=True, trust_remote_code=False)
-        plan: dict[str, str] | None = config.base_model_tp_plan
+        plan: dict[str, str] | None = load_config(self.directory)[1].base_model_tp_plan
         return plan
 
     def pages(self, layers: tuple[int, int], kv_bytes: int) -> int:

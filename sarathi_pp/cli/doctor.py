@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sarathi_pp.errors import SarathiError
+from sarathi_pp.errors import EXIT_OK, SarathiError
+from sarathi_pp.model.families import FAMILIES
 
 if TYPE_CHECKING:
     from sarathi_pp.runtime.doctor import Diagnosis, Finding
@@ -26,14 +27,20 @@ _STYLES = {"used": "green", "unused": "dim", "doubtful": "yellow", "refused": "r
     type=click.Choice(["sha256"]),
     help="Read the model's weight files, and compare them with their published sums.",
 )
+@click.option("--models", "list_models", is_flag=True, help="List the models that are supported, and nothing else.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document as the last line of standard output.")
-def doctor(model: str | None, verify: str | None, as_json: bool) -> int:
+def doctor(model: str | None, verify: str | None, list_models: bool, as_json: bool) -> int:
     """Say what a run on this machine would use, and why not the rest.
 
     Ends with 0 where a run can start, else with the exit code of what would refuse it.
     """
     if verify and model is None:
         raise click.UsageError("--verify reads the weight files of a model: give --model too")
+    if list_models:
+        if model is not None:
+            raise click.UsageError("--models lists what is supported, and --model looks at one: give one of them")
+        _list_models(as_json)
+        return EXIT_OK
     try:
         from sarathi_pp.runtime.doctor import diagnose
     except ImportError as error:
@@ -43,6 +50,23 @@ def doctor(model: str | None, verify: str | None, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(found.document()))
     return found.exit_code
+
+
+def _list_models(as_json: bool) -> None:
+    """Print the architectures, one a line, to standard output."""
+    rows = [
+        {"model_type": one.model_type, "architecture": one.architecture, "tensor_parallel": one.widths is not None}
+        for one in FAMILIES.values()
+    ]
+    if as_json:
+        click.echo(json.dumps({"models": rows}))
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("model_type", "architecture", "tensor shards"):
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        table.add_row(str(row["model_type"]), str(row["architecture"]), "yes" if row["tensor_parallel"] else "-")
+    Console().print(table)
 
 
 def _render(found: Diagnosis) -> Table:

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError
+from sarathi_pp.model.kind import INDEX_FILE, SINGLE_FILE, check_weights
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
+# Other types (safetensors has more, and gains some) are taken as they are: their size is what the header says.
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
     "F32": 4,
@@ -39,7 +38,9 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 
 _MAX_HEADER_BYTES = 100_000_000
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# What a clone has in the place of a large file that was not fetched.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,9 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
     path = safe_path(directory, name)
     try:
         with reading(directory):
-            value = json.loads(path.read_bytes())
+            content = path.read_bytes()
+        _refuse_pointer(path, content)
+        value = json.loads(content)
     except FileNotFoundError:
         raise MissingError(f"{directory}: {name} is not there; is this a model directory?") from None
     except (ValueError, RecursionError) as error:
@@ -136,19 +139,36 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
     return value
 
 
+def refuse_pointers(directory: Path) -> None:
+    """Raise InputError if a small file of the model, such as its tokenizer, is a Git LFS pointer."""
+    for path in sorted(directory.iterdir()):
+        small = path.suffix in (".json", ".model", ".txt", ".jinja") and path.is_file()
+        if small and path.stat().st_size <= _POINTER_BYTES:
+            _refuse_pointer(path, path.read_bytes())
+
+
+def _refuse_pointer(path: Path, content: bytes) -> None:
+    if content.startswith(_POINTER):
+        raise InputError(
+            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}, or download the "
+            f"model again"
+        )
+
+
+def indexed_files(directory: Path) -> list[str]:
+    """Return the weight files that the index names, sorted. Raises InputError or MissingError."""
+    return sorted(set(_read_index(directory).values()))
+
+
 def _weight_map(directory: Path) -> dict[str, str] | None:
     """Stored name -> file name, or None where the model is one file. The single file wins, as in transformers."""
+    check_weights(str(directory), [path.name for path in directory.iterdir()])
     if (directory / SINGLE_FILE).exists() or (directory / SINGLE_FILE).is_symlink():
         return None
-    if not (directory / INDEX_FILE).exists():
-        pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
-        if pickled:
-            raise UnsafeError(
-                f"{directory}: the weights are pickled ({pickled[0]}), and loading them would run code. Convert "
-                "them: load the model with transformers in an environment you trust and call "
-                "save_pretrained(directory), which writes safetensors"
-            )
-        raise MissingError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    return _read_index(directory)
+
+
+def _read_index(directory: Path) -> dict[str, str]:
     placed = read_json(directory, INDEX_FILE).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(v, str) for v in placed.values()):
         raise InputError(f"{directory / INDEX_FILE}: weight_map must be an object of tensor name to file name")
@@ -158,6 +178,8 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 def _read_header(file: Path) -> bytes:
     with file.open("rb") as stream:
         prefix = stream.read(8)
+        if _POINTER.startswith(prefix) and prefix:
+            _refuse_pointer(file, prefix + stream.read(_POINTER_BYTES))
         if len(prefix) < 8:
             raise InputError(f"{file}: {len(prefix)} bytes are too short for a safetensors file; download it again")
         (length,) = struct.unpack("<Q", prefix)
@@ -193,9 +215,7 @@ def _entry(file: Path, data_start: int, described: Mapping[str, Any]) -> TensorE
     begin, end = described["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"shape {shape} and data_offsets must be whole numbers of at least 0")
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"data type {dtype} is not one of {', '.join(ITEM_BYTES)}; quantised weights cannot be used")
-    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-    if end - begin != num_bytes:
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - begin
+    if num_bytes < 0 or end - begin != num_bytes:
         raise ValueError(f"shape {shape} of {dtype} is {num_bytes} bytes, its data_offsets span {end - begin}")
     return TensorEntry(file, dtype, shape, data_start + begin, num_bytes)

@@ -23,13 +23,12 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.body import bare_head, embody
-from sarathi_pp.model.checkpoint import open_checkpoint, read_json
+from sarathi_pp.model.checkpoint import open_checkpoint
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.filled import steady_rows
 from sarathi_pp.model.fuse import fuse
@@ -38,8 +37,9 @@ from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
 from sarathi_pp.model.paged import PAGED, PagedCall
+from sarathi_pp.model.pretrained import load_config, refuse_config
 from sarathi_pp.model.stack import stack
-from sarathi_pp.model.support import ConfigFile, check_shards, find_family
+from sarathi_pp.model.support import check_shards
 from sarathi_pp.model.tensor import Split, TensorShard
 from sarathi_pp.model.weights import ReadCount, StoredTensor, stage_tensors
 
@@ -172,7 +172,7 @@ def load_stage(
     CapacityError where the weights do not fit.
     """
     first, end = layers
-    family, config = _read_config(directory)
+    family, config = load_config(directory)
     if config.num_hidden_layers != num_layers or not 0 <= first < end <= num_layers:
         raise ConfigError(
             f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
@@ -188,17 +188,12 @@ def load_stage(
 
 def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> Head:
     """Load the head of a model that `check_model` accepts, beside layers of another end. Raises as `load_stage`."""
-    family, config = _read_config(directory)
+    family, config = load_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
     module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
     embody(module, family.base)
     size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
     return Head(module, size, dtype, device, count.num_bytes, bare_head(module, family.head))
-
-
-def _read_config(directory: Path) -> tuple[Family, Any]:
-    family = find_family(ConfigFile(directory, read_json(directory, "config.json")))
-    return family, AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def _load(
@@ -219,7 +214,8 @@ def _load(
     needed = _num_bytes(tensors)
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
-    stage_class = _with_holes(getattr(transformers, family.architecture), family, layers, num_layers, tied, split)
+    architecture = getattr(transformers, family.architecture)
+    stage_class = _with_holes(directory, architecture, family, layers, num_layers, tied, split)
     with _quiet() as said:
         try:
             module, loaded = stage_class.from_pretrained(
@@ -252,7 +248,7 @@ def _load(
 
 def stage_bytes(directory: Path, layers: tuple[int, int], dtype: torch.dtype, shard: TensorShard | None = None) -> int:
     """Return the bytes of weights that `load_stage` takes for the layers [first, end), from headers alone."""
-    family, config = _read_config(directory)
+    family, config = load_config(directory)
     return _num_bytes(_stored(directory, family, config, layers, dtype, None, shard, ReadCount())[0])
 
 
@@ -300,14 +296,23 @@ class _NoPositions(nn.Module):
 
 
 def _with_holes(
-    architecture: Any, family: Family, layers: tuple[int, int], num_layers: int, tied: bool, split: Split | None
+    directory: Path,
+    architecture: Any,
+    family: Family,
+    layers: tuple[int, int],
+    num_layers: int,
+    tied: bool,
+    split: Split | None,
 ) -> Any:
     """A subclass of the architecture whose instances hold only the stage's modules, and a shard's part of them."""
     first, end = layers
     embeds, ends, alone = first == 0, end == num_layers, first == end
 
     def construct(self: Any, config: Any) -> None:
-        architecture.__init__(self, config)
+        try:
+            architecture.__init__(self, config)
+        except Exception as error:  # nothing of the weights is read yet: config.json is the cause
+            raise refuse_config(directory, error) from error
         base = self.get_submodule(family.base)
         blocks = getattr(base, family.layers)
         for index in range(num_layers):
@@ -364,8 +369,14 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
     where = f"{directory}: layers [{layers[0]}, {layers[1]})"
     if loaded["missing_keys"]:
         raise MissingError(f"{where}: the checkpoint does not hold {_some(loaded['missing_keys'])}")
-    if loaded["mismatched_keys"] or loaded.get("error_msgs"):
-        raise InputError(f"{where}: {_some(loaded['mismatched_keys'] or loaded['error_msgs'])} do not fit")
+    if loaded["mismatched_keys"]:
+        name, stored, asked = min(loaded["mismatched_keys"])
+        raise InputError(
+            f"{where}: tensor {name} has the shape {list(stored)}, and config.json asks for {list(asked)}; config.json "
+            "and weights are of different models"
+        )
+    if loaded.get("error_msgs"):
+        raise InputError(f"{where}: {_some(loaded['error_msgs'])} do not fit")
     if loaded["unexpected_keys"]:
         raise InputError(
             f"{where}: the model has no place for {_some(loaded['unexpected_keys'])}; config.json and weights "

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsafeError, UnsupportedModelError
-from sarathi_pp.model.checkpoint import Checkpoint, open_checkpoint, read_json, reading, safe_path
+from sarathi_pp.model.checkpoint import (
+    Checkpoint,
+    TensorEntry,
+    open_checkpoint,
+    read_json,
+    reading,
+    refuse_pointers,
+    safe_path,
+)
 from sarathi_pp.model.families import FAMILIES, Family
+from sarathi_pp.model.kind import ADAPTER_FILE, MODALITIES, check_kind, check_weights, refuse_class, refuse_path
+from sarathi_pp.model.ranges import check_ranges
+from sarathi_pp.model.surplus import needed_tensors, refuse_types, surplus_note
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Dynamic and longrope rotate by the longest position of the whole batch, so a sequence's result would depend
@@ -34,6 +45,7 @@ class ModelFacts:
     output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
     fingerprint: hex, equal for equal config.json, equal tensor names, types, shapes and files, and equal samples of
     what the files hold. head_size: of the rows that the head takes, where that is not hidden_size.
+    note: a sentence about stored tensors that are left aside, None if there are none.
     """
 
     model_type: str
@@ -51,6 +63,7 @@ class ModelFacts:
     softcap: bool = False
     sinks: bool = False
     head_size: int | None = None
+    note: str | None = None
 
     def max_model_len(self, asked: int | None) -> int:
         """Most tokens of prompt and output together in a run. Raises ConfigError for more than there are positions."""
@@ -67,41 +80,86 @@ def check_model(directory: Path) -> ModelFacts:
     """The facts of a supported model.
 
     Raises MissingError (no such directory, config.json, weight file or tensor), InputError (a file that
-    cannot be read), UnsupportedModelError (not proven exact) or UnsafeError (custom code, pickled weights,
-    paths that escape).
+    cannot be read), UnsupportedModelError (another kind of model, or not proven exact) or UnsafeError (custom code,
+    pickled weights, paths that escape).
     """
     with reading(directory):
-        return _check_model(directory)
+        names = _file_names(directory)
+        config, family = _check_config(directory, names)
+        refuse_pointers(directory)
+        check_weights(str(directory), names)
+        return _find_facts(config, family, open_checkpoint(directory))
 
 
-def _check_model(directory: Path) -> ModelFacts:
+def check_config(directory: Path, names: Collection[str]) -> None:
+    """Raise what `check_model` would raise for a model's config.json and file names, before its weights are there.
+
+    names: all files of the model, those in folders with their path.
+    """
+    with reading(directory):
+        _find_sizes(*_check_config(directory, names))
+        check_weights(str(directory), names)
+
+
+def _file_names(directory: Path) -> list[str]:
+    """The names of a directory's files, and of the config.json files in its folders."""
+    if directory.is_file():
+        raise refuse_path(str(directory), directory.suffix)
     if not directory.is_dir():
         raise MissingError(f"{directory} is not a directory; give a model directory with a config.json")
+    names = []
+    for path in directory.iterdir():
+        if not path.is_dir():
+            names.append(path.name)
+        elif (path / "config.json").is_file():
+            names.append(f"{path.name}/config.json")
+    return names
+
+
+def _check_config(directory: Path, names: Collection[str]) -> tuple[ConfigFile, Family]:
+    adapter = read_json(directory, ADAPTER_FILE) if (directory / ADAPTER_FILE).is_file() else {}
+    check_kind(str(directory), names, adapter.get("base_model_name_or_path"))
     config = ConfigFile(directory, read_json(directory, "config.json"))
+    _refuse_quantised(config)
     family = find_family(config)
     _refuse_features(config)
     _refuse_rope(config)
+    return config, family
+
+
+def _find_sizes(config: ConfigFile, family: Family) -> dict[str, int]:
+    """What config.json says of the model's sizes, by the names of ModelFacts. Raises InputError."""
+    check_ranges(config.path, config.values)
     num_layers = config.size(family.keys.get("num_hidden_layers", "num_hidden_layers"))
     _refuse_layer_types(config, num_layers)
     hidden_size = config.size(family.keys.get("hidden_size", "hidden_size"))
     num_heads, num_kv_heads = _heads(config, family)
-    checkpoint = open_checkpoint(directory)
+    return {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads,
+        "vocab_size": config.size("vocab_size"),
+        "max_position_embeddings": config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
+    }
+
+
+def _find_facts(config: ConfigFile, family: Family, checkpoint: Checkpoint) -> ModelFacts:
+    sizes = _find_sizes(config, family)
+    tensors = needed_tensors(checkpoint)
+    refuse_types(tensors)
     return ModelFacts(
         model_type=family.model_type,
         architecture=family.architecture,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads,
-        vocab_size=config.size("vocab_size"),
-        max_position_embeddings=config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
-        dtype=_stored_dtype(checkpoint),
-        tie_word_embeddings=bool(config.values.get("tie_word_embeddings", family.tied)),
-        fingerprint=_fingerprint(directory, checkpoint),
+        **sizes,
+        dtype=_stored_dtype(config.directory, tensors),
+        tie_word_embeddings=config.flag("tie_word_embeddings", family.tied),
+        fingerprint=_fingerprint(config.directory, checkpoint),
         softcap=family.softcap is not None and config.values.get(family.softcap, True) is not None,
         sinks=family.sinks,
         head_size=config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
+        note=surplus_note(checkpoint),
     )
 
 
@@ -116,10 +174,10 @@ def check_shards(directory: Path, size: int) -> None:
     config = ConfigFile(directory, read_json(directory, "config.json"))
     family = find_family(config)
     if family.widths is None:
-        proven = ", ".join(sorted(known.architecture for known in FAMILIES.values() if known.widths is not None))
         raise UnsupportedModelError(
             f"{directory}: {family.architecture} is not proven exact in tensor shards, given --tensor-parallel-size "
-            f"{size}. Proven: {proven}\n  try  without --tensor-parallel-size, with more --stages"
+            f"{size}; `sarathi-pp doctor --models` lists what is\n  try  without --tensor-parallel-size, with "
+            "more --stages"
         )
     num_heads, num_kv_heads = _heads(config, family)
     split = {"KV heads": num_kv_heads, "attention heads": num_heads}
@@ -145,24 +203,34 @@ class ConfigFile:
         """A count that has to be there. Raises InputError."""
         value = self.optional_size(key, None)
         if value is None:
-            raise InputError(f"{self.directory / 'config.json'}: {key} is missing")
+            raise InputError(f"{self.path}: {key} is missing")
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
         """A count; null means None, and an absent key the default. Raises InputError."""
         value = self.values.get(key, default)
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{self.directory / 'config.json'}: {key} is {value!r}; expected an integer of at least 1")
+            raise InputError(f"{self.path}: {key} is {value!r:.100}; expected an integer of at least 1")
         return value
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false; an absent key means the default. Raises InputError."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise InputError(f"{self.path}: {key} is {value!r:.100}; expected true or false")
+        return value
+
+    @property
+    def path(self) -> Path:
+        return self.directory / "config.json"
+
     def refuse(self, what: str) -> UnsupportedModelError:
-        """An error that says what is not supported and what is."""
-        supported = ", ".join(sorted(FAMILIES))
-        return UnsupportedModelError(f"{self.directory}: {what}. Supported: {supported}")
+        """An error that says what is not supported."""
+        return UnsupportedModelError(f"{self.path}: {what}")
 
 
 def find_family(config: ConfigFile) -> Family:
-    """The proven family a config.json names. Raises UnsupportedModelError that lists them."""
+    """The proven family a config.json names. Raises UnsupportedModelError that names the nearest one."""
     model_type = config.values.get("model_type")
     named = config.values.get("architectures")
     if not named:  # old files name no architecture; the type decides, as in transformers
@@ -170,9 +238,9 @@ def find_family(config: ConfigFile) -> Family:
     architecture = named[0] if isinstance(named, list) and named else None
     family = FAMILIES.get(str(architecture))
     if family is None:
-        raise config.refuse(f"architecture {architecture or model_type} is not proven exact")
+        raise refuse_class(str(config.directory), str(architecture or model_type), config.values)
     if family.model_type != model_type:
-        raise config.refuse(f"{architecture} with model_type {model_type!r}, expected {family.model_type!r}")
+        raise config.refuse(f"{architecture} has model_type {model_type!r:.100}; expected {family.model_type!r}")
     return family
 
 
@@ -190,18 +258,23 @@ def _refuse_features(config: ConfigFile) -> None:
             f"{config.directory}: config.json has an auto_map, which names Python code of the model's author. If "
             f"transformers' own {values.get('model_type')} is meant, remove auto_map from a copy of it"
         )
-    if values.get("quantization_config"):
-        quantised = values["quantization_config"]
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise config.refuse(f"quantised weights ({method}) are not supported; use the unquantised model")
-    if values.get("is_encoder_decoder"):
-        raise config.refuse("encoder-decoder models are not supported")
-    for key in ("text_config", "vision_config", "audio_config"):
+    if config.flag("is_encoder_decoder"):
+        raise config.refuse("is_encoder_decoder is true, and encoder-decoder models are not supported")
+    for key in MODALITIES:
         if values.get(key):
             raise config.refuse(f"multi-modal models ({key}) are not supported; use the text model alone")
     for key in ("add_cross_attention", "use_bidirectional_attention"):
         if values.get(key):
-            raise config.refuse(f"{key} is set, and only causal decoders can run in a pipeline")
+            raise config.refuse(f"{key} is {values[key]!r:.100}, and only causal decoders can run in a pipeline")
+    if values.get("per_layer_config"):
+        raise config.refuse("per_layer_config gives layers sizes of their own, which is not supported")
+
+
+def _refuse_quantised(config: ConfigFile) -> None:
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if quantised := config.values.get(key):
+            method = quantised.get("quant_method", key) if isinstance(quantised, dict) else quantised
+            raise config.refuse(f"quantised weights ({method!s:.100}) are not supported; use the unquantised model")
 
 
 def _refuse_rope(config: ConfigFile) -> None:
@@ -228,9 +301,7 @@ def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
     if layer_types is None:
         return
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:
-        raise InputError(
-            f"{config.directory / 'config.json'}: layer_types must list {num_layers} layers, has {layer_types!r}"
-        )
+        raise InputError(f"{config.path}: layer_types must list {num_layers} layers, has {layer_types!r}")
     for index, layer_type in enumerate(layer_types):
         if layer_type not in _LAYER_TYPES:
             raise config.refuse(
@@ -238,14 +309,14 @@ def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
             )
 
 
-def _stored_dtype(checkpoint: Checkpoint) -> str:
+def _stored_dtype(directory: Path, tensors: Mapping[str, TensorEntry]) -> str:
     """The float type that holds most bytes: a checkpoint may keep a few tensors in another."""
     held: dict[str, int] = {}
-    for entry in checkpoint.tensors.values():
+    for entry in tensors.values():
         if entry.dtype in _DTYPE_NAMES:
             held[entry.dtype] = held.get(entry.dtype, 0) + entry.num_bytes
     if not held:
-        raise InputError(f"the checkpoint holds no weights of type {', '.join(_DTYPE_NAMES)}")
+        raise InputError(f"{directory}: the checkpoint holds no weights of type {', '.join(_DTYPE_NAMES)}")
     return _DTYPE_NAMES[max(held, key=lambda name: held[name])]
 
 

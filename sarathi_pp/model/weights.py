@@ -22,6 +22,7 @@ from torch import Tensor
 from sarathi_pp.errors import InputError
 from sarathi_pp.model.checkpoint import Checkpoint, TensorEntry
 from sarathi_pp.model.families import Family
+from sarathi_pp.model.surplus import needed_tensors
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -202,7 +203,7 @@ def stage_tensors(
     in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")
     before_head = {family.norm, family.project_out} if first == end else set()
     chosen = {}
-    for key, entry in checkpoint.tensors.items():
+    for key, entry in needed_tensors(checkpoint).items():
         match = in_layer.search(key)
         if match is not None:
             layer = int(match[1])

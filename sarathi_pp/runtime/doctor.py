@@ -27,6 +27,7 @@ from sarathi_pp.model.kernels import why_no_kernels
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.packed import has_onednn, has_panels
 from sarathi_pp.model.support import ModelFacts, check_model
+from sarathi_pp.model.surplus import needed_tensors
 from sarathi_pp.model.verify import verify_weights
 from sarathi_pp.runtime.capacity import kv_budget_bytes, pools_of
 from sarathi_pp.runtime.fetch import find_model
@@ -244,7 +245,7 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
         return f"{facts.architecture}, {facts.num_layers} layers, {facts.max_position_embeddings} positions"
 
     def weights() -> str:
-        needed = sum(one.num_bytes for one in open_checkpoint(directories[0]).tensors.values())
+        needed = sum(one.num_bytes for one in needed_tensors(open_checkpoint(directories[0])).values())
         return f"{in_gib(needed)} in {known[0].dtype}, shared out over the stages"
 
     def tokenizer() -> str:

@@ -105,7 +105,8 @@ def preflight(job: BatchJob) -> Preflight:
     facts.max_model_len(config.max_model_len)
     defaults = _generation_defaults(config, model_dir)
     defaults = defaults.with_command(config.sampling_overrides)
-    warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
+    note = () if facts.note is None else (facts.note,)
+    warnings = [*defaults.warnings, *note, *profile_mismatch(config, facts)]
     if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
         warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
     identity = {

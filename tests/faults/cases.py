@@ -143,7 +143,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     35: ("paths that leave the model directory", (
         f"{_WEIGHTS}an_index_cannot_point_out_of_the_model", f"{_WEIGHTS}a_link_out_of_the_model_is_refused")),
     36: ("code that comes with a model", (f"{_SUPPORT}custom_code_is_refused",)),
-    37: ("models that are not proven", (f"{_SUPPORT}what_is_not_proven_is_refused_with_what_is",)),
+    37: ("models that are not proven", (f"{_SUPPORT}what_is_not_proven_is_refused_in_a_line",)),
     38: ("a hub that cannot be reached, a repository that is missing or gated", (
         f"{_HUB}no_network", f"{_HUB}a_repository_that_is_missing_or_gated_or_a_hub_that_is_ill",
         f"{_HUB}a_hub_that_does_not_answer", f"{_HUB}a_model_is_fetched_once_and_then_needs_no_hub")),
@@ -253,4 +253,15 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SETTINGS}settings_count_from_every_file_that_transformers_reads",
         f"{_SETTINGS}every_setting_that_transformers_knows_is_classified",
         f"{_REFUSED}a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so")),
+    67: ("another kind of model, and files that are pointers", (
+        "model/test_kind.py::test_a_folder_of_another_kind_is_named",
+        "model/test_kind.py::test_a_class_of_another_kind_is_named",
+        "model/test_kind.py::test_any_file_may_be_a_pointer")),
+    68: ("a wrong value in config.json", (
+        "model/test_pretrained.py::test_a_wrong_value_is_named_or_changes_nothing",
+        "model/test_pretrained.py::test_the_key_and_its_value_are_named")),
+    69: ("tensors that decide nothing, and types that are not computed in", (
+        "model/test_surplus.py::test_what_decides_nothing_is_left_aside",
+        "model/test_surplus.py::test_what_could_decide_something_is_an_error",
+        "model/test_surplus.py::test_a_weight_of_another_type_is_named_with_it")),
 }  # fmt: skip

@@ -115,16 +115,16 @@ def test_what_is_not_there_is_named(missing: str, write: Write) -> None:
 
 
 def test_a_file_is_not_a_model(write: Write) -> None:
-    with pytest.raises(MissingError, match="not a directory"):
+    with pytest.raises(InputError, match="is a file; give the directory"):
         check_model(write() / "config.json")
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, "FalconForCausalLM"),
     "no architecture": ({"architectures": None, "model_type": "falcon"}, "falcon"),
-    "no type": ({"architectures": None, "model_type": None}, "not proven"),
+    "no type": ({"architectures": None, "model_type": None}, "None is not supported"),
     "architecture of another type": ({"model_type": "mistral"}, "mistral"),
-    "not a list": ({"architectures": "LlamaForCausalLM"}, "not proven"),
+    "not a list": ({"architectures": "LlamaForCausalLM"}, "not supported"),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "Classification"),
     "multi-modal": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
@@ -132,6 +132,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "vision tower": ({"vision_config": {"hidden_size": 8}}, "vision_config"),
     "quantised": ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+    "quantised for MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "quantised weights"),
+    "layers of several sizes": ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
     "encoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
     "cross attention": ({"add_cross_attention": True}, "add_cross_attention"),
     "bidirectional": ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -154,12 +156,12 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_what_is_not_proven_is_refused_with_what_is(case: str, write: Write) -> None:
+def test_what_is_not_proven_is_refused_in_a_line(case: str, write: Write) -> None:
     changed, message = UNSUPPORTED[case]
     with pytest.raises(UnsupportedModelError, match=message) as caught:
         check_model(write(**changed))
     assert caught.value.exit_code == 2
-    assert all(architecture in str(caught.value) for architecture in SUPPORTED)
+    assert len(str(caught.value)) < 330
 
 
 def test_custom_code_is_refused(write: Write) -> None:
@@ -186,6 +188,10 @@ def test_pickled_weights_are_refused(write: Write) -> None:
         {"max_position_embeddings": 1.5},
         {"layer_types": ["full_attention"]},
         {"layer_types": "full_attention"},
+        {"tie_word_embeddings": "false"},
+        {"is_encoder_decoder": "false"},
+        {"attention_dropout": -0.1},
+        {"sliding_window": 0},
     ],
     ids=str,
 )

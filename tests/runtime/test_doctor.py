@@ -13,6 +13,7 @@ import torch
 
 from sarathi_pp.cli.main import main
 from sarathi_pp.model.attention import BACKENDS, choose_backend
+from sarathi_pp.model.families import FAMILIES
 from sarathi_pp.runtime import doctor
 from tests.runtime.processes import ROOT
 
@@ -143,3 +144,13 @@ def test_without_gloo_no_run_starts(ask: Ask, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "has_gloo", lambda: False)
     code, document, _ = ask()
     assert code == 70 and finding(document, "transport", "gloo")["state"] == "refused"
+
+
+def test_supported_models_are_listed(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document, _ = ask("--models")
+    assert code == 0
+    assert [one["architecture"] for one in document["models"]] == list(FAMILIES)
+    with pytest.raises(SystemExit):
+        main(["doctor", "--models"])
+    said = capsys.readouterr().out
+    assert all(family.model_type in said and family.architecture in said for family in FAMILIES.values())

@@ -1,0 +1,70 @@
+"""Check the numbers of config.json that transformers takes at first and fails on while a layer computes. No torch.
+
+Types are transformers' own to check (pretrained.py); what no number can be is refused here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sarathi_pp.errors import InputError
+
+# Above 0, at any depth. Other numbers of rope parameters may be 0.
+_POSITIVE = (
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    "rope_theta",
+    "rotary_pct",
+)
+_AT_MOST_1 = ("partial_rotary_factor", "rotary_pct")
+_EXPERTS = ("num_experts", "num_local_experts")
+
+
+def check_ranges(path: Path, values: Mapping[str, object]) -> None:
+    """Raise InputError that names the first key of config.json whose number is out of range, its value and the range.
+
+    path: of config.json. values: of it.
+    """
+    for where, key, value in _numbers("", values):
+        if key.endswith(("dropout", "pdrop", "layerdrop")):
+            _require(0 <= value <= 1, path, where, value, "a number from 0 to 1")
+        elif key in _AT_MOST_1:
+            _require(0 < value <= 1, path, where, value, "above 0 and at most 1")
+        elif key in _POSITIVE:
+            _require(0 < value < math.inf, path, where, value, "above 0")
+        elif key.endswith(("_eps", "_epsilon")):
+            _require(0 <= value < math.inf, path, where, value, "at least 0")
+        elif key in ("sliding_window", "num_experts_per_tok", "decoder_sparse_step"):
+            _require(value >= 1, path, where, value, "at least 1")
+    for key in values:
+        if values[key] is None and key.endswith(("_eps", "_epsilon", "logit_scale")):
+            raise InputError(f"{path}: {key} is null; expected a number")
+    _check_experts(path, values)
+
+
+def _check_experts(path: Path, values: Mapping[str, object]) -> None:
+    chosen = values.get("num_experts_per_tok")
+    for key in _EXPERTS:
+        experts = values.get(key)
+        if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts > 0:
+            raise InputError(f"{path}: num_experts_per_tok is {chosen}; expected at most {key}, which is {experts}")
+
+
+def _numbers(where: str, values: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
+    """Its place, key and value of every number in an object and in the objects in it."""
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield where + key, key, value
+        elif isinstance(value, Mapping):
+            yield from _numbers(f"{where}{key}.", value)
+
+
+def _require(legal: bool, path: Path, where: str, value: float, expected: str) -> None:
+    if not legal:
+        raise InputError(f"{path}: {where} is {value!r}; expected {expected}")

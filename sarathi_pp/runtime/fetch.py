@@ -1,37 +1,52 @@
-"""From what --model says to a local directory."""
+"""From what --model says to a local directory.
+
+Of a Hub repository, config.json comes first: a model that cannot be run is refused before its weights are fetched. Then
+come the small files and the index, and last the weights that a run reads, in one format and of one commit.
+"""
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Collection
 from pathlib import Path
 
-from sarathi_pp.errors import MissingError
-from sarathi_pp.model.checkpoint import reading
+from sarathi_pp.errors import MissingError, SarathiError
+from sarathi_pp.model.checkpoint import indexed_files, reading
+from sarathi_pp.model.kind import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE, check_kind, refuse_path
+from sarathi_pp.model.support import check_config
 
 _ANSWER_S = 10.0
-# Weights in one format only, and never code.
-_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+# Of the files that are no weights; never code. Settings of the tokenizer may be in any of them.
+_SMALL = (".json", ".model", ".txt", ".jinja")
+_FIRST = ("config.json", ADAPTER_FILE)
 
 
 def find_model(name: str) -> Path:
-    """The directory itself, or the Hub repository's files in the local cache, downloaded where they are not.
+    """Return the model's directory, or the local cache's copy of a Hub repository, fetched if it is not there.
 
-    Raises MissingError with one line that says what to do, InputError where nobody may look.
+    Raises:
+        MissingError: there is neither, or the Hub does not hand it out.
+        InputError: it cannot be read, or is a file.
+        UnsupportedModelError: it is another kind of model; of a repository nothing but config.json is fetched then.
     """
     path = Path(name)
     with reading(path):
         if path.is_dir():
             return path
+        if path.exists():
+            raise refuse_path(name, path.suffix)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise MissingError(f"--model {name}: there is no such directory")
-    from huggingface_hub import get_session, snapshot_download
+    from huggingface_hub import get_session
 
     session = get_session()
-    before, session.timeout = session.timeout, _ANSWER_S  # by itself it waits for ever
-    silence = _silence(name)
+    before, session.timeout = session.timeout, _ANSWER_S  # its own default is to wait for ever
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=silence is not None))
+        return _fetch(name)
+    except SarathiError:
+        raise
     except Exception as error:  # no network, no such repository, no permission: one answer
-        cause = silence or error.__cause__ or error
+        cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
         raise MissingError(
             f"--model {name} is no directory here and could not be fetched from the Hub ({reason}); give a directory, "
@@ -41,15 +56,52 @@ def find_model(name: str) -> Path:
         session.timeout = before
 
 
-def _silence(name: str) -> Exception | None:
-    """Why the Hub does not answer in time, None where it does; the download asks this without a limit of its own."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+def _fetch(name: str) -> Path:
+    """Return the snapshot of a repository's main branch. Raises what the Hub's client raises."""
+    from huggingface_hub import HfApi, hf_hub_download
 
     try:
-        HfApi().model_info(name, timeout=_ANSWER_S)
-    except (HfHubHTTPError, OfflineModeIsEnabled):
-        return None  # the download says what is wrong better, or finds what is needed in the cache
-    except Exception as error:
-        return error
-    return None
+        info = HfApi().model_info(name, timeout=_ANSWER_S)
+    except Exception as error:  # offline, no answer, or no permission: a copy from before will do
+        try:
+            return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+        except Exception:
+            raise error from None
+    names = _names(info)
+    if "config.json" not in names:
+        check_kind(name, names)  # raises, since it is not there
+    # By the branch's name, so that the cache knows which commit it is; all others by this commit.
+    snapshot = Path(hf_hub_download(name, "config.json")).parent
+    commit = snapshot.name
+    if commit != info.sha:  # the branch has moved in between
+        names = _names(HfApi().model_info(name, revision=commit, timeout=_ANSWER_S))
+    if ADAPTER_FILE in names:
+        _download(name, commit, [ADAPTER_FILE])
+    check_config(snapshot, names)
+    _download(name, commit, [file for file in names if _is_small(file)])
+    if SINGLE_FILE in names:
+        _download(name, commit, [SINGLE_FILE])
+    else:
+        _download(name, commit, indexed_files(snapshot))
+    return snapshot
+
+
+def _names(info: object) -> list[str]:
+    """The names of a repository's files."""
+    return [sibling.rfilename for sibling in getattr(info, "siblings", None) or ()]
+
+
+def _is_small(name: str) -> bool:
+    """Whether it is a file of settings or of the tokenizer, at the root, or a further chat template."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder == "additional_chat_templates" and file.endswith(".jinja")
+    return file.endswith(_SMALL) and (file == INDEX_FILE or not file.endswith(".index.json")) and file not in _FIRST
+
+
+def _download(name: str, commit: str, files: Collection[str]) -> None:
+    """Fetch these files, several at a time; those that are in the cache are not fetched again."""
+    from huggingface_hub import snapshot_download
+
+    if files:
+        snapshot_download(name, revision=commit, allow_patterns=[glob.escape(file) for file in files])

@@ -2,90 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 
 from tests.faults.jobs import answers, started
+from tests.runtime.hub import NAME, serving
 from tests.runtime.processes import Files, free_port
 
 pytestmark = pytest.mark.timeout(200)
 
-NAME, COMMIT = "someone/small-llama", "0123456789abcdef0123456789abcdef01234567"
 PROMPTS = [tuple(range(3, 10 + row)) for row in range(4)]
 OPTIONS = ("--max-new-tokens", "4", "--ignore-eos")
 # The hub's client waits 10 s for an answer; three times that.
 NO_ANSWER_END_S = 3 * 15.0
-
-
-class Hub(BaseHTTPRequestHandler):
-    """One repository, of the files in `directory`; status: what else it answers; quiet: it takes requests and waits."""
-
-    directory: Path
-    status: int = 200
-    headers_of_error: dict[str, str] = {}
-    quiet: Event | None = None
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, body: bool) -> None:
-        if self.quiet is not None:
-            self.quiet.wait()
-            return
-        path = self.path.partition("?")[0]
-        if self.status != 200:
-            self.reply(self.status, b"{}", self.headers_of_error, body)
-        elif path.startswith(f"/api/models/{NAME}/revision/") or path == f"/api/models/{NAME}":
-            self.reply(200, json.dumps({"id": NAME, "sha": COMMIT}).encode(), {}, body)
-        elif path.startswith(f"/api/models/{NAME}/tree/"):
-            files = [
-                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": oid(file)}
-                for file in self.directory.iterdir()
-            ]
-            self.reply(200, json.dumps(files).encode(), {}, body)
-        else:
-            file = self.directory / path.rpartition("/")[2]
-            headers = {"ETag": f'"{oid(file)}"', "X-Repo-Commit": COMMIT}
-            self.reply(200, file.read_bytes(), headers, body)
-
-    def reply(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        pass
-
-
-def oid(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
-
-
-@contextmanager
-def serving(**kind: object) -> Iterator[str]:
-    """The address of a hub of that kind."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("ThisHub", (Hub,), kind)) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.runtime.bounded import within
@@ -27,6 +27,7 @@ from sarathi_pp.runtime.transport import Lanes, surrounded
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import Receiver, Sender
 from sarathi_pp.wire.codec import SMALL_FRAME_BYTES
+from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.mesh import Mesh
 from sarathi_pp.wire.message import Payloads
@@ -62,7 +63,9 @@ class Topology:
         self._exchanges = 0
         self._names = [self.mesh.title(rank) for rank in range(place.world_size)]
         self.hosts = [socket.gethostname()]
-        self._edge_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._num_groups = 0
+        self._groups: list[Group] = []
+        self._edge_groups: dict[tuple[int, int], Group] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._ways: dict[tuple[int, int], socket.socket] = {}
         self.shared_edges: list[tuple[int, int]] = []
@@ -75,13 +78,9 @@ class Topology:
             interface = choose_interface(place)
             store = meet(store, place.rank, place.world_size, end_s, clock, interface)
             with variable(INTERFACE_VARIABLE, interface.name):
-                dist.init_process_group(
-                    "gloo",
-                    store=store,
-                    rank=place.rank,
-                    world_size=place.world_size,
-                    timeout=timedelta(seconds=self._patience_s),
-                )
+                control = PrefixStore("control", store)
+                self._control = Group(control, place.rank, place.world_size, self._patience_s)
+            self._groups.append(self._control)
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
@@ -106,7 +105,7 @@ class Topology:
         """
         for edge in edges(self.mesh):
             group = self._new_group(edge, peer_timeout_s, "gloo")
-            if self.place.rank in edge:
+            if group is not None:
                 self._edge_groups[edge] = group
         if share:
             self._open_ways()
@@ -114,7 +113,7 @@ class Topology:
             return
         for edge in forward_edges(self.mesh):
             group = self._new_group(edge, peer_timeout_s, lanes.backend)
-            if self.place.rank in edge:
+            if group is not None:
                 self._lanes[edge] = self._open_lane(edge, group, lanes)
 
     def _open_ways(self) -> None:
@@ -150,24 +149,28 @@ class Topology:
             for stage in range(mesh.stages):
                 ranks = mesh.shard_ranks(replica, stage)
                 group = self._new_group(ranks, peer_timeout_s, backend)
-                if (replica, stage) == mine[:2]:
+                if group is not None:
                     others = tuple(self._names[rank] for rank in ranks if rank != self.place.rank)
                     found = ShardGroup(mine.shard, mesh.shards, others, group, SystemClock().now)
         return found
 
-    def _new_group(self, ranks: Sequence[int], timeout_s: float, backend: str) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Sequence[int], timeout_s: float, backend: str) -> Group | None:
+        """Connect these ranks; None on any other. All ranks make all groups in one order, which numbers them."""
+        self._num_groups += 1
+        if self.place.rank not in ranks:
+            return None
+        store = PrefixStore(f"group/{self._num_groups}", self._store)
         # gloo looks where it may listen at each new group.
         with self._others_may_leave(), self._surrounded(backend):
-            group: dist.ProcessGroup = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
-            )
+            group = Group(store, ranks.index(self.place.rank), len(ranks), timeout_s, backend)
+        self._groups.append(group)
         return group
 
-    def _open_lane(self, edge: tuple[int, int], group: dist.ProcessGroup, lanes: Lanes) -> Lane:
+    def _open_lane(self, edge: tuple[int, int], group: Group, lanes: Lanes) -> Lane:
         """One edge after the other, on every rank in the same order, so that none waits for one that waits for it."""
         sending = edge[0] == self.place.rank
         peer = edge[1] if sending else edge[0]
-        lane = Lane(group, peer, lanes.new_stream())
+        lane = Lane(group, edge.index(peer), lanes.new_stream())
         clock = SystemClock()
         end_s = clock.now() + self._patience_s
         # NCCL looks at the first transfer.
@@ -193,11 +196,9 @@ class Topology:
         self._exchanges += 1
         with self._others_may_leave():
             self._store.set(f"came/{self._exchanges}/{self.place.rank}", "")
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.place.world_size)]
-            dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64))
+            sizes = self._control.all_gather(torch.tensor([len(mine)], dtype=torch.int64))
             most = max(int(size) for size in sizes)
-            texts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
-            dist.all_gather(texts, torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
+            texts = self._control.all_gather(torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def sender(
@@ -261,17 +262,17 @@ class Topology:
 
     def _edge(self, source: int, target: int, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:
         group, lane = self._edge_groups[source, target], self._lanes.get((source, target))
-        return Edge(group, peer, self._names[peer], frame_bytes, payloads, lane)
+        return Edge(group, (source, target).index(peer), self._names[peer], frame_bytes, payloads, lane)
 
     def send_numbers(self, numbers: list[float], rank: int) -> None:
         """A few float64 to one rank over the control group; the receiver knows how many."""
         with self._others_may_leave(rank):
-            dist.send(torch.tensor(numbers, dtype=torch.float64), rank)
+            self._control.send(torch.tensor(numbers, dtype=torch.float64), rank).wait()
 
     def receive_numbers(self, count: int, rank: int) -> list[float]:
         numbers = torch.empty(count, dtype=torch.float64)
         with self._others_may_leave(rank):
-            dist.recv(numbers, rank)
+            self._control.receive(numbers, rank).wait()
         return [float(number) for number in numbers]
 
     def send_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -280,7 +281,7 @@ class Topology:
             while piece := file.read(_PIECE_BYTES):
                 self.send_numbers([float(len(piece))], rank)
                 with self._others_may_leave(rank):
-                    dist.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank)
+                    self._control.send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), rank).wait()
         self.send_numbers([0.0], rank)
 
     def receive_file(self, path: str | os.PathLike[str], rank: int) -> None:
@@ -292,7 +293,7 @@ class Topology:
                     )
                 piece = torch.empty(size, dtype=torch.uint8)
                 with self._others_may_leave(rank):
-                    dist.recv(piece, rank)
+                    self._control.receive(piece, rank).wait()
                 file.write(piece.numpy().tobytes())
 
     def _close_ways(self) -> None:
@@ -302,8 +303,11 @@ class Topology:
 
     def leave(self) -> None:
         self._close_ways()
-        if self.place.world_size > 1:
-            dist.destroy_process_group()
+        for group in reversed(self._groups):
+            group.close()
+        self._groups.clear()
+        self._edge_groups.clear()
+        self._lanes.clear()
 
     @contextmanager
     def _others_may_leave(self, rank: int | None = None) -> Iterator[None]:

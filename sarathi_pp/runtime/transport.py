@@ -14,11 +14,14 @@ from sarathi_pp.runtime.place import INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE
 from sarathi_pp.runtime.standing import Standing
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Landing
+from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.lane import SideStream
 
 # What a lost peer means is told by the edge beside the lane. Left alone, a thread of torch's would abort the process
 # before it has said so, and another one a process whose device is slow.
 _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# For a communicator of one rank, which waits for none.
+_ALONE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,13 @@ def start_nccl_alone(device: torch.device, interface: str) -> float:
     """Opens a communicator of this process alone, all that one GPU allows, and returns its sum of a single 1."""
     with surrounded("nccl", interface, None):
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        group = Group(store, 0, 1, _ALONE_S, "nccl")
         try:
             one = torch.ones(1, device=device)
-            dist.all_reduce(one)
+            group.all_reduce(one)
             return float(one)
         finally:
-            dist.destroy_process_group()
+            group.close()
 
 
 def surroundings(backend: str, interface: str, nccl_interface: str | None) -> Mapping[str, str]:

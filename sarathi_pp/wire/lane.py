@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from sarathi_pp.wire.channel import Landing
+from sarathi_pp.wire.group import Group
 
 
 class SideStream(Protocol):
@@ -46,13 +46,13 @@ class SideStream(Protocol):
 
 
 class Lane:
-    """One end of it. group: a communicator of this edge alone. peer: global rank at the other end.
+    """One end of it. group: a communicator of this edge alone. peer: rank of the other end in the group.
 
     A sending end is used by the computing thread alone. A receiving end begins its receives on one thread and is
     asked for them on the computing one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, stream: SideStream) -> None:
+    def __init__(self, group: Group, peer: int, stream: SideStream) -> None:
         self._group = group
         self._peer = peer
         self._stream = stream
@@ -83,17 +83,13 @@ class Lane:
         """Behind what computing was given so far. The frame must need nothing more of this thread."""
         with self._stream.entered():
             self._stream.after_computing()
-            work = dist.isend(rows, self._peer, group=self._group)
-            assert work is not None, "this rank is in the lane's group"
-            work.wait()  # on NCCL the stream waits, not the program
+            self._group.send(rows, self._peer).wait()  # on NCCL the stream waits, not the program
             self._leaving.append((self._stream.mark(), rows))
 
     def receive(self, rows: torch.Tensor) -> Landing:
         """Fill `rows` with what the next frame announced; returns the point at which they are filled."""
         with self._stream.entered():
-            work = dist.irecv(rows, self._peer, group=self._group)
-            assert work is not None, "this rank is in the lane's group"
-            work.wait()
+            self._group.receive(rows, self._peer).wait()
             return self._stream.mark()
 
     def admit(self, landed: Landing) -> None:

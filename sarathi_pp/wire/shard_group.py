@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
+from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.torch_channel import peer_lost
 
 
@@ -17,9 +17,7 @@ class ShardGroup:
     may be silent. spent_s: seconds that this rank has spent in sums, waiting for the others included.
     """
 
-    def __init__(
-        self, index: int, size: int, others: tuple[str, ...], group: dist.ProcessGroup, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, index: int, size: int, others: tuple[str, ...], group: Group, now: Callable[[], float]) -> None:
         self.index = index
         self.size = size
         self.spent_s = 0.0
@@ -35,12 +33,12 @@ class ShardGroup:
         """
         begin_s = self._now()
         in_order = self.size > 2 and x.device.type == "cpu"
-        parts = [torch.empty_like(x) for _ in range(self.size)] if in_order else []
+        parts: list[torch.Tensor] = []
         try:
             if in_order:
-                dist.all_gather(parts, x.contiguous(), group=self._group)
+                parts = self._group.all_gather(x.contiguous())
             else:
-                dist.all_reduce(x, group=self._group)
+                self._group.all_reduce(x)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
+from sarathi_pp.wire.group import Group, Transfer
 from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
 
@@ -37,12 +37,12 @@ GOODBYE_S = 10.0
 class Edge:
     """One directed edge as one of its two ends sees it.
 
-    peer: global rank at the other end; peer_name: how messages call it. group: the edge's own communicator,
+    peer: rank of the other end in the edge's group; peer_name: how messages call it. group: its own communicator,
     whose timeout is how long the peer may be silent. frame_bytes: the largest legal frame. lane: where payloads travel
     beside the frames.
     """
 
-    group: dist.ProcessGroup
+    group: Group
     peer: int
     peer_name: str
     frame_bytes: int
@@ -115,7 +115,7 @@ class TorchSender:
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
         # What is under way and the buffer to which it belongs; a heartbeat has none.
-        self._outbox: queue.Queue[tuple[dist.Work, torch.Tensor | None] | None] = queue.Queue()
+        self._outbox: queue.Queue[tuple[Transfer, torch.Tensor | None] | None] = queue.Queue()
         self._failure: SarathiError | None = None
         self._number = 0
         # Messages leave in the order of their numbers. Never held while one is waited for, which a peer that is stopped
@@ -185,13 +185,11 @@ class TorchSender:
         self._free.release(self._num_buffers)
         self._on_failure(error)
 
-    def _begin(self, message: torch.Tensor) -> dist.Work:
+    def _begin(self, message: torch.Tensor) -> Transfer:
         try:
-            work = dist.isend(message, self._edge.peer, group=self._edge.group)
+            return self._edge.group.send(message, self._edge.peer)
         except RuntimeError as error:
             raise peer_lost(self._edge.peer_name, error) from error
-        assert work is not None, "this rank is in the edge's group"
-        return work
 
     def _queue_heartbeat(self) -> None:
         with self._order:
@@ -246,7 +244,7 @@ class TorchReceiver:
         self._thread.join(GOODBYE_S)
 
     def _run(self) -> None:
-        posted: deque[tuple[dist.Work, _Buffer]] = deque()
+        posted: deque[tuple[Transfer, _Buffer]] = deque()
         try:
             self._edge.take_device()
             while True:
@@ -260,13 +258,11 @@ class TorchReceiver:
         except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
             self._fail(_as_sarathi_error(error))
 
-    def _post(self, buffer: torch.Tensor) -> dist.Work:
+    def _post(self, buffer: torch.Tensor) -> Transfer:
         try:
-            work = dist.irecv(buffer, self._edge.peer, group=self._edge.group)
+            return self._edge.group.receive(buffer, self._edge.peer)
         except RuntimeError as error:
             raise peer_lost(self._edge.peer_name, error) from error
-        assert work is not None, "this rank is in the edge's group"
-        return work
 
     def _deliver(self, buffer: _Buffer) -> bool:
         """Pass one message on; True when it was the last."""
@@ -322,7 +318,7 @@ class TorchReceiver:
         self._on_failure(error)
 
 
-def _wait(work: dist.Work, edge: Edge) -> None:
+def _wait(work: Transfer, edge: Edge) -> None:
     try:
         work.wait()
     except RuntimeError as error:

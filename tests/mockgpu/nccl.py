@@ -6,7 +6,7 @@ caller. One that the other end never matches is waited for by whoever waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,11 +17,9 @@ from tests.mockgpu.machine import TIMELINE, Stream, forbid_in_capture
 from tests.mockgpu.tensor import MockTensor
 from tests.mockgpu.timeline import MockGpuError
 
-# Communicators with the stream that each has from its first transfer on.
-_streams: dict[dist.ProcessGroup, Stream | None] = {}
-_theirs: dict[str, Callable[..., Any]] = {}
+_Gloo = dist.ProcessGroupGloo
 # gloo stops what nobody holds any more.
-_leaving: list[tuple[dist.Work, torch.Tensor]] = []
+_leaving: list[tuple[Any, torch.Tensor]] = []
 
 
 class Transfer:
@@ -37,84 +35,94 @@ class Transfer:
 
 
 def install() -> None:
-    patched: dict[str, Callable[..., Any]] = {
-        "init_process_group": _init_process_group,
-        "new_group": _new_group,
-        "isend": _isend,
-        "irecv": _irecv,
-        "all_reduce": _all_reduce,
-        "is_nccl_available": lambda: True,
-    }
-    _theirs.update({name: getattr(dist, name) for name in patched})
-    for name, made_up in patched.items():
-        setattr(dist, name, made_up)
+    dist.ProcessGroupGloo = Gloo  # type: ignore[misc]
+    dist.ProcessGroupNCCL = Nccl  # type: ignore[misc]
+    dist.is_nccl_available = lambda: True
 
 
-def _init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    _theirs["init_process_group"]("gloo" if backend == "nccl" else backend, *args, **kwargs)
-    if backend == "nccl":
-        _streams[dist.group.WORLD] = None
+class Gloo:
+    """As torch's; it takes CUDA tensors for sums alone: then the host copies."""
+
+    def __init__(self, *args: Any) -> None:
+        self._gloo: Any = _Gloo(*args)
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        _forbid_on_device(tensors)
+        return self._gloo.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        _forbid_on_device(tensors)
+        return self._gloo.recv(tensors, rank, tag)
+
+    def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> Any:
+        _forbid_on_device(tensors)
+        return self._gloo.allgather(parts, tensors)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        (tensor,) = tensors
+        if not isinstance(tensor, MockTensor):
+            return self._gloo.allreduce(tensors, options)
+        return _sum(self._gloo, tensor, machine.current_stream(tensor.device), options)
+
+    def shutdown(self) -> None:
+        self._gloo.shutdown()
 
 
-def _new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-    made = _theirs["new_group"](*args, backend="gloo" if backend == "nccl" else backend, **kwargs)
-    if backend == "nccl" and made is not dist.GroupMember.NON_GROUP_MEMBER:
-        _streams[made] = None
-    return made
+class Nccl:
+    """It has a stream of its own from the first transfer on."""
+
+    class Options:
+        _timeout = timedelta(minutes=10)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._gloo: Any = _Gloo(store, rank, size, options._timeout)
+        self._stream: Stream | None = None
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        stream = self._enter(tensor)
+        TIMELINE.launch(stream.number, "a send of NCCL's", [tensor.host], ())
+        leaving = tensor.host.clone()
+        _leaving[:] = [one for one in _leaving if not one[0].is_completed()]
+        _leaving.append((self._gloo.send([leaving], rank, tag), leaving))
+        return Transfer(stream, tensor)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        stream = self._enter(tensor)
+        came = torch.empty_like(tensor.host)
+        self._gloo.recv([came], rank, tag).wait()
+        TIMELINE.launch(stream.number, "a receive of NCCL's", (), [tensor.host])
+        tensor.host.copy_(came)
+        return Transfer(stream, tensor)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Transfer:
+        (tensor,) = tensors
+        return _sum(self._gloo, tensor, self._enter(tensor), options)
+
+    def shutdown(self) -> None:
+        self._gloo.shutdown()
+
+    def _enter(self, tensor: Any) -> Stream:
+        """The communicator's stream, behind what the caller's stream was given."""
+        if not isinstance(tensor, MockTensor) or not tensor.is_contiguous():
+            raise MockGpuError("NCCL takes contiguous CUDA tensors")
+        stream = self._stream = self._stream or Stream(tensor.device)
+        if stream.device != tensor.device:
+            raise MockGpuError(f"a communicator of {stream.device} is given a tensor on {tensor.device}")
+        stream.wait_stream(machine.current_stream(tensor.device))
+        return stream
 
 
-def _isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, **kwargs: Any) -> Any:
-    stream = _stream(tensor, group)
-    if stream is None:
-        return _theirs["isend"](tensor, dst, group=group, **kwargs)
-    assert isinstance(tensor, MockTensor)
-    stream.wait_stream(machine.current_stream(tensor.device))
-    TIMELINE.launch(stream.number, "a send of NCCL's", [tensor.host], ())
-    leaving = tensor.host.clone()
-    _leaving[:] = [one for one in _leaving if not one[0].is_completed()]
-    _leaving.append((_theirs["isend"](leaving, dst, group=group, **kwargs), leaving))
-    return Transfer(stream, tensor)
-
-
-def _irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, **kwargs: Any) -> Any:
-    stream = _stream(tensor, group)
-    if stream is None:
-        return _theirs["irecv"](tensor, src, group=group, **kwargs)
-    assert isinstance(tensor, MockTensor)
-    stream.wait_stream(machine.current_stream(tensor.device))
-    came = torch.empty_like(tensor.host)
-    _theirs["irecv"](came, src, group=group, **kwargs).wait()
-    TIMELINE.launch(stream.number, "a receive of NCCL's", (), [tensor.host])
-    tensor.host.copy_(came)
-    return Transfer(stream, tensor)
-
-
-def _all_reduce(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-    """Of gloo too, which takes CUDA tensors here: then the host copies."""
-    if not isinstance(tensor, MockTensor):
-        return _theirs["all_reduce"](tensor, *args, group=group, **kwargs)
+def _sum(gloo: Any, tensor: Any, stream: Stream, options: Any) -> Transfer:
     forbid_in_capture("a sum among processes")
-    group = dist.group.WORLD if group is None else group
-    computing = machine.current_stream(tensor.device)
-    stream = (_stream(tensor, group) if group in _streams else None) or computing
-    stream.wait_stream(computing)
     total = tensor.host.clone()
-    _theirs["all_reduce"](total, *args, group=group, **kwargs)
+    gloo.allreduce([total], options).wait()
     TIMELINE.launch(stream.number, "a sum among processes", [tensor.host], [tensor.host])
     tensor.host.copy_(total)
-    Transfer(stream).wait()
+    return Transfer(stream)
 
 
-def _stream(tensor: torch.Tensor, group: Any) -> Stream | None:
-    """The communicator's; None of gloo's."""
-    ours = isinstance(tensor, MockTensor)
-    if group not in _streams:
-        if ours:
-            raise MockGpuError("gloo is given a CUDA tensor")
-        return None
-    if not ours or not tensor.is_contiguous():
-        raise MockGpuError("NCCL takes contiguous CUDA tensors")
-    found = _streams[group] = _streams[group] or Stream(tensor.device)
-    if found.device != tensor.device:
-        raise MockGpuError(f"a communicator of {found.device} is given a tensor on {tensor.device}")
-    return found
+def _forbid_on_device(tensors: list[torch.Tensor]) -> None:
+    if any(isinstance(tensor, MockTensor) for tensor in tensors):
+        raise MockGpuError("gloo is given a CUDA tensor")

@@ -14,7 +14,7 @@ import torch
 
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
-from sarathi_pp.wire import codec, lane, torch_channel
+from sarathi_pp.wire import codec
 from sarathi_pp.wire.codec import MicroBatchFrame
 from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
@@ -45,10 +45,10 @@ class Device:
     def waits_for(self, work: str, other: str) -> bool:
         return any(before == other or self.waits_for(before, other) for before in self.waits[work])
 
-    def isend(self, rows: torch.Tensor, peer: int, group: object) -> Transfer:
+    def send(self, rows: torch.Tensor, rank: int) -> Transfer:
         return self._transfer(f"send {len(rows)}")
 
-    def irecv(self, rows: torch.Tensor, peer: int, group: object) -> Transfer:
+    def receive(self, rows: torch.Tensor, rank: int) -> Transfer:
         rows.fill_(7.0)
         return self._transfer(f"receive {len(rows)}")
 
@@ -95,15 +95,12 @@ class Side:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
-    monkeypatch.setattr(lane.dist, "isend", made.isend)
-    monkeypatch.setattr(lane.dist, "irecv", made.irecv)
-    return made
+def device() -> Device:
+    return Device()
 
 
 def lane_of(device: Device) -> Lane:
-    return Lane(None, 1, Side(device))  # type: ignore[arg-type]
+    return Lane(device, 1, Side(device))  # type: ignore[arg-type]
 
 
 def test_a_send_waits_for_what_was_computed_and_nothing_computed_waits_for_a_send(device):
@@ -163,19 +160,22 @@ class Said:
     def wait(self) -> None: ...
 
 
-def test_a_frame_leaves_before_its_rows_and_without_them(device, monkeypatch):
-    """Where it did not, the device of the other end could not begin to receive what this one is to send."""
-    said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+@dataclass
+class Frames:
+    """The group of an edge beside its lane: keeps the bytes of what was sent."""
 
-    def isend(rows: torch.Tensor, peer: int, group: object) -> Said | Transfer:
-        if rows.dtype != torch.uint8:
-            return device.isend(rows, peer, group)
-        said.put(bytes(rows.numpy()))
+    said: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
+
+    def send(self, message: torch.Tensor, rank: int) -> Said:
+        self.said.put(bytes(message.numpy()))
         return Said()
 
-    monkeypatch.setattr(torch_channel.dist, "isend", isend)
+
+def test_a_frame_leaves_before_its_rows_and_without_them(device):
+    """Where it did not, the device of the other end could not begin to receive what this one is to send."""
+    frames = Frames()
     sender = TorchSender(
-        Edge(None, 1, "stage 1", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
+        Edge(frames, 1, "stage 1", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
         num_buffers=2,
         progress=lambda: (0, False),
         on_failure=lambda error: None,
@@ -183,7 +183,7 @@ def test_a_frame_leaves_before_its_rows_and_without_them(device, monkeypatch):
     device.do("microbatch 0")
     sender.reserve()
     sender.send(frame_of(3), torch.zeros(3, 1))
-    envelope = codec.decode(said.get(timeout=BLOCKED_S))
+    envelope = codec.decode(frames.said.get(timeout=BLOCKED_S))
     assert (envelope.frame, envelope.payload_bytes) == (frame_of(3), 0)
     assert device.streams["side"] == ["send 3"]
     sender.close()
@@ -201,16 +201,18 @@ class Posted:
         self._buffer[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
-def receiver_of(device: Device, message: bytes, monkeypatch: pytest.MonkeyPatch) -> TorchReceiver:
-    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+class Arriving(queue.SimpleQueue[bytes]):
+    """The group of an edge beside its lane: messages that arrive."""
+
+    def receive(self, buffer: torch.Tensor, rank: int) -> Posted:
+        return Posted(self, buffer)
+
+
+def receiver_of(device: Device, message: bytes) -> TorchReceiver:
+    messages = Arriving()
     messages.put(message)
-
-    def irecv(rows: torch.Tensor, peer: int, group: object) -> Posted | Transfer:
-        return Posted(messages, rows) if rows.dtype == torch.uint8 else device.irecv(rows, peer, group)
-
-    monkeypatch.setattr(torch_channel.dist, "irecv", irecv)
     return TorchReceiver(
-        Edge(None, 1, "stage 0", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
+        Edge(messages, 1, "stage 0", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
         num_buffers=2,
         now=lambda: 5.0,
         peer_timeout_s=60.0,
@@ -218,8 +220,8 @@ def receiver_of(device: Device, message: bytes, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_a_message_is_handed_out_before_its_rows_have_landed(device, monkeypatch):
-    receiver = receiver_of(device, codec.encode(frame_of(3), 0), monkeypatch)
+def test_a_message_is_handed_out_before_its_rows_have_landed(device):
+    receiver = receiver_of(device, codec.encode(frame_of(3), 0))
     message = receiver.receive(BLOCKED_S)
     assert message is not None and message.payload is not None and message.landed is not None
     assert message.payload.shape == (3, 1) and message.landed.at_s() is None
@@ -235,9 +237,9 @@ def test_a_message_is_handed_out_before_its_rows_have_landed(device, monkeypatch
     ],
     ids=["behind the frame", "too many"],
 )
-def test_what_no_lane_can_carry_ends_the_edge(message, says, device, monkeypatch):
+def test_what_no_lane_can_carry_ends_the_edge(message, says, device):
     with pytest.raises(ProtocolError, match=says):
-        receiver_of(device, message, monkeypatch).receive(BLOCKED_S)
+        receiver_of(device, message).receive(BLOCKED_S)
 
 
 @pytest.mark.timeout(300)

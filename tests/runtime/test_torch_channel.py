@@ -22,7 +22,10 @@ from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSe
 
 BLOCKED_S = 10.0
 PAYLOADS = Payloads(512, (1,), torch.float32, torch.device("cpu"))
-EDGE = Edge(None, 1, "stage 1", 2048, PAYLOADS)
+
+
+def edge(group: object) -> Edge:
+    return Edge(group, 1, "stage 1", 2048, PAYLOADS)  # type: ignore[arg-type]
 
 
 class Peer:
@@ -35,7 +38,7 @@ class Peer:
         self.gone = False
         self._through = threading.Semaphore(0)
 
-    def isend(self, message: torch.Tensor, peer: int, group: object) -> Transfer:
+    def send(self, message: torch.Tensor, rank: int) -> Transfer:
         if self.gone:
             raise RuntimeError("Connection closed by peer")
         envelope = codec.decode(memoryview(message.numpy()))
@@ -59,7 +62,6 @@ class Transfer:
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
     peer = Peer()
-    monkeypatch.setattr(torch_channel.dist, "isend", peer.isend)
     monkeypatch.setattr(torch_channel, "HEARTBEAT_S", 0.05)
     yield peer
     # Senders look up what they send by: a thread that went on would talk to the next test's peer.
@@ -71,7 +73,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
 
 
 def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_not_take(peer):
-    sender = TorchSender(EDGE, num_buffers=2, progress=lambda: (7, True), on_failure=lambda error: None)
+    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: (7, True), on_failure=lambda error: None)
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     sent = threading.Event()
 
@@ -87,7 +89,7 @@ def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_n
 
 
 def in_turn(peer, failures: list[SarathiError]) -> TorchSender:
-    sender = TorchSender(EDGE, num_buffers=2, progress=lambda: (7, True), on_failure=failures.append)
+    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: (7, True), on_failure=failures.append)
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     return sender
 
@@ -139,12 +141,16 @@ class Posted:
         self._buffer[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[bytes]:
+class Sent(queue.SimpleQueue[bytes]):
     """What arrives at a receiving end, message by message."""
-    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    monkeypatch.setattr(torch_channel.dist, "irecv", lambda buffer, peer, group: Posted(messages, buffer))
-    return messages
+
+    def receive(self, buffer: torch.Tensor, rank: int) -> Posted:
+        return Posted(self, buffer)
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
 
 
 def microbatch(number: int, payload: bytes) -> bytes:
@@ -182,7 +188,7 @@ ROWS = bytes(3 * 4)
 )
 def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
     failures: queue.SimpleQueue[SarathiError] = queue.SimpleQueue()
-    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=failures.put)
+    receiver = TorchReceiver(edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=failures.put)
     for message in messages:
         sent.put(message)
     with pytest.raises(ProtocolError, match=says):
@@ -194,7 +200,9 @@ def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
 
 
 def test_what_is_whole_comes_through(sent):
-    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 5.0, peer_timeout_s=60.0, on_failure=lambda error: None)
+    receiver = TorchReceiver(
+        edge(sent), num_buffers=2, now=lambda: 5.0, peer_timeout_s=60.0, on_failure=lambda error: None
+    )
     for message in (BEAT, microbatch(1, torch.arange(3.0).numpy().tobytes()), codec.encode(Goodbye(), 2)):
         sent.put(message)
     first, last = receiver.receive(BLOCKED_S), receiver.receive(BLOCKED_S)
@@ -204,7 +212,9 @@ def test_what_is_whole_comes_through(sent):
 
 def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
     """Also where the handler takes longer than what was left of it."""
-    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None)
+    receiver = TorchReceiver(
+        edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None
+    )
     before = signal.signal(signal.SIGUSR1, lambda number, frame: time.sleep(0.2))
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     try:
@@ -217,7 +227,9 @@ def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
 
 def test_texts_are_taken_in_though_nobody_reads_them(sent):
     """Else a peer that says how far it is would find no receive posted, and take this end for a dead one."""
-    receiver = TorchReceiver(EDGE, num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None)
+    receiver = TorchReceiver(
+        edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None
+    )
     for number in range(20):
         body = bytes([number]) * (1 + number)
         sent.put(codec.encode(Parcel(True), number, len(body)) + body + codec.trailer(number))
@@ -232,7 +244,7 @@ def test_texts_are_taken_in_though_nobody_reads_them(sent):
 
 def test_a_message_that_the_peer_would_not_take_is_not_sent(peer):
     """gloo would abort the process that has posted too short a receive."""
-    sender = TorchSender(EDGE, num_buffers=1, progress=lambda: (0, False), on_failure=lambda error: None)
+    sender = TorchSender(edge(peer), num_buffers=1, progress=lambda: (0, False), on_failure=lambda error: None)
     sender.reserve()
     with pytest.raises(ProtocolError, match="where 4104 are legal"):
         sender.send(Goodbye(), torch.zeros(4096))

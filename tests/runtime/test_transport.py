@@ -64,20 +64,22 @@ def test_nccl_listens_where_gloo_does_unless_the_user_says_otherwise():
 
 
 class Calls:
-    """What one rank asks of torch.distributed, in its order."""
+    """Communicators and lanes that one rank makes, in its order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, answered: bool = True) -> None:
         self.made: list[object] = []
         self._answered = answered
-        monkeypatch.setattr(topology.dist, "new_group", self.new_group)
+        monkeypatch.setattr(topology, "PrefixStore", lambda name, store: name)
+        monkeypatch.setattr(topology, "Group", self.group)
         monkeypatch.setattr(topology, "Lane", self.lane)
 
-    def new_group(self, ranks: list[int], timeout: object, backend: str) -> tuple[str, list[int]]:
-        self.made.append((backend, *ranks))
-        return backend, ranks
+    def group(self, store: str, rank: int, size: int, timeout_s: float, backend: str) -> Calls:
+        assert size == 2
+        self.made.append((backend, store, rank))
+        return self
 
-    def lane(self, group: tuple[str, list[int]], peer: int, stream: object) -> Calls:
-        self.made.append(("lane", *group[1], peer))
+    def lane(self, group: Calls, peer: int, stream: object) -> Calls:
+        self.made.append(("lane", peer))
         return self
 
     def connect(self, device: torch.device, *, sending: bool) -> Calls:
@@ -93,42 +95,43 @@ def joined(rank: int, world_size: int) -> Topology:
     made.place = Place(rank, world_size, rank, world_size)
     made.mesh = Mesh(stages=world_size)
     made._names = [f"stage {number}" for number in range(world_size)]
-    made._interface = Interface("lo", "127.0.0.1")
+    made._interface, made._store = Interface("lo", "127.0.0.1"), None
     return made
 
 
 LANES = Lanes("nccl", torch.device("cpu"), object)  # type: ignore[arg-type]
 
 
-def test_every_rank_makes_all_communicators_in_one_order_and_opens_its_own_lanes(monkeypatch):
-    """Stage 1 of 3 has both ends. One communicator a directed edge; the return edge, which carries no activations, has
-    no lane."""
+def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_lanes(monkeypatch):
+    """Stage 1 of 3 has both ends. One communicator a directed edge, whose sender is rank 0 of it; the return edge,
+    which carries no activations, has no lane."""
     calls = Calls(monkeypatch)
     joined(1, 3).open_edges(60.0, LANES)
     assert calls.made == [
-        ("gloo", 0, 1),
-        ("gloo", 1, 2),
-        ("gloo", 2, 0),
-        ("nccl", 0, 1),
-        ("lane", 0, 1, 0),
+        ("gloo", "group/1", 1),
+        ("gloo", "group/2", 0),
+        ("nccl", "group/4", 1),
+        ("lane", 0),
         ("connect", False, "=lo"),
-        ("nccl", 1, 2),
-        ("lane", 1, 2, 2),
+        ("nccl", "group/5", 0),
+        ("lane", 1),
         ("connect", True, "=lo"),
     ]
-    orders = []
+    ends = []
     for rank in (0, 2):
         calls = Calls(monkeypatch)
         joined(rank, 3).open_edges(60.0, LANES)
-        orders.append([made for made in calls.made if made[0] in ("gloo", "nccl")])
-    assert orders[0] == orders[1] == [("gloo", 0, 1), ("gloo", 1, 2), ("gloo", 2, 0), ("nccl", 0, 1), ("nccl", 1, 2)]
+        ends.append([made for made in calls.made if made[0] in ("gloo", "nccl")])
+    first, last = ends
+    assert first == [("gloo", "group/1", 0), ("gloo", "group/3", 1), ("nccl", "group/4", 0)]
+    assert last == [("gloo", "group/2", 1), ("gloo", "group/3", 0), ("nccl", "group/5", 1)]
     assert "NCCL_SOCKET_IFNAME" not in os.environ
 
 
 def test_without_lanes_nothing_of_nccl_is_asked_for(monkeypatch):
     calls = Calls(monkeypatch)
     joined(1, 3).open_edges(60.0)
-    assert calls.made == [("gloo", 0, 1), ("gloo", 1, 2), ("gloo", 2, 0)]
+    assert calls.made == [("gloo", "group/1", 1), ("gloo", "group/2", 0)]
 
 
 def test_a_lane_that_does_not_open_is_given_up_with_the_peers_name(monkeypatch):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sarathi_pp.runtime.transport import CudaSideStream
 from sarathi_pp.trace.clock import SystemClock
@@ -27,33 +25,32 @@ class Careless(CudaSideStream):
         setattr(self, forgets, lambda *given: None)
 
 
-@pytest.fixture
-def communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+class Communicator:
     """Transfers that are over when the device comes to them."""
-    stream = Stream(GPU)
 
-    def transfer(how: str) -> Callable[..., Any]:
-        def begin(rows: Any, peer: int, group: object) -> Transfer:
-            stream.wait_stream(torch.cuda.current_stream())
-            read, written = ([rows.host], []) if how == "send" else ([], [rows.host])
-            TIMELINE.launch(stream.number, how, read, written)
-            return Transfer(stream, rows)
+    def __init__(self) -> None:
+        self._stream = Stream(GPU)
 
-        return begin
+    def send(self, rows: Any, rank: int) -> Transfer:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        TIMELINE.launch(self._stream.number, "send", [rows.host], [])
+        return Transfer(self._stream, rows)
 
-    monkeypatch.setattr(dist, "isend", transfer("send"))
-    monkeypatch.setattr(dist, "irecv", transfer("receive"))
+    def receive(self, rows: Any, rank: int) -> Transfer:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        TIMELINE.launch(self._stream.number, "receive", [], [rows.host])
+        return Transfer(self._stream, rows)
 
 
 def sent(side: CudaSideStream) -> None:
-    lane = Lane(None, 1, side)  # type: ignore[arg-type]
+    lane = Lane(Communicator(), 1, side)  # type: ignore[arg-type]
     lane.send(torch.ones(3, device=GPU))
     torch.ones(3, device=GPU)
     lane.wait_for_room(1)
 
 
 def received(side: CudaSideStream) -> None:
-    lane = Lane(None, 1, side)  # type: ignore[arg-type]
+    lane = Lane(Communicator(), 1, side)  # type: ignore[arg-type]
     torch.ones(8, device=GPU)
     rows = lane.buffer((3,), torch.float32, GPU)
     landed = lane.receive(rows)
@@ -61,13 +58,11 @@ def received(side: CudaSideStream) -> None:
     rows.sum()
 
 
-@pytest.mark.usefixtures("communicator")
 @pytest.mark.parametrize("transfer", [sent, received])
 def test_nothing_races(transfer):
     transfer(CudaSideStream(GPU, SystemClock()))
 
 
-@pytest.mark.usefixtures("communicator")
 @pytest.mark.parametrize(
     ("transfer", "forgets"),
     [(sent, "after_computing"), (received, "after_computing"), (received, "before_computing")],

@@ -1,0 +1,75 @@
+"""Communicators that belong to whoever made them.
+
+torch keeps one default process group for each process and refuses a second one. A program may have two pipelines at
+once, or a pipeline next to a process group of its own. So a group is made from its backend directly: only its own ranks
+take part in making it, and it is in none of torch's tables.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+class Transfer(Protocol):
+    """A send or receive under way."""
+
+    def wait(self) -> object:
+        """Wait until it is done. Raises RuntimeError if the other rank is gone or silent."""
+        ...
+
+
+class Group:
+    """This process's end of a communicator. Ranks are those of the group.
+
+    Args:
+        store: a part of a store that no other group uses.
+        timeout_s: how long an operation, or making the group, may wait for another rank.
+        backend: "gloo" or "nccl".
+
+    Raises:
+        RuntimeError: another rank does not come in time.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, backend: str = "gloo") -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._backend: Any  # torch's own annotations lack its operations
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.size = size
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Transfer:
+        """Begin to send; the tensor must stay as it is until then."""
+        transfer: Transfer = self._backend.send([tensor], rank, 0)
+        return transfer
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
+        """Begin to receive into the tensor."""
+        transfer: Transfer = self._backend.recv([tensor], rank, 0)
+        return transfer
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace the tensor by the sum of every rank's, on the caller's stream."""
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        work = self._backend.allreduce([tensor], options)
+        if work is not None:
+            work.wait()
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, in the order of ranks. All have one shape."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._backend.allgather([parts], [tensor]).wait()
+        return parts
+
+    def close(self) -> None:
+        """Let go of connections to devices; those over sockets end with the object."""
+        self._backend.shutdown()

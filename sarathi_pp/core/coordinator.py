@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -144,6 +144,28 @@ class Coordinator:
         self._waiting.clear()
         self._waiting_tokens = 0
         return withdrawn
+
+    def abort(self, sent: Iterable[MicroBatch]) -> None:
+        """Forget all requests, from whatever state an exception has left; every page is free.
+
+        Args:
+            sent: the microbatches that are really in flight. Their results will be dropped. One that was issued and
+                never sent gives its index back.
+        """
+        inflight = deque(sent)
+        for lost in self._inflight:
+            if all(microbatch is not lost for microbatch in inflight):
+                self._freed.extend(lost.freed)
+                self._next_index = min(self._next_index, lost.index)
+        self._inflight = inflight
+        # Stages drop the tables of sequences that they do not know, too.
+        self._freed.extend(self._running)
+        for queue in (self._waiting, self._running, self._prefills, self._decodes):
+            queue.clear()
+        self.pool = PagePool(self.limits.num_pages, self.limits.page_size)
+        self._waiting_tokens = self._held_tokens = self._num_past_prompt = self._tokens_past_prompt = 0
+        if self._heads is not None:
+            self._heads.restart(inflight)
 
     @property
     def max_prompt_tokens(self) -> int:

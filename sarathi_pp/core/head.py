@@ -10,7 +10,7 @@ zero. Of two equal stages that is every other microbatch, so that both compute t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -77,6 +77,10 @@ class HeadPlacement:
         self._ratios.add(max(0.0, own_s[-1] - kept_s) / own_s[0])
         if microbatch.head_on_first:
             self._heads_s.add(head_s)
+
+    def restart(self, inflight: Iterable[MicroBatch]) -> None:
+        """Forget all microbatches but these, oldest first."""
+        self._rows = deque(self._first.row(Load.of(microbatch)) for microbatch in inflight)
 
     def _expected_s(self, num_drawn: int) -> float:
         """Of a head, of however many rows: reading its weights is most of it."""

@@ -83,5 +83,11 @@ class Shares:
         self._prompt_tokens[replica] = 0
         return list(held.values())
 
+    def clear(self) -> None:
+        """Forget every request; none of them has ended."""
+        for held in self._held:
+            held.clear()
+        self._prompt_tokens = [0] * len(self._held)
+
     def _has_room(self, replica: int) -> bool:
         return len(self._held[replica]) < self._most and self._prompt_tokens[replica] < self._most_tokens

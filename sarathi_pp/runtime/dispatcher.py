@@ -20,7 +20,7 @@ from sarathi_pp.core.request import Completion
 from sarathi_pp.core.shares import Shares
 from sarathi_pp.errors import MemoryLostError, PeerLostError, ProtocolError, RowError, SarathiError, StoppedError
 from sarathi_pp.runtime.engine import Engine
-from sarathi_pp.runtime.errands import Answer, Ask, Failure, Stop, Watch, decode, encode
+from sarathi_pp.runtime.errands import Abort, Answer, Ask, Failure, Stop, Watch, decode, encode
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.signals import Asked
 from sarathi_pp.runtime.sink import Sink
@@ -40,6 +40,7 @@ class Dispatcher:
 
     make_engine: replica 0's, given whom it tells how far it is. most, most_tokens: see Shares. A replica whose stages,
     or whose leader, are lost, is given up, and its requests run elsewhere; PeerLostError where no other is left.
+    After any other exception of `run` the next call begins anew.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Dispatcher:
         self._source: Source | None = None
         self._sink: Sink | None = None
         self._runs = 0
+        self._newest = -1  # index of the newest request that was given to a replica
+        self._aborted = -1  # answers to requests up to this index are dropped
         self._shared_out = False
         self._writing = 0  # rows that have ended and are on their way into the sink
         self._stopped: Asked | None = None
@@ -109,11 +112,38 @@ class Dispatcher:
                 if not self._lose(0, error):
                     raise
                 return self._watch_over(heard)
+        except BaseException:
+            self._abort(sharing)
+            raise
         finally:
-            with self._changed:
-                self._shared_out = True
-                self._changed.notify_all()
-            sharing.join(_ECHO_S)  # longer where a replica hangs that takes nothing more
+            self._end_sharing(sharing)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no replica is left."""
+        return not self._shares.present
+
+    def _end_sharing(self, sharing: threading.Thread) -> None:
+        with self._changed:
+            self._shared_out = True
+            self._changed.notify_all()
+        sharing.join(_ECHO_S)  # longer where a replica hangs that takes nothing more
+
+    def _abort(self, sharing: threading.Thread) -> None:
+        """Forget every request, here and on the other replicas."""
+        self._end_sharing(sharing)
+        with self._changed:
+            self._runs += 1  # should the thread still hold rows, it drops them
+            self._aborted = self._newest
+            for rows in (self._rows, self._returned, self._local):
+                rows.clear()
+            self._shares.clear()
+            if self._shares.present:
+                self._failure = None
+            self._changed.wait_for(lambda: not self._writing, _ECHO_S)
+        telling = [self._start_telling(replica, Abort()) for replica in self._remotes if replica not in self._lost]
+        for thread in telling:
+            thread.join(_ECHO_S)  # before anything else is written to that replica
 
     def close(self) -> None:
         """Send all stages home, and wait until the leaders have said goodbye."""
@@ -217,18 +247,23 @@ class Dispatcher:
             self._source.close()
             self._changed.notify_all()
         left_s = told.until_s - self._clock.now()
-        text = encode(Stop(told.number, max(0.0, left_s) if left_s < float("inf") else None))
+        stop = Stop(told.number, max(0.0, left_s) if left_s < float("inf") else None)
         for replica in self._remotes:
             if replica not in self._lost:
-                # One that takes nothing any more must not keep this thread from finishing its own.
-                threading.Thread(target=self._tell, args=(replica, text), name="tell to stop", daemon=True).start()
+                self._start_telling(replica, stop)
+
+    def _start_telling(self, replica: int, errand: Stop | Abort) -> threading.Thread:
+        """In a thread: a replica that takes nothing any more must not keep this one from finishing its own."""
+        thread = threading.Thread(target=self._tell, args=(replica, encode(errand)), name="tell a replica", daemon=True)
+        thread.start()
+        return thread
 
     def _share_out(self, run: int) -> None:
         """run: its number; what an earlier one has left behind ends."""
         try:
             while (rows := self._next_rows(run)) is not None:
                 for number, row in enumerate(rows):
-                    if not self._give(row):
+                    if not self._give(row, run):
                         with self._changed:
                             self._returned.extendleft(reversed(rows[number:]))
                         break
@@ -259,21 +294,22 @@ class Dispatcher:
                 return rows
             source.wait(_LOOK_S)
 
-    def _give(self, row: Row) -> bool:
+    def _give(self, row: Row, run: int) -> bool:
         """To the replica that has least to do; False where none has room, since one was lost.
 
         What cannot run is replica 0's to tell, whose trace counts it.
         """
         request = row.request
         with self._changed:
-            if self._stopped is not None:
-                return True  # it waits for another run
+            if self._stopped is not None or run != self._runs:
+                return True  # it waits for another run, or its own has ended
             replica = 0
             if request is not None:
                 if not self._shares.room:
                     return False
                 replica = self._shares.give(request)
                 self._rows[request.index] = row
+                self._newest = max(self._newest, request.index)
             if replica == 0:
                 self._local.append(row)
                 self._changed.notify_all()
@@ -317,8 +353,8 @@ class Dispatcher:
         num_tokens = len(errand.token_ids) if isinstance(errand, Answer) else 0
         with self._ending(replica, errand.index, num_tokens) as row:
             if row is None:
-                if replica in self._lost:
-                    return  # somebody else has it by now
+                if replica in self._lost or errand.index <= self._aborted:
+                    return  # somebody else has it by now, or nobody wants it any more
                 raise ProtocolError(f"{name} answers request {errand.index}, which it was not given")
             assert row.request is not None and self._sink is not None
             try:
@@ -326,7 +362,7 @@ class Dispatcher:
                     self._sink.finish(row, errand.completion(row.request), errand.metrics)
                 else:
                     self._sink.fail(row, errand.error)
-            except SarathiError as error:  # the sink's, and no fault of the replica's
+            except Exception as error:  # the sink's, and no fault of the replica's, which is still listened to
                 self._fail(error)
 
     def _lose(self, replica: int, error: SarathiError) -> bool:

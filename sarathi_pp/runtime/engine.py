@@ -24,7 +24,7 @@ from sarathi_pp.core.head import HeadPlacement
 from sarathi_pp.core.plan import MicroBatch, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Completion, Request
-from sarathi_pp.errors import ProtocolError, RowError, StoppedError
+from sarathi_pp.errors import PeerLostError, ProtocolError, RowError, StoppedError
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.signals import Asked
 from sarathi_pp.runtime.sink import Sink
@@ -72,6 +72,8 @@ class _Live:
 
 class Engine:
     """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
+
+    After any exception of `run` the next call begins anew, or raises PeerLostError at once if the pipeline is lost.
 
     stop_checkers: makes the checker for a request's stop strings. cost: of the stages, as far as is known; results
     refine it. heads: which of them the first stage computes. warn: told what a user should know while the run goes on.
@@ -122,7 +124,8 @@ class Engine:
         self._last_result_s = 0.0
         self._longest_wait_s = 0.0  # between two results
         self._shrunk_at = 0  # microbatches from here on were issued after it
-        self._inflight: deque[MicroBatch] = deque()
+        self._inflight: deque[MicroBatch] = deque()  # those that were really sent
+        self._cause: BaseException | None = None
         self._chunks_done = 0
 
     def run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None] = lambda: None) -> Asked | None:
@@ -131,6 +134,29 @@ class Engine:
         asked: whether, and when, the run was told to stop. Nothing is begun then, and what runs is finished, unless
         that takes longer than there is time for: StoppedError. Returned where it was.
         """
+        if self._cause is not None:
+            what = f"{type(self._cause).__name__}: {self._cause}"
+            raise PeerLostError(f"this pipeline was lost in an earlier call ({what}); start a new one") from self._cause
+        try:
+            return self._run(source, sink, asked)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an exception has ended the pipeline for good."""
+        return self._cause is not None
+
+    def _abort(self, error: BaseException) -> None:
+        """Forget every request of this call. Results of what was sent are dropped when they come."""
+        if isinstance(error, (PeerLostError, ProtocolError)) or not self._runner.in_step:
+            self._cause = error
+        self._live.clear()
+        self._starved = None
+        self._coordinator.abort(self._inflight)
+
+    def _run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None]) -> Asked | None:
         told: Asked | None = None
         while True:
             before, told = told, asked()
@@ -162,6 +188,10 @@ class Engine:
 
     def close(self) -> None:
         """Send the stages home and wait for the last one's goodbye."""
+        end_s = self._clock.now() + _SILENT_S
+        while self._inflight and self._clock.now() < end_s:  # of a call that ended by an exception
+            if (message := self._receive(_SIGNAL_CHECK_S)) is not None:
+                self._take(message)
         self._tell(force=True)
         self._recorder.record(self._totals())
         self._runner.close()
@@ -224,59 +254,82 @@ class Engine:
         self._starved = None
         pool = self._coordinator.pool
         pages_used, held = pool.num_pages - pool.num_free, self._coordinator.held_tokens
-        # Printing a schedule takes longer with every sequence in it.
-        self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
         for chunk in microbatch.chunks:
             if chunk.decode:
                 break  # prompts come first
             if chunk.start == 0:
                 self._live[chunk.sequence].times.issued(microbatch.issued_s)
         self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
-        self._inflight.append(microbatch)
-        self._runner.run(MicroBatchFrame(microbatch), None, Instant(microbatch.issued_s))
+        num_sent = self._runner.num_sent
+        try:
+            self._runner.run(MicroBatchFrame(microbatch), None, Instant(microbatch.issued_s))
+        finally:
+            if self._runner.num_sent > num_sent:
+                self._inflight.append(microbatch)
+        # Afterwards: one that was never sent gives its index to another. Printing a schedule takes longer with every
+        # sequence in it.
+        self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
         return True
 
     def _collect(self, sink: Sink, timeout_s: float) -> None:
         """Take in the results that are here, or that come within that time."""
-        while (message := self._results.receive(timeout_s)) is not None:
-            head_s, arrived_s = 0.0, message.arrived_s
+        while (message := self._receive(timeout_s)) is not None:
+            for completion in self._take(message):
+                self._finish(completion, self._last_result_s, sink)
+            self._tell(force=False)
+            timeout_s = 0
+
+    def _receive(self, timeout_s: float) -> Message[Tensor] | None:
+        try:
+            return self._results.receive(timeout_s)
+        except BaseException as error:  # nobody knows which results are left
+            self._cause = error
+            raise
+
+    def _take(self, message: Message[Tensor]) -> list[Completion]:
+        """Take in the result of the oldest microbatch; returns the requests that it finished."""
+        microbatch = self._inflight.popleft() if self._inflight else None
+        head_s, arrived_s = 0.0, message.arrived_s
+        try:
             if isinstance(message.frame, HeadFrame):
-                result, head_s, arrived_s = self._compute_head(message.frame, message)
+                result, head_s, arrived_s = self._compute_head(message.frame, microbatch, message)
             else:
                 assert isinstance(message.frame, ResultFrame), message.frame
                 result = message.frame.result
-                if self._inflight and self._inflight[0].head_on_first:
-                    raise ProtocolError(f"result {result.index} came where a head was left to the first stage")
+                if microbatch is None or microbatch.head_on_first:
+                    due = "a head was left to the first stage" if microbatch else "nothing is in flight"
+                    raise ProtocolError(f"result {result.index} came where {due}")
             if len(result.stage_times) != len(self._stage_compute_s):
                 raise ProtocolError(
                     f"result {result.index} has times of {len(result.stage_times)} stages, not of "
                     f"{len(self._stage_compute_s)}"
                 )
+        finally:
             message.release()
-            # Behind a head that came before it, it is heeded no sooner.
-            self._take(result, head_s, max(arrived_s, self._last_result_s), sink)
-            timeout_s = 0
+        assert microbatch is not None, "a result without one was refused"
+        self._chunks_done += sum(not chunk.decode for chunk in microbatch.chunks)
+        # Behind a head that came before it, it is heeded no sooner.
+        return self._complete(result, head_s, max(arrived_s, self._last_result_s))
 
-    def _compute_head(self, frame: HeadFrame, message: Message[Tensor]) -> tuple[StepResult, float, float]:
-        microbatch = self._inflight[0] if self._inflight else None
+    def _compute_head(
+        self, frame: HeadFrame, microbatch: MicroBatch | None, message: Message[Tensor]
+    ) -> tuple[StepResult, float, float]:
         if microbatch is None or not microbatch.head_on_first or frame.index != microbatch.index:
             raise ProtocolError(f"{frame} was left to the first stage, which waits for {microbatch or 'nothing'}")
         if frame.num_rows != microbatch.num_drawn:
             raise ProtocolError(f"{frame} came with {frame.num_rows} rows, not {microbatch.num_drawn}")
         return self._runner.finish(frame, microbatch, message.payload, message.arrived_s)
 
-    def _take(self, result: StepResult, head_s: float, arrived_s: float, sink: Sink) -> None:
+    def _complete(self, result: StepResult, head_s: float, arrived_s: float) -> list[Completion]:
         self._recorder.record(Returned(result.index, arrived_s))
         first, *others = (time.seconds for time in result.stage_times)
         computed_s = first + head_s, *others
         self._stage_compute_s = tuple(
             total + seconds for total, seconds in zip(self._stage_compute_s, computed_s, strict=True)
         )
-        self._chunks_done += sum(not chunk.decode for chunk in self._inflight.popleft().chunks)
         self._longest_wait_s = max(self._longest_wait_s, arrived_s - max(self._last_result_s, self._first_issue_s))
         self._last_result_s = self._token_s = arrived_s
-        for completion in self._coordinator.complete(result, head_s):
-            self._finish(completion, arrived_s, sink)
+        completions = self._coordinator.complete(result, head_s)
         if result.short and result.index >= self._shrunk_at:
             limits = self._coordinator.shrink()
             self._shrunk_at = self._coordinator.num_issued
@@ -284,7 +337,7 @@ class Engine:
                 f"a stage had no memory for microbatch {result.index} at first; from here on chunks of "
                 f"{limits.chunk_size} tokens, where the policy has any, and {limits.max_num_seqs} running sequences"
             )
-        self._tell(force=False)
+        return completions
 
     def _token_came(self, request: Request, token_id: int) -> bool:
         """The coordinator's stop rule: told every token that counts, stale ones never."""

@@ -1,6 +1,7 @@
 """What rank 0 and the leaders of other replicas tell each other, as texts: plain JSON, never pickle.
 
 rank 0 -> leader   Ask: answer this request      Stop: begin nothing more, the run was told to stop
+                   Abort: forget every request asked so far
 leader -> rank 0   Answer, Failure: how a request ended      Watch: how far the replica is
 """
 
@@ -31,6 +32,11 @@ class Stop:
 
     number: int
     left_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The call that asked ended by an exception. Answers already on their way may still come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class Watch:
     snapshot: Snapshot
 
 
-Errand = Ask | Stop | Answer | Failure | Watch
+Errand = Ask | Stop | Abort | Answer | Failure | Watch
 
 
 def encode(errand: Errand) -> bytes:
@@ -97,6 +103,8 @@ def _restore(kind: str, fields: dict[str, Any]) -> Errand:
             return Ask(Request(request["index"], prompt, sampling, request["arrival_s"], ends))
         case "stop":
             return Stop(**fields)
+        case "abort":
+            return Abort(**fields)
         case "answer":
             return Answer(**{**fields, "token_ids": tuple(fields["token_ids"])})
         case "failure":

@@ -39,7 +39,7 @@ from sarathi_pp.runtime.gather import gather
 from sarathi_pp.runtime.host import host_id
 from sarathi_pp.runtime.passport import passport, software
 from sarathi_pp.runtime.profile_file import read_profile
-from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
+from sarathi_pp.runtime.remote import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.runtime.stage import StageMaker
@@ -183,7 +183,13 @@ class Job:
         (rank0,) = self._remotes
         source, sink = RemoteSource(rank0.incoming, self._clock, self._offset.offset_s), RemoteSink(rank0.outgoing)
         engine = self._engine(eos_token_ids, stop_checkers, sink.observe)
-        engine.run(source, sink, source.asked)
+        aborted = True
+        while aborted:
+            try:
+                engine.run(source, sink, source.asked)
+                aborted = False
+            except AbortedError:
+                pass
         engine.close()
         sink.close()
 

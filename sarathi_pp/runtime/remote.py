@@ -12,12 +12,16 @@ from dataclasses import replace
 
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import ProtocolError, RowError
-from sarathi_pp.runtime.errands import Answer, Ask, Failure, Stop, Watch, decode, encode
+from sarathi_pp.runtime.errands import Abort, Answer, Ask, Failure, Stop, Watch, decode, encode
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.signals import Asked
 from sarathi_pp.runtime.snapshot import Snapshot
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.post import PostReceiver, PostSender
+
+
+class AbortedError(Exception):
+    """Rank 0 wants no answer to what it has asked so far."""
 
 
 class RemoteSource:
@@ -29,6 +33,7 @@ class RemoteSource:
         self._offset_s = offset_s
         self._rows: deque[Row] = deque()
         self._asked: Asked | None = None
+        self._aborted = False
 
     @property
     def exhausted(self) -> bool:
@@ -37,6 +42,8 @@ class RemoteSource:
 
     def take(self, limit: int) -> list[Row]:
         self._read(0)
+        if self._aborted:  # what came afterwards is for the engine's next run
+            return []
         return [self._rows.popleft() for _ in range(min(limit, len(self._rows)))]
 
     def wait(self, timeout_s: float | None) -> None:
@@ -47,8 +54,11 @@ class RemoteSource:
         self._rows.clear()
 
     def asked(self) -> Asked | None:
-        """Whether rank 0 was told to stop."""
+        """Return whether rank 0 was told to stop. Raises AbortedError once for an Abort."""
         self._read(0)
+        if self._aborted:
+            self._aborted = False
+            raise AbortedError
         return self._asked
 
     def _read(self, timeout_s: float | None) -> None:
@@ -63,6 +73,9 @@ class RemoteSource:
                 case Stop(number, left_s):
                     now_s = self._clock.now()
                     self._asked = Asked(number, now_s, math.inf if left_s is None else now_s + left_s)
+                case Abort():
+                    self._rows.clear()
+                    self._aborted = True
                 case Ask():
                     pass  # it crossed what told us to stop
                 case other:

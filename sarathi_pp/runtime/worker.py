@@ -81,10 +81,22 @@ class StageRunner:
         self._untold: deque[StageTime] = deque()
         self._num_done = 0
         self._busy = False
+        self._in_step = True
+        self._num_sent = 0
 
     def progress(self) -> tuple[int, bool]:
         """Microbatches sent on, and whether one is in hand: what this rank's heartbeats say."""
         return self._num_done, self._busy
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an error has left no microbatch half sent."""
+        return self._in_step
+
+    @property
+    def num_sent(self) -> int:
+        """Microbatches whose output was handed to the next stage."""
+        return self._num_sent
 
     def run(
         self,
@@ -127,6 +139,7 @@ class StageRunner:
     def _run(self, frame: MicroBatchFrame, hidden: Tensor | None, arrived: Mark, release: Callable[[], None]) -> None:
         clock, microbatch = self._clock, frame.microbatch
         for shard in self._shards:
+            self._in_step = False
             shard.reserve()
             shard.send(frame)
         compute = self._stage.prepare(microbatch)
@@ -139,6 +152,7 @@ class StageRunner:
             end.wait()
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
         summed_s = self._collectives_s() - before_s if self._collectives_s is not None else None
+        self._in_step = False
         self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, summed_s, release))
         self._settle()
         own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
@@ -146,6 +160,8 @@ class StageRunner:
         try:
             self._reserve()
             self._downstream.send(*self._message(frame, output, stage_times, short))
+            self._num_sent += 1
+            self._in_step = True
         finally:  # what was computed is in the trace, whoever is lost
             # Sending may have waited for the device, so that it tells now, with the least room for doubt.
             self._settle()

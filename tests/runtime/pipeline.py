@@ -67,12 +67,15 @@ class InTurn:
     def observe(self, microbatch, times, head_s):
         pass
 
+    def restart(self, inflight):
+        pass
+
 
 class ListRecorder:
     """Keeps events in memory."""
 
-    def __init__(self):
-        self.events = []
+    def __init__(self, events=None):
+        self.events = [] if events is None else events
 
     def record(self, event):
         self.events.append(event() if callable(event) else event)

@@ -13,7 +13,7 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import OutputError, PeerLostError, RowError, StoppedError
 from sarathi_pp.runtime.dispatcher import Dispatcher
-from sarathi_pp.runtime.remote import RemoteSink, RemoteSource
+from sarathi_pp.runtime.remote import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.signals import Asked
 from sarathi_pp.runtime.snapshot import Snapshot
@@ -26,9 +26,9 @@ CLOCK = SystemClock()
 pytestmark = pytest.mark.timeout(60)
 
 
-def rows(count: int, *, arrival_s: float = 0.0) -> list[Row]:
+def rows(count: int, *, arrival_s: float = 0.0, first: int = 0) -> list[Row]:
     made = []
-    for index in range(count):
+    for index in range(first, first + count):
         request = Request(index, (1, 2, 3), SamplingParams(max_new_tokens=2, seed=0), arrival_s)
         made.append(Row(index + 1, f"id {index}", "own", request, arrival_s=arrival_s))
     return made
@@ -101,6 +101,7 @@ class Leader:
         self.up: QueueChannel[torch.Tensor] = QueueChannel(CLOCK.now, 8)
         self.remote = Remote(f"replica {engine.number}", PostSender(self.down), _Mortal(self.up, self))
         self.died: PeerLostError | None = None
+        self.aborted = 0
         self._offset_s = offset_s
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -108,7 +109,12 @@ class Leader:
     def _serve(self) -> None:
         source, sink = RemoteSource(PostReceiver(self.down), CLOCK, self._offset_s), RemoteSink(PostSender(self.up))
         try:
-            self.engine.run(source, sink, source.asked)
+            while True:
+                try:
+                    self.engine.run(source, sink, source.asked)
+                    break
+                except AbortedError:
+                    self.aborted += 1
             sink.close()
         except PeerLostError as error:
             self.died = error
@@ -293,6 +299,42 @@ def test_it_runs_again_with_more_rows_also_without_the_replica_that_was_lost():
         made.run(MemorySource(rows(30)), sink)
         assert sink.ids() == sorted((f"id {index}" for index in range(30)), key=str)
     assert list(made.lost) == [0]
+
+
+class FaultError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["asked", "source", "sink of rank 0", "sink of another replica"])
+def test_after_an_exception_no_replica_goes_on_with_what_was_asked_before(where):
+    engines = [Engine(number, a_turn=2, slow_s=0.01) for number in range(3)]
+    made, leaders = dispatcher(*engines)
+
+    def fail(now: bool) -> None:
+        if now and all(engine.begun.is_set() for engine in engines):
+            raise FaultError(where)
+
+    class Failing(MemorySource):
+        def take(self, limit):
+            fail(where == "source")
+            return super().take(1)
+
+    class FailingSink(Sink):
+        def finish(self, row, completion, metrics):
+            other = completion.token_ids != (0,)
+            fail(where == ("sink of another replica" if other else "sink of rank 0"))
+            super().finish(row, completion, metrics)
+
+    for turn in range(2):
+        with pytest.raises(FaultError, match=where):
+            made.run(Failing(rows(2000, first=10000 * turn)), FailingSink(), lambda: fail(where == "asked"))
+        sink, answered = Sink(), [engine.answered for engine in engines]
+        made.run(MemorySource(rows(60, first=10000 * turn + 5000)), sink)
+        assert sink.ids() == sorted((f"id {10000 * turn + 5000 + index}" for index in range(60)), key=str)
+        # Each may have been in the middle of a turn.
+        assert sum(engine.answered for engine in engines) - sum(answered) <= 60 + 2 * len(engines)
+    assert [leader.aborted for leader in leaders] == [2, 2] and not made.lost
+    made.close()
 
 
 def test_arrivals_are_told_in_the_leaders_own_time():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ProtocolError
-from sarathi_pp.runtime.errands import Answer, Ask, Failure, Stop, Watch, decode, encode
+from sarathi_pp.runtime.errands import Abort, Answer, Ask, Failure, Stop, Watch, decode, encode
 from sarathi_pp.runtime.snapshot import Snapshot
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -39,6 +39,7 @@ snapshots = st.builds(
 errands = st.one_of(
     st.builds(Ask, requests),
     st.builds(Stop, st.integers(1, 64), st.none() | finite),
+    st.builds(Abort),
     st.builds(
         Answer,
         ids,

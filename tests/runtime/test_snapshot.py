@@ -26,6 +26,7 @@ class OneSecondPipeline:
     def __init__(self, results: QueueChannel, clock: ManualClock) -> None:
         self._results = results
         self._clock = clock
+        self.num_sent = 0
 
     def run(self, frame, hidden, arrived_s) -> None:
         self._clock.sleep(1.0)
@@ -33,6 +34,7 @@ class OneSecondPipeline:
         tokens = tuple(SampledToken(c.sequence, c.epoch, 7) for c in chunks if c.sampling is not None)
         times = tuple(StageTime(frame.microbatch.index, seconds) for seconds in COMPUTE_S)
         self._results.send(ResultFrame(StepResult(frame.microbatch.index, tokens, times)))
+        self.num_sent += 1
 
     def close(self) -> None:
         self._results.close()

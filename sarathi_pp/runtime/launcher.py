@@ -79,6 +79,15 @@ class Workers:
             given = () if rank else self._descriptors
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=given)
 
+    def ended(self) -> dict[int, str]:
+        """Return how each rank has ended that has."""
+        codes = {rank: process.poll() for rank, process in list(self._processes.items())}
+        return {
+            rank: f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            for rank, code in codes.items()
+            if code is not None
+        }
+
     def wait(self, say: Callable[[str], None], noted: Sequence[int]) -> int | None:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
 

@@ -17,12 +17,16 @@ import json
 import logging
 import operator
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
+
+import torch
 
 from sarathi_pp.config import RunConfig, SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
@@ -30,6 +34,7 @@ from sarathi_pp.core.policy import make_policy, wants_paragraphs
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.model.support import ModelFacts, check_model, check_shards
+from sarathi_pp.runtime.call_thread import Call, CallThread
 from sarathi_pp.runtime.dispatcher import Dispatcher
 from sarathi_pp.runtime.engine import Engine
 from sarathi_pp.runtime.fetch import find_model
@@ -41,6 +46,7 @@ from sarathi_pp.runtime.rows import ParsedLine, Row
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import FinishedRow, MemorySink
 from sarathi_pp.runtime.source import Limits, MemorySource, RequestMaker
+from sarathi_pp.runtime.start_watch import watching_start
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.runtime.tuning import tuned
@@ -48,6 +54,14 @@ from sarathi_pp.runtime.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
 
 _log = logging.getLogger(__name__)
+
+# For a call that was interrupted: until then it ends its microbatch and tidies up before the interrupt is raised.
+_ABORT_S = 5.0
+# For the thread of a closed LLM, which has nothing more to do.
+_TIDY_S = 5.0
+# One LLM at a time: setting up changes the environment and torch's number of threads.
+_one_set_up = threading.Lock()
+_among_ranks = threading.Lock()
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, object]]
@@ -76,6 +90,9 @@ class RequestOutput:
 class LLM:
     """A model spread over `stages`, ready to generate; loaded by the constructor, let go by `close`.
 
+    Calls from several threads run one after the other. After an exception in a call, an interrupt included, the next
+    call works, or raises PeerLostError if a stage was lost.
+
     options: further fields of RunConfig (policy, chunk_size, dtype, kv_cache_memory_bytes, ...). An unknown one
     is an error. Raises the errors that the command line would exit with.
     """
@@ -100,36 +117,55 @@ class LLM:
         )
         if config.run_dir is not None and (place is None or place.rank == 0):
             RunDirectory.check(config.run_dir, overwrite=False)
-        self._closed = False
+        self._place = place or Place()
+        self._clock = SystemClock()
+        self._next_index = 0
+        self._lock = threading.Lock()
+        self._closing = self._closed = False
+        self._end: Call[dict[str, Any] | None] | None = None
         # What has to be let go of, last in first out, whether all goes well or nothing does.
         self._held = ExitStack()
+        self._thread = CallThread("LLM")
+        self._held.callback(self._thread.close)
+        try:
+            with _one_set_up:
+                self._set_up(config, facts, started=place is not None)
+            atexit.register(self.close)
+        except BaseException:
+            self._thread.call(self._held.close)
+            raise
+
+    def _set_up(self, config: RunConfig, facts: ModelFacts, *, started: bool) -> None:
+        """Start the workers and join them, load this rank's stage.
+
+        Args:
+            started: torchrun has started the ranks.
+        """
+        if started and self._place.world_size > 1:
+            self._held.enter_context(_only_one())
         scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
         joined = self._held.enter_context(ExitStack())
-        workers = Workers(scratch / "store", mesh_of(config), first_rank=1)
+        self._workers = workers = Workers(scratch / "store", mesh_of(config), first_rank=1)
         self._held.callback(workers.stop)  # before leaving: a thread that waits for a worker then ends
-        self._place = place or (workers.place(0) if config.num_ranks > 1 else Place())
-        self._clock = SystemClock()
         try:
-            if place is None and config.num_ranks > 1:
-                workers.start(("worker", json.dumps(asdict(config), default=str)))
-            topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+            with ExitStack() as watched:
+                if not started and config.num_ranks > 1:
+                    self._place = workers.place(0)
+                    # In a thread that no signal interrupts, so that each worker is known that was started.
+                    self._thread.call(partial(workers.start, ("worker", json.dumps(asdict(config), default=str))))
+                    watched.enter_context(watching_start(workers, config.join_timeout_s))
+                topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
             joined.callback(topology.leave)
             run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(scratch / "run")
-            self._job = Job(config, model_dir, facts, topology, run_dir, self._clock, Watchdog(None))
+            self._job = Job(config, self._model_dir, facts, topology, run_dir, self._clock, Watchdog(None))
         except BaseException as error:
             if config.run_dir is not None and self._place.rank == 0 and isinstance(error, SarathiError):
                 RunDirectory(config.run_dir).write_exit_code(error.exit_code)  # it was refused: another may start there
-            self._held.close()
             raise
         self._held.callback(self._job.abandon)
-        self._next_index = 0
         if self._place.rank == 0:
-            try:
-                self._prepare(run_dir, config, model_dir, facts)
-            except BaseException:
-                self._held.close()
-                raise
-        atexit.register(self.close)
+            self._prepare(run_dir, config, self._model_dir, facts)
+            self._thread.call(partial(_compute_here, torch.get_num_threads(), self._job.device))
 
     def _serve(self) -> None:
         """A rank other than 0, until rank 0 closes its LLM."""
@@ -183,20 +219,48 @@ class LLM:
         return self._run([ParsedLine(0, None, "own", messages=chat) for chat in chats], sampling_params)
 
     def close(self) -> dict[str, Any] | None:
-        """End the workers; returns the report of everything generated (None where there is none).
+        """End the workers; returns the report of everything generated (None if there is none).
 
+        A call of another thread that is still generating raises ConfigError. A second close waits for the first.
         Without causes and advice: with a `run_dir`, `sarathi-pp report` finds them.
         """
-        if self._closed:
-            return None
-        self._closed = True
-        atexit.unregister(self.close)
+        return self._finish(self._farewell)
+
+    def _farewell(self) -> dict[str, Any] | None:
+        """Send the stages home; returns the report. None if they are lost."""
+        if self._place.rank == 0:
+            if self._driver.is_lost:
+                return None
+            self._driver.close()
+        return self._job.finish()
+
+    def _finish(self, last: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Do this last thing and let go of everything, in the thread that no signal interrupts."""
+
+        def work(call: Call[dict[str, Any] | None]) -> dict[str, Any] | None:
+            if self._closed:
+                return None
+            self._closed = True
+            try:
+                return last()
+            finally:
+                self._held.close()
+
+        with self._lock:
+            first, self._closing = self._end is None, True
+            if self._end is None:
+                end = Call(work)
+                self._thread.submit(end)
+                self._end = end
         try:
-            if self._place.rank == 0:
-                self._driver.close()
-            return self._job.finish()
-        finally:
-            self._held.close()
+            self._end.wait()
+        except BaseException:
+            # Whatever the thread waits for ends with the workers.
+            threading.Thread(target=self._workers.stop, name="stop workers", daemon=True).start()
+            raise
+        atexit.unregister(self.close)
+        self._thread.join(_TIDY_S)
+        return self._end.result() if first else None
 
     def __enter__(self) -> Self:
         return self
@@ -208,28 +272,55 @@ class LLM:
             self.close()
             return
         # Let go without a word to the stages: something went wrong, and they may not be listening.
-        self._closed = True
-        atexit.unregister(self.close)
-        self._held.close()
+        self._closing = True
+        threading.Thread(target=self._workers.stop, name="stop workers", daemon=True).start()
+        self._finish(lambda: None)
 
     def _run(
         self, lines: list[ParsedLine], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
         if self._place.rank != 0:
-            if not self._closed:
-                self._serve()
+            if not self._closing:
+                try:
+                    self._serve()
+                except BaseException:
+                    self._finish(lambda: None)
+                    raise
                 self.close()
             return []
-        if self._closed:
-            raise ConfigError("this LLM is closed; make a new one")
-        rows = [
-            self._row(line, params)
-            for line, params in zip(lines, self._params(sampling_params, len(lines)), strict=True)
-        ]
+        params = self._params(sampling_params, len(lines))
+        call = Call[list[RequestOutput]](partial(self._answer, lines, params))
+        try:
+            with self._lock:
+                self._check_open()
+                self._thread.submit(call)
+            call.wait()
+        except BaseException:
+            call.cancel()
+            if call.submitted:
+                call.wait(_ABORT_S)
+            raise
+        return call.result()
+
+    def _answer(
+        self, lines: list[ParsedLine], params: Sequence[SamplingParams | None], call: Call[list[RequestOutput]]
+    ) -> list[RequestOutput]:
+        def go_on() -> None:
+            call.check()
+            self._check_open()
+
+        rows = []
+        for line, one in zip(lines, params, strict=True):
+            go_on()
+            rows.append(self._row(line, one))
         sink = MemorySink(self._tokenizer)
-        self._driver.run(MemorySource(rows), sink)
+        self._driver.run(MemorySource(rows), sink, go_on)
         finished = {ended.row.line: ended for ended in sink.finished}
         return [_output(line, finished[row.line]) for line, row in zip(lines, rows, strict=True)]
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ConfigError("this LLM is closed; make a new one")
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -252,6 +343,24 @@ class LLM:
             return Row(index + 1, index, "own", request=maker.make(numbered, index, now_s), arrival_s=now_s)
         except RowError as error:
             return Row(index + 1, index, "own", error=error, arrival_s=now_s)
+
+
+def _compute_here(num_threads: int, device: torch.device) -> None:
+    """Let the calling thread compute as the one does that has set up the stage."""
+    torch.set_num_threads(num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@contextmanager
+def _only_one() -> Iterator[None]:
+    """Refuse a second LLM among ranks that torchrun has started: the other ranks serve one until it is closed."""
+    if not _among_ranks.acquire(blocking=False):
+        raise ConfigError("another LLM is open in this program, which torchrun has started; close that one first")
+    try:
+        yield
+    finally:
+        _among_ranks.release()
 
 
 def _prompt_line(prompt: object) -> ParsedLine:

@@ -25,11 +25,12 @@ def refuse(error: SarathiError, place: Place, join_timeout_s: float, say: Callab
         say(f"{type(error).__name__}: {error}")
     # Whatever keeps the others from hearing it, the cause is said.
     with suppress(SarathiError, RuntimeError):
-        _tell(error, place, join_timeout_s)
+        report_refusal(error, place, join_timeout_s)
     return error.exit_code
 
 
-def _tell(error: SarathiError, place: Place, timeout_s: float) -> None:
+def report_refusal(error: SarathiError, place: Place, timeout_s: float) -> None:
+    """Tell the ranks that join why the rank of that place does not. Raises the error, or what keeps it from them."""
     # Imports torch, seconds after which the error would be said.
     from sarathi_pp.runtime.meeting import meet
     from sarathi_pp.runtime.store import open_store

@@ -25,6 +25,7 @@ _UNHEARD = "faults/test_nobody_listens.py::test_"
 _NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
 _EDGE = "runtime/test_torch_channel.py::test_"
 _ENVIRONMENTS = "faults/test_environments.py::test_"
+_LLM = "runtime/test_llm_use.py::test_"
 _SOAK = "faults/test_soak.py::test_every_row_is_accounted_for"
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
@@ -266,4 +267,18 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "model/test_surplus.py::test_what_decides_nothing_is_left_aside",
         "model/test_surplus.py::test_what_could_decide_something_is_an_error",
         "model/test_surplus.py::test_a_weight_of_another_type_is_named_with_it")),
+    70: ("an exception or an interrupt in a long-lived program, and a call afterwards", (
+        "runtime/test_use_after_failure.py::test_after_an_exception_at_any_call_the_next_run_answers_or_says_why",
+        "runtime/test_dispatcher.py::test_after_an_exception_no_replica_goes_on_with_what_was_asked_before",
+        f"{_LLM}after_an_exception_the_next_call_answers", f"{_LLM}an_interrupt_at_any_instant_harms_nothing",
+        f"{_LLM}an_interrupt_of_two_stages_harms_nothing_and_a_lost_stage_is_told_at_once",
+        f"{_LLM}an_interrupted_start_leaves_no_worker")),
+    71: ("calls of several threads, and a close during one", (
+        f"{_LLM}calls_of_several_threads_each_get_their_own_answers",
+        f"{_LLM}who_closes_ends_what_another_thread_generates")),
+    72: ("a worker of an LLM that ends before it has joined", (
+        f"{_LLM}workers_that_end_before_they_join_are_named",)),
+    73: ("several LLMs in one process, also next to the program's own process group", (
+        f"{_LLM}two_at_once_and_one_beside_a_group_of_the_program",
+        f"{_LLM}one_after_the_other_leaves_nothing_behind")),
 }  # fmt: skip

@@ -10,7 +10,8 @@
     +-- ProtocolError                70   a wire message that is not what its header says
     +-- OutputError                  74   output that cannot be written
     +-- PeerLostError                75   a stage died or fell silent; the run can be resumed
-    +-- MemoryLostError              75   no memory for a microbatch in mid-run; the run can be resumed with less
+    |   +-- StalledError             75   a stage lives and stays in one layer; 2 if the start before ended like this
+    +-- MemoryLostError              75   no memory for a microbatch in mid-run; 2 as for StalledError
     +-- StoppedError                 75   a signal ended the run; it can be resumed (130 where it was Ctrl-C)
     +-- UnsafeError                  77   refused for safety: pickled weights, remote code, paths that escape
     RowError                              one input line that gets an error line; the run goes on (exit 3)
@@ -30,11 +31,13 @@ EXIT_INTERRUPTED = 130
 class SarathiError(Exception):
     """An error whose message is meant for the user; shown without a traceback.
 
-    agreed: every rank raises this same error, so rank 0 alone needs to show it.
+    agreed: every rank raises this same error, so rank 0 alone needs to show it. at_start: a stage ended with it before
+    its first microbatch was done, so that a second start which ends like this shows that a third one will not help.
     """
 
     exit_code = 70
     agreed = False
+    at_start = False
 
 
 class ConfigError(SarathiError, ValueError):
@@ -73,8 +76,20 @@ class PeerLostError(SarathiError, ConnectionError):
     exit_code = 75
 
 
+class StalledError(PeerLostError):
+    """A stage that lives and stays in one layer. at_start: see SarathiError."""
+
+    def __init__(self, message: str, *, at_start: bool = False) -> None:
+        super().__init__(message)
+        self.at_start = at_start
+
+
 class MemoryLostError(SarathiError):
     exit_code = 75
+
+    def __init__(self, message: str, *, at_start: bool = False) -> None:
+        super().__init__(message)
+        self.at_start = at_start
 
 
 def signal_name(number: int) -> str:

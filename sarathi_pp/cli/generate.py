@@ -311,9 +311,9 @@ def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
     from sarathi_pp.runtime.batch import end_if_finished
     from sarathi_pp.runtime.launcher import descriptors_of, launch
     from sarathi_pp.runtime.place import mesh_of
-    from sarathi_pp.runtime.preflight import check_lines, check_weights, preflight
+    from sarathi_pp.runtime.preflight import check_lines, check_weights, identify, preflight
 
-    checked = preflight(job)
+    checked = identify(job, preflight(job))
     if (code := end_if_finished(job, checked, display)) is not None:
         return code
     check_lines(job, checked, display.warn)

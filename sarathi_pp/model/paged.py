@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -19,17 +21,19 @@ PAGED = "sarathi_pp_paged"
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """What attention needs in one call of a stage. windows: see StageModel."""
+    """What attention needs in one call of a stage. windows, steps: see StageModel."""
 
     backend: AttentionBackend
     kv: KVShard
     inputs: StageInputs
     windows: tuple[int | None, ...]
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
 
     def attend(
         self, layer: int, query: Tensor, *, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """(T, H, D) rotated queries of a layer, whose keys and values are in their pages, to outputs like them."""
+        self.steps[0] += 1
         return self.backend(
             query,
             self.kv,

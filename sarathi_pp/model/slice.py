@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ class StageModel:
     module: the transformers model with holes, as the rewrites have left it.
     windows: per global layer, how many tokens back it sees (itself included), None for all.
     bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
+    steps: (1,) int64, layers computed so far; another thread may read it while a microbatch is computed.
     bare_head: where there is one, see body.py.
     """
 
@@ -73,6 +75,7 @@ class StageModel:
         self.windows = windows
         self.backend = backend
         self.bytes_read = bytes_read
+        self.steps = np.zeros(1, np.int64)
         self._rows = steady_rows(module.dtype, module.device)
 
     @property
@@ -120,7 +123,7 @@ class StageModel:
             "input_ids" if self.embed else "inputs_embeds": x[None],
             "position_ids": inputs.position_ids[None],
             "use_cache": False,
-            "paged": PagedCall(backend or self.backend, kv, inputs, self.windows),
+            "paged": PagedCall(backend or self.backend, kv, inputs, self.windows, self.steps),
         }
 
 

@@ -138,7 +138,7 @@ class Stack(nn.Module):
         out = torch.empty_like(x)
         told_of_chunks = np.array(chunks, np.int64) if chunks else _NO_CHUNKS
         layers = self._layer_table(kv, paged.windows)
-        self._code.run_stack(layers, code, shape, call, told_of_chunks, work, x.data_ptr(), out.data_ptr())
+        self._code.run_stack(layers, code, shape, call, told_of_chunks, work, paged.steps, x.data_ptr(), out.data_ptr())
         return out
 
     def _shape_and_code(self, page_size: int) -> tuple[Shape, Code]:

@@ -170,10 +170,11 @@ def _add(x, added, out, num_rows, width, scratch):  # type: ignore[no-untyped-de
 
 
 @compiled()
-def run_stack(layers, code, shape, call, chunks, work, x, out):  # type: ignore[no-untyped-def]
+def run_stack(layers, code, shape, call, chunks, work, steps, x, out):  # type: ignore[no-untyped-def]
     """layers: an array of LAYER. code: `code_for` the stage's heads. shape, call, work: see Shape, Call, and Work with
-    addresses. chunks: (n, 4) int64, of each the first row, rows, start, and where its pages begin in `call.pages`. x,
-    out: addresses of (num_rows, hidden_size) bfloat16, each in its own memory.
+    addresses. chunks: (n, 4) int64, of each the first row, rows, start, and where its pages begin in `call.pages`.
+    steps: (1,) int64, raised by one at each layer. x, out: addresses of (num_rows, hidden_size) bfloat16, each in its
+    own memory.
     """
     hidden, inner, heads, kv_heads = shape.hidden_size, shape.inner_size, shape.num_heads, shape.num_kv_heads
     head_dim, epsilon, floats = shape.head_dim, shape.epsilon, work.floats
@@ -183,6 +184,7 @@ def run_stack(layers, code, shape, call, chunks, work, x, out):  # type: ignore[
     before = x
     for index in range(len(layers)):
         layer = layers[index]
+        steps[0] += 1
         _linear(
             code, work.normed, num_rows, hidden, layer.qkv, layer.qkv_bias, qkv_width, high, work.tiles, work.qkv
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sarathi_pp.errors import SarathiError, error_class
+from sarathi_pp.errors import PeerLostError, SarathiError, error_class
 from sarathi_pp.runtime.passport import require_equal
 from sarathi_pp.runtime.topology import Topology
 
@@ -18,15 +18,24 @@ class Agreement:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
 
-    def each(self, work: Callable[[], dict[str, Any]], *, must_match: bool = False) -> list[dict[str, Any]]:
-        """Every rank's answer; an error on any of them is raised on all, so that none waits for one that left.
+    def each(self, work: Callable[[], dict[str, Any]], phase: str, *, must_match: bool = False) -> list[dict[str, Any]]:
+        """Return every rank's answer; an error on any of them is raised on all, so that none waits for one that left.
 
-        must_match: raises ConfigError where two answers differ.
+        Args:
+            work: may take as long as it computes or reads.
+            phase: what a rank does meanwhile, a continuation of "while it was ...".
+            must_match: raise ConfigError if two answers differ.
         """
         try:
-            mine: dict[str, Any] = {"answer": work()}
+            with self._topology.phase(phase):
+                mine: dict[str, Any] = {"answer": work()}
         except SarathiError as error:
             mine = {"error": str(error), "class": type(error).__name__}
+        except Exception as error:
+            # It has a traceback to show; the others only have to know why this rank leaves.
+            text = f"{type(error).__name__} while it was {phase}: {error}"
+            self._topology.exchange({"error": text, "class": PeerLostError.__name__})
+            raise
         answers = self._topology.exchange(mine)
         for rank, answer in enumerate(answers):
             if "error" in answer:
@@ -35,6 +44,17 @@ class Agreement:
         if must_match:
             require_equal(facts)
         return facts
+
+    def own(self, work: Callable[[], T], phase: str) -> T:
+        """Return what this rank's work returns, once every rank has done its own. See `each`."""
+        done: list[T] = []
+
+        def do() -> dict[str, Any]:
+            done.append(work())
+            return {}
+
+        self.each(do, phase)
+        return done[0]
 
     def alike(self, work: Callable[[], T]) -> T:
         """What every rank does alike; an error is then the same on all of them, and rank 0's to show."""

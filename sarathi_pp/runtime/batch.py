@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from signal import Signals as Signal
 from tempfile import TemporaryDirectory
@@ -29,13 +30,14 @@ from sarathi_pp.runtime.preflight import (
     check_weights,
     finished_before,
     follow,
+    identify,
     is_continuation,
     is_restart,
     open_model,
     preflight,
     run_directory,
 )
-from sarathi_pp.runtime.rank import end, run_rank
+from sarathi_pp.runtime.rank import SlowCheck, end, run_rank
 from sarathi_pp.runtime.refusal import refuse
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.rundir import RunDirectory
@@ -74,51 +76,79 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     ended = run_directory(job).read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
+    slow: tuple[SlowCheck, ...] = ()
     with ExitStack() as held:
         try:
             job, checked = _check(job, rank, display, again)
-            if place is None and (code := end_if_finished(job, checked, display)) is not None:
-                return code
-            if rank.rank == 0:
-                # A host that was lost may hold its locks for a while.
-                if again or is_continuation(job, rank):
-                    job = replace(job, lock_patience_s=job.config.peer_timeout_s)
-                claimed = RunDirectory.claim(
-                    checked.run_dir.path,
-                    overwrite=job.start == "replace",
-                    resume=job.start == "resume" or again,
-                    job=rank.job,
-                    patience_s=job.lock_patience_s,
-                )
-                checked = replace(checked, run_dir=held.enter_context(claimed))
+            inspect = partial(_inspect, job, rank, display, again)
+            claim = partial(_claim, job, rank, again, held)
+            if rank.world_size > 1:
+                slow = (("checking the input and the weights", inspect), ("claiming the run directory", claim))
+            else:
+                checked = inspect(checked)
+                if place is None and (code := end_if_finished(job, checked, display)) is not None:
+                    return code
+                checked = claim(checked)
         except SarathiError as error:
             return refuse(error, rank, job.config.join_timeout_s, display.error)
         for warning in checked.warnings:
             display.warn(warning)
-        return _run_checked(job, checked, rank, display, analyse)
+        return _run_checked(job, checked, rank, display, analyse, slow)
 
 
 def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[BatchJob, Preflight]:
-    """What is refused before the run directory is claimed. again: what runs is a restart of the job."""
-    continued = is_continuation(job, rank)
-    try:
+    """Do the checks that are quick, before ranks join. again: what runs is a restart of the job."""
+    with _refusing(job, rank, again):
+        if rank.rank != 0:
+            return job, follow(job)
+        job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
+        # A host that was lost may hold its locks for a while.
+        if again or is_continuation(job, rank):
+            job = replace(job, lock_patience_s=job.config.peer_timeout_s)
+        checked, exposed = preflight(job), exposure(rank)
+        warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
+        return job, replace(checked, warnings=warnings)
+
+
+def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked: Preflight) -> Preflight:
+    """Do the checks that may take long, for which the whole input is read, or all weights."""
+    with _refusing(job, rank, again):
         if rank.rank == 0:
-            job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
-        checked = preflight(job) if rank.rank == 0 else follow(job)
-        exposed = exposure(rank) if rank.rank == 0 else None
-        if rank.store is None and not again:  # else our launcher, or the first start, has done it
+            checked = identify(job, checked)
+        if rank.store is None and not again:  # otherwise our launcher, or the first start, has done it
             if rank.rank == 0:
                 check_lines(job, checked, display.warn)
             if rank.local_rank == 0:
                 check_weights(job)
+    return checked
+
+
+@contextmanager
+def _refusing(job: BatchJob, rank: Place, again: bool) -> Iterator[None]:
+    """Write down the code of a start that is refused before it has claimed the run directory."""
+    continued = is_continuation(job, rank)
+    try:
+        yield
     except SarathiError as error:
         # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended. How the lost
-        # start ended stays: by it the next one knows that there is something to go on with.
+        # start ended stays: by it the next one knows that there is something to resume.
         if rank.world_size > 1 and not continued:
             run_directory(job).write_refusal(error.exit_code, overwrite=job.start != "new" or again)
         raise
-    warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
-    return job, replace(checked, warnings=warnings)
+
+
+def _claim(job: BatchJob, rank: Place, again: bool, held: ExitStack, checked: Preflight) -> Preflight:
+    """Claim the run directory on rank 0, until `held` is closed."""
+    if rank.rank != 0:
+        return checked
+    claimed = RunDirectory.claim(
+        checked.run_dir.path,
+        overwrite=job.start == "replace",
+        resume=job.start == "resume" or again,
+        job=rank.job,
+        patience_s=job.lock_patience_s,
+    )
+    return replace(checked, run_dir=held.enter_context(claimed))
 
 
 def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int | None:
@@ -132,8 +162,12 @@ def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int 
     return code
 
 
-def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse) -> int:
-    def drive(this: Job, signals: Signals) -> dict[str, Any]:
+def _run_checked(
+    job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse, slow: Sequence[SlowCheck]
+) -> int:
+    """Run a rank to its end; returns its exit code. slow: see run_rank."""
+
+    def drive(this: Job, signals: Signals, checked: Preflight) -> dict[str, Any]:
         stoppable.append(signals)
         with signals.draining():
             if rank.rank == 0:
@@ -143,9 +177,12 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
 
     def work() -> int:
         located = mine.append
-        return _show(run_rank(checked, rank, leave, drive, located, analyse), job, display)
+        with _judged(mine):
+            report = run_rank(checked, rank, leave, drive, located, analyse, slow)
+        return _show(report, job, display)
 
     def leave(error: SarathiError) -> None:
+        _judge(error, mine)
         _leave(error, _last_words(error, job, rank, working=bool(stoppable)), rank, note, say)
 
     def say(text: str) -> None:
@@ -161,8 +198,8 @@ def _run_checked(job: BatchJob, checked: Preflight, rank: Place, display: Displa
         if mine and (others or rank.rank == 0):
             mine[-1].write_exit_code(code)
 
-    # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.
-    mine: list[RunDirectory] = [checked.run_dir] if rank.rank == 0 else []
+    # Where this rank may write, once rank 0 has claimed it.
+    mine: list[RunDirectory] = [checked.run_dir] if rank.world_size == 1 else []
     stoppable: list[Signals] = []  # once this rank works
     return end(work, rank, mesh_of(checked.config).title(rank.rank), say, note)
 
@@ -196,6 +233,25 @@ def _is_echo(rank: Place, stoppable: Sequence[Signals]) -> bool:
     return launched or any(signals.asked() is not None for signals in stoppable)
 
 
+@contextmanager
+def _judged(run_dirs: Sequence[RunDirectory]) -> Iterator[None]:
+    try:
+        yield
+    except SarathiError as error:
+        _judge(error, run_dirs)
+        raise
+
+
+def _judge(error: SarathiError, run_dirs: Sequence[RunDirectory]) -> None:
+    """Give an error the code 2 if the start before failed at the same place: schedulers start a 75 again.
+
+    run_dirs: empty before this rank knows of one.
+    """
+    if error.at_start and run_dirs and run_dirs[-1].fails_again():
+        error.exit_code = ConfigError.exit_code
+        error.args = (f"{error}. The start before ended like this too, so another one will not help",)
+
+
 def run_rows(
     config: RunConfig,
     place: Place | None,
@@ -224,7 +280,7 @@ def run_rows(
         config = replace(config, run_dir=run_dir.path)
         checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir)
 
-        def drive(this: Job, signals: Signals) -> dict[str, Any]:
+        def drive(this: Job, signals: Signals, checked: Preflight) -> dict[str, Any]:
             if rank.rank != 0:
                 this.serve()
                 return {}
@@ -271,7 +327,7 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
     defaults = read_generation_config(model_dir, config.override_generation_config)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, anywhere)
 
-    def drive(this: Job, signals: Signals) -> dict[str, Any]:
+    def drive(this: Job, signals: Signals, checked: Preflight) -> dict[str, Any]:
         _serve(checked, this)
         return {}
 

@@ -30,6 +30,7 @@ from sarathi_pp.wire.delay import DelayedReceiver
 # Any id may be in a prompt, since nothing is looked up; drawn ones are below this.
 _LEGAL_IDS = 2**31 - 1
 _DRAWN_IDS = 32_000
+_SHORTEST_SLEEP_S = 0.05
 
 
 def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
@@ -63,6 +64,8 @@ class EmulatedStage:
         self._cost = recut(profile.cost, run.layers)
         self._stage = run.layers.index(layers)
         self._head = layers[1] == profile.num_layers
+        self._num_layers = layers[1] - layers[0]
+        self.steps = 0
         self._hidden_size = profile.hidden_size
         self._dtype = dtype
         self._clock = clock
@@ -79,9 +82,14 @@ class EmulatedStage:
 
     def _sleeping(self, seconds: float, output_of: Callable[[], StageOutput]) -> Compute:
         def compute(hidden: Tensor | None) -> StageOutput:
-            until_s = self._clock.now() + seconds
+            begin_s = self._clock.now()
             output = output_of()
-            self._clock.sleep(max(0.0, until_s - self._clock.now()))
+            for layer in range(1, self._num_layers + 1):
+                left_s = begin_s + seconds * layer / self._num_layers - self._clock.now()
+                # Waking up takes time, so short layers are slept through together.
+                if left_s >= _SHORTEST_SLEEP_S or layer == self._num_layers:
+                    self._clock.sleep(max(0.0, left_s))
+                self.steps += 1
             return output
 
         return compute

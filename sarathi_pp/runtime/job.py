@@ -57,6 +57,7 @@ from sarathi_pp.trace.replicas import figures
 from sarathi_pp.trace.summary import Analyse
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.channel import Receiver
+from sarathi_pp.wire.codec import Heartbeat
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.post import Remote
 from sarathi_pp.wire.shared_memory import MAX_SLOTS
@@ -104,13 +105,13 @@ class Job:
         self._lost: dict[int, SarathiError] = {}
         agreement = Agreement(topology)
         torch.set_num_threads(place.num_threads())
-        agreement.each(lambda: passport(config, facts), must_match=True)
-        standings = [Standing(**found) for found in agreement.each(self._choose_device)]
+        agreement.each(lambda: passport(config, facts), "reading versions and options", must_match=True)
+        standings = [Standing(**found) for found in agreement.each(self._choose_device, "choosing its device")]
         self._on_cpu = all(one.gpu is None for one in standings)
         self._transport = choose_transport(standings, config.transport)
         _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
         mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
-        first = agreement.each(lambda: mine)[0]
+        first = agreement.each(lambda: mine, "choosing the run directory")[0]
         self._run_dir = run_dir.joining(
             Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
         )
@@ -120,13 +121,15 @@ class Job:
         self.dtype: torch.dtype = getattr(torch, dtype_name)
         self._moves_head = self._may_move_head(standings)
         self._shards = topology.open_shards(config.peer_timeout_s, self._transport.name)
-        agreement.each(self._choose_stages)
+        agreement.each(self._choose_stages, "choosing kernels")
         maker = self._maker
         self.layers = layers[seat.stage]
         weights = self._agree_on_room(agreement, lambda: maker.weight_bytes(self.layers), "weights", _FEWER_WEIGHTS)
-        loaded = agreement.each(lambda: self._load(self.layers, room_for(place.rank, weights)))
+        loaded = agreement.each(lambda: self._load(self.layers, room_for(place.rank, weights)), "loading its layers")
         self._moves_head = all(loaded[mesh.leader(replica)]["head"] for replica in range(mesh.replicas))
-        stages = agreement.each(lambda: {"pages": maker.count_pages(self.layers, sharers_of(place.rank, weights))})
+        stages = agreement.each(
+            lambda: {"pages": maker.count_pages(self.layers, sharers_of(place.rank, weights))}, "counting KV pages"
+        )
         self._max_pages = min(stage["pages"] for stage in stages)
         self.run: ResolvedRun = agreement.alike(
             lambda: resolve(
@@ -143,18 +146,17 @@ class Job:
         )
         pages = f"KV pages of {maker.page_size} tokens"
         self._agree_on_room(agreement, lambda: maker.shard_bytes(self.run, self.layers), pages, _FEWER_PAGES)
-        agreement.each(self._make_stage)
-        longest = self.run.max_model_len
-        self._stage.warm_up(min(self.run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS))
-        homes = agreement.each(lambda: {"identity": self._run_dir.identity()})
+        agreement.each(self._make_stage, "making its stage")
+        agreement.each(self._warm_up, "compiling kernels and warming up")
+        homes = agreement.each(lambda: {"identity": self._run_dir.identity()}, "opening the run directory")
         self._sends_trace = homes[0] != homes[place.rank]
-        agreement.each(lambda: self._open_trace(alone=self._sends_trace))
+        agreement.each(lambda: self._open_trace(alone=self._sends_trace), "opening its trace")
         self._offset = align(self._topology, clock.now, range(mesh.replicas))
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
         self._upstream, self._runner = self._connect()
         self._remotes = [self._remote(rank) for rank in self._others_to_talk_to()]
-        self._topology.exchange({})
+        self._topology.start()
 
     def driver(
         self,
@@ -377,7 +379,7 @@ class Job:
 
         count: the bytes that this rank needs. what, remedy: for the message of CapacityError.
         """
-        answers = agreement.each(lambda: Demand(count(), pools_of(self.device)).to_json())
+        answers = agreement.each(lambda: Demand(count(), pools_of(self.device)).to_json(), f"adding up {what}")
         demands = [Demand.from_json(answer) for answer in answers]
         agreement.alike(lambda: require_room(demands, self._topology.hosts, what, remedy))
         return demands
@@ -388,6 +390,11 @@ class Job:
 
     def _make_stage(self) -> dict[str, Any]:
         self._stage = self._maker.make(self.run, self.layers, self.dtype)
+        return {}
+
+    def _warm_up(self) -> dict[str, Any]:
+        longest = self.run.max_model_len
+        self._stage.warm_up(min(self.run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS))
         return {}
 
     def _connect(self) -> tuple[Receiver[torch.Tensor], StageRunner]:
@@ -408,7 +415,7 @@ class Job:
             activations,
             self.facts.head_size or self.facts.hidden_size,
             clock,
-            lambda: runner[0].progress() if runner else (0, False),
+            lambda: runner[0].progress() if runner else Heartbeat(0, False),
             self._on_loss(),
         )
         runner.append(

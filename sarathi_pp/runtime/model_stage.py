@@ -199,6 +199,10 @@ class ModelStage:
         return self.model.bytes_read + (self._head.bytes_read if self._head is not None else 0)
 
     @property
+    def steps(self) -> int:
+        return int(self.model.steps[0])
+
+    @property
     def graphed(self) -> tuple[int, int] | None:
         return None if self._graphs is None else (self._graphs.hits, self._graphs.misses)
 

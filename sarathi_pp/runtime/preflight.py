@@ -79,7 +79,7 @@ class Preflight:
 
 
 def preflight(job: BatchJob) -> Preflight:
-    """Refuse what can be refused without torch, before a worker starts and before a file is touched."""
+    """Refuse what can be refused quickly, without torch, before a worker starts and before a file is touched."""
     config = job.config
     make_policy(config.policy)
     check_input(job.input_path)
@@ -109,13 +109,18 @@ def preflight(job: BatchJob) -> Preflight:
     warnings = [*defaults.warnings, *note, *profile_mismatch(config, facts)]
     if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
         warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
+    return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
+
+
+def identify(job: BatchJob, checked: Preflight) -> Preflight:
+    """Add the identity of this start, for which the whole input is read. Raises ConfigError if it cannot be resumed."""
     identity = {
-        **identity_of(config, facts, defaults, model_dir, job.input_path),
-        "output": output_name(job.output_path, run_dir.path),
+        **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, job.input_path),
+        "output": output_name(job.output_path, checked.run_dir.path),
     }
     if job.start == "resume" and not job.force:
-        _check_resumable(job, run_dir, identity)
-    return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings), identity)
+        _check_resumable(job, checked.run_dir, identity)
+    return replace(checked, identity=identity)
 
 
 def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Identity) -> None:

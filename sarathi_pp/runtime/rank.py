@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +28,25 @@ from sarathi_pp.wire.channel import COMMUNICATING
 
 if TYPE_CHECKING:
     from sarathi_pp.runtime.job import Job
+    from sarathi_pp.runtime.topology import Topology
+
+# What a rank does, a continuation of "while it was ...", and the check, which returns what it has found out besides.
+SlowCheck = tuple[str, Callable[[Preflight], Preflight]]
 
 
 def run_rank(
     checked: Preflight,
     place: Place,
     leave: Callable[[SarathiError], None],
-    drive: Callable[[Job, Signals], Mapping[str, Any]],
+    drive: Callable[[Job, Signals, Preflight], Mapping[str, Any]],
     located: Callable[[RunDirectory], None] = lambda run_dir: None,
     analyse: Analyse = figures,
+    slow: Sequence[SlowCheck] = (),
 ) -> dict[str, Any] | None:
-    """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report, with what `drive` returned."""
+    """Join, set up, let `drive` do this rank's work, leave; rank 0 gets the report, with what `drive` returned.
+
+    slow: checks that may take long, done once all ranks have joined.
+    """
     watchdog = Watchdog(leave)
     if place.launcher is not None:
         watchdog.follow_parent(place.launcher, Path(place.store).parent if place.store is not None else None)
@@ -48,27 +57,45 @@ def run_rank(
         with signals.heeded():
             if place.store is not None and place.rank == 0:
                 heeded_mark(place.store).touch()
-            return _run_heeded(checked, place, watchdog, lambda this: drive(this, signals), located, analyse)
+            topology, checked = _join(checked, place, located, slow)
+            return _run_joined(
+                checked, topology, watchdog, lambda this: drive(this, signals, checked), located, analyse
+            )
     finally:
         watchdog.close()
         if place.store is not None and signals.asked() is not None:
             stopped_mark(place.store).touch()
 
 
-def _run_heeded(
+def _join(
+    checked: Preflight, place: Place, located: Callable[[RunDirectory], None], slow: Sequence[SlowCheck]
+) -> tuple[Topology, Preflight]:
+    """Join the other ranks, then do the slow checks, for which they wait as long as those get on."""
+    with _uncollected():
+        from sarathi_pp.runtime.agreement import Agreement
+        from sarathi_pp.runtime.topology import Topology
+
+        config = checked.config
+        topology = Topology(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+    for phase, check in slow:
+        checked = Agreement(topology).own(partial(check, checked), phase)
+    if slow and place.rank == 0:
+        located(checked.run_dir)
+    return topology, checked
+
+
+def _run_joined(
     checked: Preflight,
-    place: Place,
+    topology: Topology,
     watchdog: Watchdog,
     drive: Callable[[Job], Mapping[str, Any]],
     located: Callable[[RunDirectory], None],
     analyse: Analyse,
 ) -> dict[str, Any] | None:
+    place, config = topology.place, checked.config
     with _uncollected():
         from sarathi_pp.runtime.job import Job
-        from sarathi_pp.runtime.topology import Topology
 
-        config = checked.config
-        topology = Topology(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
         model_dir = checked.model_dir or Path()
         this = Job(
             config,

@@ -3,6 +3,7 @@
 RUN/run.json                                      resolved configuration, versions, model, hosts
 RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace a stage, one directory a start; of several replicas each
                                                   has a directory replica-0000 in it
+RUN/attempt-0000/failed-at-start                  no stage got beyond its first microbatch; by it the next start knows
 RUN/report.json                                   the figures of the last attempt
 RUN/exit_code                                     how it ended: torchrun itself returns 1 for any failure
 RUN/job                                           who started it and went on with it, so that a restart knows its own
@@ -29,6 +30,7 @@ from sarathi_pp.trace.recorder import MOST_BYTES, trace_name
 from sarathi_pp.wire.mesh import Mesh, Seat
 
 _LOCK_CHECK_S = 0.1
+_FAILED_AT_START = "failed-at-start"
 _ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d{4,}")
 
 
@@ -162,6 +164,12 @@ class RunDirectory:
         path = self.attempt_path / replica_name(replica)
         with suppress(OSError):
             path.rename(path.with_name(f"lost-{path.name}"))
+
+    def fails_again(self) -> bool:
+        """Write down that this attempt failed before its first microbatch was done; return whether the last one did."""
+        with suppress(OSError):
+            (self.attempt_path / _FAILED_AT_START).touch()
+        return (self.path / _attempt_name(self.attempt - 1) / _FAILED_AT_START).exists()
 
     def identity(self) -> str:
         """Equal on two ranks exactly where both write into the same directory."""

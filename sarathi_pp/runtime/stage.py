@@ -43,13 +43,16 @@ class Stage(Protocol):
     """Runs microbatches in the order in which they were issued.
 
     counts_cpu: whether the computing thread's CPU time says something about a compute span. bytes_read: of the
-    weights, at loading. graphed: microbatches that a CUDA graph ran, and those that none fits; None without graphs.
+    weights, at loading. steps: layers computed so far, which moves inside of a microbatch too; on a device, once they
+    are launched. graphed: microbatches that a CUDA graph ran, and those that none fits; None without graphs.
     """
 
     @property
     def counts_cpu(self) -> bool: ...
     @property
     def bytes_read(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
     @property
     def graphed(self) -> tuple[int, int] | None: ...
 

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +22,12 @@ from sarathi_pp.runtime.host import host_id
 from sarathi_pp.runtime.interface import choose_interface
 from sarathi_pp.runtime.meeting import meet
 from sarathi_pp.runtime.place import INTERFACE_VARIABLE, Place, variable
+from sarathi_pp.runtime.presence import Presence
 from sarathi_pp.runtime.store import open_store
 from sarathi_pp.runtime.transport import Lanes, surrounded
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import SMALL_FRAME_BYTES
+from sarathi_pp.wire.codec import SMALL_FRAME_BYTES, Heartbeat
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.mesh import Mesh
@@ -34,12 +35,14 @@ from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.order import edges, forward_edges, stage_edges
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, knock
-from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
+from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender, heartbeat_s
 
 # How long a store may take to tell who has come: that of a host which is gone would take for ever.
 _TOLD_S = 2.0
 _PIECE_BYTES = 4 << 20
 _LOOK_EVERY_S = 0.001
+# Ranks that wait for each other as a rule need no look.
+_FIRST_LOOK_S = 0.5
 # For heartbeats and a goodbye.
 _BESIDE_BUFFERS = 2
 
@@ -69,6 +72,8 @@ class Topology:
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._ways: dict[tuple[int, int], socket.socket] = {}
         self.shared_edges: list[tuple[int, int]] = []
+        self._heartbeat_s = heartbeat_s(peer_timeout_s)
+        self._presence: Presence | None = None
         if place.world_size == 1:
             return
         clock = SystemClock()
@@ -86,12 +91,26 @@ class Topology:
                 f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
             ) from error
         self._interface, self._store = interface, store
+        self._presence = Presence(store, place.rank, self._names, self._patience_s, clock)
         peers = self.exchange({"host": socket.gethostname(), "host_id": host_id(), "pid": os.getpid()})
         self.hosts = [peer["host"] for peer in peers]
         self.mesh = self.mesh.over([peer["host_id"] for peer in peers])
         self._names = [
             f"{self.mesh.title(rank).removesuffix(')')}, {p['host']}, pid {p['pid']})" for rank, p in enumerate(peers)
         ]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what this rank does while the others wait for it: a continuation of "while it was ..."."""
+        with self._presence.phase(name) if self._presence is not None else nullcontext():
+            yield
+
+    def start(self) -> None:
+        """End the set-up: edges are open, and have heartbeats of their own."""
+        self.exchange({})
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
 
     def name(self, rank: int) -> str:
         """With its host and pid, for messages."""
@@ -196,7 +215,8 @@ class Topology:
         self._exchanges += 1
         with self._others_may_leave():
             self._store.set(f"came/{self._exchanges}/{self.place.rank}", "")
-            sizes = self._control.all_gather(torch.tensor([len(mine)], dtype=torch.int64))
+            waiting = self._waiting() if self._presence is not None else None
+            sizes = self._control.all_gather(torch.tensor([len(mine)], dtype=torch.int64), waiting)
             most = max(int(size) for size in sizes)
             texts = self._control.all_gather(torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
@@ -207,19 +227,27 @@ class Topology:
         frame_bytes: int,
         payloads: Payloads,
         num_buffers: int,
-        progress: Callable[[], tuple[int, bool]],
+        progress: Callable[[], Heartbeat],
         on_failure: Callable[[SarathiError], None],
     ) -> Sender[torch.Tensor]:
         """This rank's end of the edge to that one."""
         name, way = self._names[target], self._ways.get((self.place.rank, target))
         if way is None:
             edge = self._edge(self.place.rank, target, target, frame_bytes, payloads)
-            return TorchSender(edge, num_buffers=num_buffers, progress=progress, on_failure=on_failure)
+            return TorchSender(
+                edge,
+                num_buffers=num_buffers,
+                progress=progress,
+                on_failure=on_failure,
+                heartbeat_s=self._heartbeat_s,
+            )
         beside = self._edge(self.place.rank, target, target, SMALL_FRAME_BYTES, Payloads.none())
         return SharedSender(
             way,
             name,
-            lambda failed: TorchSender(beside, num_buffers=1, progress=progress, on_failure=failed),
+            lambda failed: TorchSender(
+                beside, num_buffers=1, progress=progress, on_failure=failed, heartbeat_s=self._heartbeat_s
+            ),
             on_failure,
             num_slots=num_buffers,
             slot_bytes=payloads.max_bytes(frame_bytes),
@@ -302,6 +330,8 @@ class Topology:
         self._ways.clear()
 
     def leave(self) -> None:
+        if self._presence is not None:
+            self._presence.close()
         self._close_ways()
         for group in reversed(self._groups):
             group.close()
@@ -323,7 +353,7 @@ class Topology:
                 # Who left has said why, or its launcher has.
                 raise PeerLostError("another rank left while the run was being set up or closed") from error
             if rank is None:
-                who = " and ".join(self._missing()) or "another rank"
+                who = " and ".join(self._names[rank] for rank in self._missing()) or "another rank"
             else:
                 # Rank 0 talks with one after the other, the others with rank 0 alone.
                 who = self._names[rank] + ("" if self.place.rank == 0 else " or a rank that it waits for")
@@ -332,19 +362,38 @@ class Topology:
                 f"that hangs, or takes longer (--join-timeout is how long ranks wait for each other)"
             ) from error
 
-    def _missing(self) -> list[str]:
-        """Who has not come to the exchange at which this rank waits, as far as the store tells in time.
+    def _waiting(self) -> Callable[[], None]:
+        """Return what an exchange does while ranks are missing: look now and then whether they are alive."""
+        assert self._presence is not None
+        presence, clock = self._presence, SystemClock()
+        presence.wait_anew()
+        look_s = clock.now() + _FIRST_LOOK_S
 
-        Who is silent may be who holds it.
+        def wait() -> None:
+            nonlocal look_s
+            clock.sleep(_LOOK_EVERY_S)
+            if clock.now() >= look_s:
+                presence.check(self._missing() or self._others)
+                look_s = clock.now() + presence.every_s
+
+        return wait
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not come to this rank's exchange, as far as the store answers in time.
+
+        A rank that is silent may be the one that holds it.
         """
 
-        def ask() -> list[str]:
-            others = [rank for rank in range(self.place.world_size) if rank != self.place.rank]
-            return [self._names[rank] for rank in others if not self._store.check([f"came/{self._exchanges}/{rank}"])]
+        def ask() -> list[int]:
+            return [rank for rank in self._others if not self._store.check([f"came/{self._exchanges}/{rank}"])]
 
         with suppress(RuntimeError):
             return within(_TOLD_S, ask, late=[])
         return []
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.place.world_size) if rank != self.place.rank]
 
 
 def _first_line(error: BaseException) -> str:

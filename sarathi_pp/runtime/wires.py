@@ -13,6 +13,7 @@ from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire import codec, post
 from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender
+from sarathi_pp.wire.codec import Heartbeat
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.order import downstream, forward_edges, upstream
 from sarathi_pp.wire.post import PostReceiver, PostSender, Remote
@@ -21,7 +22,7 @@ from sarathi_pp.wire.post import PostReceiver, PostSender, Remote
 _POST_BUFFERS = 8
 
 # What heartbeats say, and who is told of a loss.
-Progress = Callable[[], tuple[int, bool]]
+Progress = Callable[[], Heartbeat]
 OnLoss = Callable[[SarathiError], None]
 
 

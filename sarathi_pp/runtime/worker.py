@@ -24,7 +24,7 @@ from sarathi_pp.trace.events import SendWait
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import Instant, Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, Heartbeat, MicroBatchFrame, ResultFrame
 
 # A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
 _INSTANT_S = 20e-6
@@ -84,9 +84,9 @@ class StageRunner:
         self._in_step = True
         self._num_sent = 0
 
-    def progress(self) -> tuple[int, bool]:
-        """Microbatches sent on, and whether one is in hand: what this rank's heartbeats say."""
-        return self._num_done, self._busy
+    def progress(self) -> Heartbeat:
+        """Return what this rank's heartbeats say now."""
+        return Heartbeat(self._num_done, self._busy, self._stage.steps)
 
     @property
     def in_step(self) -> bool:
@@ -207,7 +207,8 @@ class StageRunner:
         return MemoryLostError(
             f"{self._name} has no memory for a microbatch of {microbatch.num_tokens} tokens{attempts}: "
             f"{str(error).splitlines()[0]}. Try a smaller --chunk-size, --max-num-seqs or --kv-cache-memory, and "
-            f"--resume"
+            f"--resume",
+            at_start=self._num_done == 0,
         )
 
     def _settle(self) -> None:

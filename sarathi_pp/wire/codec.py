@@ -24,7 +24,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 9
+VERSION = 10
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
@@ -75,10 +75,15 @@ class ResultFrame:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The sender is alive. progress: microbatches it has finished; busy: it has one in hand."""
+    """The sender is alive.
+
+    progress: microbatches that it has finished. busy: it has one in hand. steps: layers that it has computed so far,
+    which moves inside of a microbatch too.
+    """
 
     progress: int
     busy: bool
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +178,8 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
             columns = chain.from_iterable(zip(*result.tokens, strict=True))
             integers = [result.index, int(result.short), len(result.tokens), *map(int, columns)]
             return 2, (integers, [v for time in result.stage_times for v in time])
-        case Heartbeat(progress, busy):
-            return 3, ([progress, int(busy)], [])
+        case Heartbeat(progress, busy, steps):
+            return 3, ([progress, int(busy), steps], [])
         case Goodbye():
             return 4, ([], [])
         case Parcel(last):
@@ -197,9 +202,9 @@ def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Fram
             tokens = tuple(map(SampledToken._make, fields))
             return ResultFrame(StepResult(index, tokens, _stage_times(reals), _flag(short)))
         case 3:
-            progress, busy = integers
+            progress, busy, steps = integers
             _expect(not reals, "reals in a heartbeat")
-            return Heartbeat(progress, _flag(busy))
+            return Heartbeat(progress, _flag(busy), steps)
         case 4:
             _expect(not integers and not reals, "numbers in a goodbye")
             return Goodbye()
@@ -315,7 +320,7 @@ def _expect(legal: bool, what: str) -> None:
 
 
 # Of a frame with next to no numbers: a parcel, a heartbeat, a goodbye.
-SMALL_FRAME_BYTES = payload_start(_COUNTS.size + 8 * 2)
+SMALL_FRAME_BYTES = payload_start(_COUNTS.size + 8 * 3)
 
 
 def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int) -> int:

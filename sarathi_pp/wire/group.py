@@ -7,12 +7,18 @@ take part in making it, and it is in none of torch's tables.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+_FOR_EVER = timedelta(days=365)
+# Backends that were not closed. Letting go of one waits for its operations, for ever if the other rank is stopped.
+_open: set[Any] = set()
 
 
 class Transfer(Protocol):
@@ -45,6 +51,7 @@ class Group:
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.size = size
+        _open.add(self._backend)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Transfer:
         """Begin to send; the tensor must stay as it is until then."""
@@ -64,12 +71,24 @@ class Group:
         if work is not None:
             work.wait()
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, in the order of ranks. All have one shape."""
+    def all_gather(self, tensor: torch.Tensor, waiting: Callable[[], None] | None = None) -> list[torch.Tensor]:
+        """Return every rank's tensor, in the order of ranks. All have one shape.
+
+        Args:
+            waiting: is called again and again while ranks are missing, for however long that is; it takes a moment, and
+                raises to give up. None: the group's timeout counts.
+        """
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._backend.allgather([parts], [tensor]).wait()
+        options = AllgatherOptions()
+        if waiting is not None:
+            options.timeout = _FOR_EVER
+        work = self._backend.allgather([parts], [tensor], options)
+        while waiting is not None and not work.is_completed():
+            waiting()
+        work.wait()
         return parts
 
     def close(self) -> None:
         """Let go of connections to devices; those over sockets end with the object."""
         self._backend.shutdown()
+        _open.discard(self._backend)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError, StalledError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
@@ -30,6 +30,8 @@ from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
 
 HEARTBEAT_S = 1.0
+# Of the time for which a peer may be silent, so that one heartbeat that is late is no loss.
+_BEATS = 3
 GOODBYE_S = 10.0
 
 
@@ -98,19 +100,24 @@ class _Buffer:
 
 
 class TorchSender:
-    """The sending end. progress: told to the peer by heartbeats, (microbatches finished, one in hand)."""
+    """The sending end.
+
+    progress: the heartbeat to send now. heartbeat_s: time without a message after which one is sent.
+    """
 
     def __init__(
         self,
         edge: Edge,
         *,
         num_buffers: int,
-        progress: Callable[[], tuple[int, bool]],
+        progress: Callable[[], Heartbeat],
         on_failure: Callable[[SarathiError], None],
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._edge = edge
         self._num_buffers = num_buffers
         self._progress = progress
+        self._heartbeat_s = heartbeat_s
         self._on_failure = on_failure
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
@@ -166,7 +173,7 @@ class TorchSender:
             self._edge.take_device()
             while True:
                 try:
-                    item = self._outbox.get(timeout=HEARTBEAT_S)
+                    item = self._outbox.get(timeout=self._heartbeat_s)
                 except queue.Empty:
                     self._queue_heartbeat()
                     continue
@@ -195,9 +202,14 @@ class TorchSender:
         with self._order:
             if not self._outbox.empty():
                 return  # a frame was queued meanwhile and says as much
-            head = codec.encode(Heartbeat(*self._progress()), self._number)
+            head = codec.encode(self._progress(), self._number)
             self._number += 1
             self._outbox.put((self._begin(torch.frombuffer(bytearray(head), dtype=torch.uint8)), None))
+
+
+def heartbeat_s(peer_timeout_s: float) -> float:
+    """Return how often a rank sends heartbeats if its peers may be silent for `peer_timeout_s`."""
+    return min(HEARTBEAT_S, peer_timeout_s / _BEATS)
 
 
 class TorchReceiver:
@@ -223,7 +235,7 @@ class TorchReceiver:
             message = edge.buffer()
             self._free.put(_Buffer(message, bytes_of(message), edge.rows()))
         self._numbers = NumberCheck()
-        self._stalled_since: tuple[int, float] | None = None
+        self._stalled_since: tuple[Heartbeat, float] | None = None
         self._thread = threading.Thread(target=self._run, name=f"{COMMUNICATING}from {edge.peer_name}", daemon=True)
         self._thread.start()
 
@@ -301,16 +313,18 @@ class TorchReceiver:
         return filled, lane.receive(filled)
 
     def _watch(self, beat: Heartbeat) -> None:
-        """A peer that stays busy with the same microbatch for the whole timeout is hung, though it lives."""
+        """A peer that stays in the same layer of a microbatch for the whole timeout hangs, although it lives."""
         now = self._now()
         if not beat.busy:
             self._stalled_since = None
-        elif self._stalled_since is None or self._stalled_since[0] != beat.progress:
-            self._stalled_since = (beat.progress, now)
+        elif self._stalled_since is None or self._stalled_since[0] != beat:
+            self._stalled_since = (beat, now)
         elif now - self._stalled_since[1] > self._peer_timeout_s:
-            raise PeerLostError(
-                f"{self._edge.peer_name} has been in microbatch {beat.progress} for more than "
-                f"{self._peer_timeout_s:g} s: it hangs, or --peer-timeout is too short for this model."
+            raise StalledError(
+                f"{self._edge.peer_name} has been in one layer of its microbatch {beat.progress} for more than "
+                f"{self._peer_timeout_s:g} s: it hangs, or one layer takes longer than --peer-timeout. Try a larger "
+                f"--peer-timeout, or a smaller --chunk-size",
+                at_start=beat.progress == 0,
             )
 
     def _fail(self, error: SarathiError) -> None:

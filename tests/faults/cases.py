@@ -281,4 +281,10 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     73: ("several LLMs in one process, also next to the program's own process group", (
         f"{_LLM}two_at_once_and_one_beside_a_group_of_the_program",
         f"{_LLM}one_after_the_other_leaves_nothing_behind")),
+    74: ("a stage, or a rank in set-up, that is slow and gets on", (
+        "faults/test_slow.py::test_a_microbatch_of_three_timeouts_in_small_steps_runs_to_its_end",
+        "faults/test_slow.py::test_each_phase_of_set_up_may_take_longer_than_a_rank_may_be_silent")),
+    75: ("a start that cannot succeed however often it is repeated", (
+        "faults/test_slow.py::test_a_layer_longer_than_the_timeout_is_no_reason_to_start_again_and_again",
+        "faults/test_causes.py::test_75_is_for_what_another_start_can_mend")),
 }  # fmt: skip

@@ -69,7 +69,7 @@ class Started:
         return self.process.communicate(timeout=timeout_s)[1]
 
 
-def fault(stage: int, what: str, step: int = 7) -> dict[str, str]:
+def fault(stage: int | str, what: str, step: int = 7) -> dict[str, str]:
     """Return the environment in which one stage fails from inside; see inject/sitecustomize.py."""
     path = os.pathsep.join([str(_INJECT), environment()["PYTHONPATH"]])
     return {"PYTHONPATH": path, "SARATHI_PP_TEST_FAULT": f"stage={stage}:step={step}:{what}"}

@@ -15,7 +15,7 @@ import torch
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.codec import MicroBatchFrame
+from sarathi_pp.wire.codec import Heartbeat, MicroBatchFrame
 from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 from tests.runtime.processes import run, torchrun
@@ -177,7 +177,7 @@ def test_a_frame_leaves_before_its_rows_and_without_them(device):
     sender = TorchSender(
         Edge(frames, 1, "stage 1", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
         num_buffers=2,
-        progress=lambda: (0, False),
+        progress=lambda: Heartbeat(0, False),
         on_failure=lambda error: None,
     )
     device.do("microbatch 0")

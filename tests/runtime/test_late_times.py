@@ -73,6 +73,7 @@ class Answers:
 
     counts_cpu = True
     bytes_read = 0
+    steps = 0
 
     def __init__(self, *, last: bool) -> None:
         self.last = last

@@ -62,6 +62,7 @@ class OneStage:
 
     counts_cpu = True
     bytes_read = 0
+    steps = 0
     graphed = None
 
     def __init__(self, clock: ManualClock, failed: bool = False) -> None:

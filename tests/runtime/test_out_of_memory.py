@@ -19,7 +19,7 @@ from sarathi_pp.runtime.worker import StageRunner
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.trace.timer import HostTimer, Instant
 from sarathi_pp.wire.channel import QueueChannel
-from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Heartbeat, MicroBatchFrame, ResultFrame
 
 
 def no_memory_on_the_host() -> None:
@@ -39,6 +39,7 @@ class Starved:
 
     counts_cpu = True
     bytes_read = 0
+    steps = 0
 
     def __init__(self, *, last: bool, failures: list[Callable[[], None]]) -> None:
         self._last = last
@@ -101,7 +102,7 @@ def test_a_rank_that_shares_its_stage_makes_no_second_attempt_and_is_not_busy_af
     microbatch = MicroBatch(0, (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),))
     with pytest.raises(MemoryLostError, match=r"for a microbatch of 3 tokens: "):
         runner.run(MicroBatchFrame(microbatch), None, Instant(0.0))
-    assert runner.progress() == (0, False)
+    assert runner.progress() == Heartbeat(0, False)
 
 
 def test_other_errors_are_not_tried_again():

@@ -79,6 +79,7 @@ class SleepingStage:
 
     counts_cpu = True
     bytes_read = 0
+    steps = 0
 
     def __init__(self, last, clock, nap, prepare_nap):
         self.last = last

@@ -73,7 +73,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
 
 
 def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_not_take(peer):
-    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: (7, True), on_failure=lambda error: None)
+    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: Heartbeat(7, True), on_failure=lambda error: None)
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     sent = threading.Event()
 
@@ -89,7 +89,7 @@ def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_n
 
 
 def in_turn(peer, failures: list[SarathiError]) -> TorchSender:
-    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: (7, True), on_failure=failures.append)
+    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: Heartbeat(7, True), on_failure=failures.append)
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     return sender
 
@@ -244,7 +244,7 @@ def test_texts_are_taken_in_though_nobody_reads_them(sent):
 
 def test_a_message_that_the_peer_would_not_take_is_not_sent(peer):
     """gloo would abort the process that has posted too short a receive."""
-    sender = TorchSender(edge(peer), num_buffers=1, progress=lambda: (0, False), on_failure=lambda error: None)
+    sender = TorchSender(edge(peer), num_buffers=1, progress=lambda: Heartbeat(0, False), on_failure=lambda error: None)
     sender.reserve()
     with pytest.raises(ProtocolError, match="where 4104 are legal"):
         sender.send(Goodbye(), torch.zeros(4096))

@@ -4,18 +4,24 @@
 
 stage: whose process. step: of its microbatches, counted from 0. Then raise, hang or memory (no memory, the first time
 it computes that microbatch); `stall` never ends loading, whatever the step, and leaves a file of that name; `full`
-makes its host's memory have only that many bytes free; `versions` makes it say that it is another release. Nothing of
-this is in the package.
+makes its host's memory have only that many bytes free; `versions` makes it say that it is another release.
+
+With stage=* every rank may be silent for a second in set-up, and `slow` makes the ranks take turns to compute for
+`step` milliseconds longer in each phase of it; `stop` makes rank 1 stop itself in phase number `step`. Nothing of this
+is in the package.
 """
 
 import importlib.abc
 import importlib.util
 import os
+import signal
 import sys
 import time
 
 FAULT = os.environ.get("SARATHI_PP_TEST_FAULT", "")
-TARGET = "sarathi_pp.runtime.model_stage"
+TARGETS = {what: "sarathi_pp.runtime.agreement" for what in ("slow", "stop")}
+TARGET = TARGETS.get(FAULT.rpartition(":")[2], "sarathi_pp.runtime.model_stage")
+PATIENCE_S = 1.0
 
 
 def fail(what):
@@ -30,7 +36,43 @@ def fail(what):
         raise torch.OutOfMemoryError("injected: out of memory")
 
 
+def compute(seconds):
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        sum(range(20_000))
+
+
+def disturb_phases(module, step, what):
+    from sarathi_pp.runtime import presence
+
+    rank, size, phases = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
+    each, present = module.Agreement.each, presence.Presence.__init__
+
+    def impatient(self, store, rank, names, patience_s, clock):
+        present(self, store, rank, names, PATIENCE_S, clock)
+
+    def disturbed(self, work, phase, **options):
+        number = len(phases)
+        phases.append(phase)
+
+        def disturbed_work():
+            if what == "slow" and number % size == rank:
+                compute(step / 1000)
+            if what == "stop" and (number, rank) == (step, 1):
+                time.sleep(0.3)  # for the others to see in which phase it is
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return work()
+
+        return each(self, disturbed_work, phase, **options)
+
+    presence.Presence.__init__ = impatient
+    module.Agreement.each = disturbed
+
+
 def spoil(module, step, what):
+    if what in TARGETS:
+        disturb_phases(module, step, what)
+        return
     if what == "stall":
 
         def stall(self, layers, room_bytes):
@@ -87,7 +129,9 @@ class Finder(importlib.abc.MetaPathFinder):
 
 if FAULT:
     stage, step, what = (part.rpartition("=")[2] for part in FAULT.split(":"))
-    if os.environ.get("RANK", "0") == stage:
+    if stage == "*" and "RANK" not in os.environ:
+        pass  # the launcher
+    elif stage in (os.environ.get("RANK", "0"), "*"):
         if what == "versions":
             import sarathi_pp
 

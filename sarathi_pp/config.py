@@ -7,17 +7,23 @@ cannot be handed a configuration that does not have one yet.
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from sarathi_pp.errors import ConfigError, RowError
+from sarathi_pp.errors import ConfigError, OptionError, RowError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
 TRANSPORTS = ("auto", "gloo")
+
+
+_NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or self.stop is None:  # both as other engines take them
             object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, float)):
+                object.__setattr__(self, name, _plain(value))
         if _is_int(self.top_k) and self.top_k == -1:  # as other engines write "all"
             object.__setattr__(self, "top_k", 0)
         _require(
@@ -109,9 +119,36 @@ def _require(legal: bool, name: str, value: object, allowed: str) -> None:
 _LONGEST_S = 7 * 86400.0
 
 
+_REALS = ("gpu_memory_utilization", "request_rate", "peer_timeout_s", "join_timeout_s")
+# Options whose name is not that of their field.
+_OPTIONS = {
+    "kv_cache_memory_bytes": "--kv-cache-memory",
+    "peer_timeout_s": "--peer-timeout",
+    "join_timeout_s": "--join-timeout",
+}
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Return the bytes that 4GiB, 500MB or 1073741824 mean; None if it is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    return int(float(match[1]) * {**_UNITS, **_BINARY}[match[2] or ""]) if match else None
+
+
 def _demand(legal: bool, name: str, value: object, allowed: str) -> None:
     if not legal:
-        raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; it must be {allowed}")
+        raise OptionError(name, _OPTIONS.get(name, f"--{name.replace('_', '-')}"), value, allowed)
+
+
+def _plain(value: object) -> object:
+    """Return Python's own value for a number of numpy, a type or device of torch, or a path; others as they are."""
+    kind = type(value)
+    if kind.__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()  # type: ignore[attr-defined]
+    if kind.__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _is_int(value: object) -> bool:
@@ -172,32 +209,64 @@ class RunConfig:
         return self.replicas * self.stages * self.tensor_parallel_size
 
     def __post_init__(self) -> None:
+        self._convert()
         sizes = ("stages", "replicas", "tensor_parallel_size")
         for name in (*sizes, "chunk_size", "max_num_seqs", "max_model_len", "page_size", "inflight"):
             value = getattr(self, name)
             absent = value is None and name not in sizes
             _demand(absent or (_is_int(value) and value >= 1), name, value, "an integer of at least 1")
+        for name in ("model", "policy", "attention"):
+            _demand(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
+        for name in ("run_dir", "emulate", "profile"):
+            value = getattr(self, name)
+            _demand(value is None or isinstance(value, Path), name, value, "a path")
+        for name in ("debug_nan", "enforce_eager"):
+            _demand(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        memory = self.kv_cache_memory_bytes
+        _demand(
+            memory is None or (_is_int(memory) and memory >= 1),
+            "kv_cache_memory_bytes",
+            memory,
+            "a size of at least one byte, like '4GiB', '500MB' or 1073741824",
+        )
         chosen = {"dtype": DTYPES, "device": DEVICES, "head": HEADS, "transport": TRANSPORTS}
         for name, choices in chosen.items():
             _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
         split = self.layer_split
         _demand(
-            split in (None, "even") or (isinstance(split, (tuple, list)) and all(map(_is_int, split))),
+            split in (None, "even") or (isinstance(split, tuple) and all(map(_is_int, split))),
             "layer_split",
             split,
             "integers, one a stage, or 'even'",
         )
         _demand(_is_int(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+        for name in ("sampling_overrides", "override_generation_config"):
+            _demand(isinstance(getattr(self, name), dict), name, getattr(self, name), "a dictionary")
         known = {one.name for one in fields(SamplingParams)}
         for name in self.sampling_overrides:
             _demand(name in known, "sampling_overrides", name, f"fields of SamplingParams ({', '.join(sorted(known))})")
-        if not self.request_rate > 0:
-            raise ConfigError(f"--request-rate is {self.request_rate}; it must be above 0 (inf: all at once)")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        for option, seconds in (("--peer-timeout", self.peer_timeout_s), ("--join-timeout", self.join_timeout_s)):
-            if not 0 < seconds <= _LONGEST_S:
-                raise ConfigError(f"{option} is {seconds}; it must be above 0 seconds and at most {_LONGEST_S:.0f}")
+        rate, share = self.request_rate, self.gpu_memory_utilization
+        _demand(isinstance(rate, float) and rate > 0, "request_rate", rate, "above 0 (inf: all at once)")
+        _demand(isinstance(share, float) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
+        for name in ("peer_timeout_s", "join_timeout_s"):
+            seconds = getattr(self, name)
+            legal = isinstance(seconds, float) and 0 < seconds <= _LONGEST_S
+            _demand(legal, name, seconds, f"above 0 seconds and at most {_LONGEST_S:.0f}")
+
+    def _convert(self) -> None:
+        """Take what Python programs naturally hold: paths as text, sizes with a unit, lists, numbers of numpy."""
+        for one in fields(self):
+            value = _plain(getattr(self, one.name))
+            if one.name in ("run_dir", "emulate", "profile") and isinstance(value, str) and value:
+                value = Path(value)
+            elif one.name in _REALS and _is_int(value):
+                value = float(value)  # type: ignore[arg-type]
+            elif one.name == "kv_cache_memory_bytes" and isinstance(value, str):
+                size = size_in_bytes(value)
+                value = value if size is None else size
+            elif one.name == "layer_split" and not isinstance(value, str) and isinstance(value, Iterable):
+                value = tuple(map(_plain, value))
+            object.__setattr__(self, one.name, value)
 
 
 def stages_among(num_ranks: int, stages: int | None, replicas: int, tensor_parallel_size: int) -> int:

@@ -2,6 +2,7 @@
 
     SarathiError                     70
     +-- ConfigError                   2   an option, or a combination of options, that cannot work
+    |   +-- OptionError           2   a value that an option does not take
     |   +-- UnsupportedModelError     2   an architecture or feature that is not proven exact
     |   +-- PartitionError            2   layers and stages that do not fit each other
     |   +-- CapacityError             2   memory that cannot hold what was asked
@@ -42,6 +43,18 @@ class SarathiError(Exception):
 
 class ConfigError(SarathiError, ValueError):
     exit_code = 2
+
+
+class OptionError(ConfigError):
+    """A value that an argument of the Python API, or the option of that name, does not take.
+
+    Args:
+        option: the command's name for it.
+    """
+
+    def __init__(self, name: str, option: str, value: object, allowed: str) -> None:
+        super().__init__(f"{name}={value!r}: it must be {allowed}")
+        self.for_command = f"{option} is {value!r}; it must be {allowed}"
 
 
 class UnsupportedModelError(ConfigError):

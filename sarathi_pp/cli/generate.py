@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sarathi_pp.cli.options import naming_options
 from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Real
 from sarathi_pp.config import DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
@@ -334,34 +335,35 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
         raise click.UsageError("give either --model or, to run without one, --emulate PROFILE")
     bound_s = options["tbt_slo"]
     named = {key: options[key] for key in _SAMPLING if options[key] not in (None, ())}
-    return RunConfig(
-        model=options["model"] or "",
-        emulate=options["emulate"],
-        profile=options["profile"],
-        stages=stages,
-        replicas=replicas,
-        tensor_parallel_size=shards,
-        policy=with_tbt_slo(options["policy"], bound_s) if bound_s else options["policy"],
-        chunk_size=options["chunk_size"],
-        max_num_seqs=options["max_num_seqs"],
-        max_model_len=options["max_model_len"],
-        page_size=options["page_size"],
-        kv_cache_memory_bytes=options["kv_cache_memory"],
-        gpu_memory_utilization=options["gpu_memory_utilization"],
-        layer_split=options["layer_split"],
-        inflight=options["inflight"],
-        dtype=options["dtype"],
-        device=options["device"],
-        attention=options["attention"],
-        request_rate=options["request_rate"],
-        seed=options["seed"],
-        peer_timeout_s=options["peer_timeout"],
-        join_timeout_s=options["join_timeout"],
-        debug_nan=options["debug_nan"],
-        enforce_eager=options["enforce_eager"],
-        head=options["head"],
-        transport=options["transport"],
-        run_dir=options["run_dir"],
-        sampling_overrides=named,
-        override_generation_config=options["override_generation_config"] or {},
-    )
+    with naming_options():
+        return RunConfig(
+            model=options["model"] or "",
+            emulate=options["emulate"],
+            profile=options["profile"],
+            stages=stages,
+            replicas=replicas,
+            tensor_parallel_size=shards,
+            policy=with_tbt_slo(options["policy"], bound_s) if bound_s else options["policy"],
+            chunk_size=options["chunk_size"],
+            max_num_seqs=options["max_num_seqs"],
+            max_model_len=options["max_model_len"],
+            page_size=options["page_size"],
+            kv_cache_memory_bytes=options["kv_cache_memory"],
+            gpu_memory_utilization=options["gpu_memory_utilization"],
+            layer_split=options["layer_split"],
+            inflight=options["inflight"],
+            dtype=options["dtype"],
+            device=options["device"],
+            attention=options["attention"],
+            request_rate=options["request_rate"],
+            seed=options["seed"],
+            peer_timeout_s=options["peer_timeout"],
+            join_timeout_s=options["join_timeout"],
+            debug_nan=options["debug_nan"],
+            enforce_eager=options["enforce_eager"],
+            head=options["head"],
+            transport=options["transport"],
+            run_dir=options["run_dir"],
+            sampling_overrides=named,
+            override_generation_config=options["override_generation_config"] or {},
+        )

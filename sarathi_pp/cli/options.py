@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from sarathi_pp.cli.values import Bytes, Count, LayerSplit
 from sarathi_pp.config import DEVICES, DTYPES, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES
+from sarathi_pp.errors import ConfigError, OptionError
 
 _MODEL_OPTIONS = (
     click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub."),
@@ -84,6 +86,16 @@ def run_config(options: dict[str, Any], world_size: int | None) -> RunConfig:
     given = {name: options[name] for name in (*named, *some) if name in options}
     if "peer_timeout" in options:
         given["peer_timeout_s"] = options["peer_timeout"]
-    return RunConfig(
-        stages=stages, tensor_parallel_size=shards, kv_cache_memory_bytes=options["kv_cache_memory"], **given
-    )
+    with naming_options():
+        return RunConfig(
+            stages=stages, tensor_parallel_size=shards, kv_cache_memory_bytes=options["kv_cache_memory"], **given
+        )
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Let an error of a RunConfig that is made inside name the command's option, not Python's argument."""
+    try:
+        yield
+    except OptionError as error:
+        raise ConfigError(error.for_command) from None

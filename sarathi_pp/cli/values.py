@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import click
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+from sarathi_pp.config import size_in_bytes
 
 
 class OutputFile(click.Path):
@@ -52,10 +51,10 @@ class Bytes(click.ParamType[int]):
     name = "bytes"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
-        if match is None:
+        size = size_in_bytes(str(value))
+        if size is None:
             self.fail(f"{value!r} is not a size; write it like 4GiB, 500MB or 1073741824", param, ctx)
-        return int(float(match[1]) * {**_UNITS, **_BINARY}[match[2] or ""])
+        return size
 
 
 class Real(click.FloatRange):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
@@ -19,9 +18,4 @@ def worker(config: str) -> int:
     let_threads_sleep()
     from sarathi_pp.runtime.batch import serve_llm
 
-    fields = json.loads(config)
-    if isinstance(fields["layer_split"], list):
-        fields["layer_split"] = tuple(fields["layer_split"])
-    for name in ("run_dir", "profile"):
-        fields[name] = Path(fields[name]) if fields[name] else None
-    return serve_llm(RunConfig(**fields), lambda text: click.echo(text, err=True))
+    return serve_llm(RunConfig(**json.loads(config)), lambda text: click.echo(text, err=True))

@@ -16,6 +16,7 @@ import atexit
 import json
 import logging
 import operator
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -97,10 +98,10 @@ class LLM:
     is an error. Raises the errors that the command line would exit with.
     """
 
-    def __init__(self, model: str, *, stages: int | None = None, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, stages: int | None = None, **options: Any) -> None:
         place = find_place()
         try:
-            config = RunConfig(model=model, stages=1 if stages is None else stages, **options)
+            config = RunConfig(model=cast(str, model), stages=1 if stages is None else stages, **options)
         except TypeError as error:
             raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
         if place is not None:

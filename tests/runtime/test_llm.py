@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from sarathi_pp import LLM, SamplingParams
 from sarathi_pp.cli.runs import read_run
@@ -130,21 +131,29 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"stages": 0}, "--stages is 0; it must be an integer of at least 1"),
-        ({"stages": 1.5}, "--stages is 1.5"),
-        ({"stages": "2"}, "--stages is '2'"),
-        ({"chunk_size": "7"}, "--chunk-size is '7'"),
-        ({"page_size": 2.5}, "--page-size is 2.5"),
-        ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, float32"),
-        ({"device": "tpu"}, "--device is 'tpu'"),
-        ({"seed": "x"}, "--seed is 'x'; it must be a 64-bit integer"),
-        ({"layer_split": "2,3"}, "--layer-split is '2,3'; it must be integers, one a stage, or 'even'"),
-        ({"sampling_overrides": {"bogus": 1}}, "--sampling-overrides is 'bogus'"),
+        ({"stages": 0}, "stages=0: it must be an integer of at least 1"),
+        ({"chunk_size": "7"}, "chunk_size='7': it must be"),
+        ({"dtype": torch.int8}, "dtype='int8': it must be one of auto, float32"),
+        ({"device": torch.device("meta")}, "device='meta': it must be one of auto"),
+        ({"sampling_overrides": {"bogus": 1}}, "sampling_overrides='bogus': it must be fields"),
     ],
 )
 def test_options_of_the_wrong_kind_are_named(options, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         LLM(ADDER, **options)
+
+
+@pytest.mark.timeout(120)
+def test_natural_values_reach_the_workers(tmp_path):
+    natural = {
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "layer_split": [3, 2],
+        "run_dir": str(tmp_path / "run"),
+    }
+    with LLM(Path(ADDER), stages=2, kv_cache_memory_bytes="1MiB", peer_timeout_s=60, **natural) as llm:
+        assert llm.generate("40+2=")[0].outputs[0].text == "42"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["layers"] == [[0, 3], [3, 5]]
 
 
 @pytest.mark.timeout(120)

@@ -10,7 +10,6 @@ Graphs share their memory, what they read and what they write, since one is repl
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,8 +27,6 @@ from sarathi_pp.model.slice import StageModel
 _MOST_TOKENS = 2048
 # The last bits of a size that is no power of two: sizes are at most an eighth apart.
 _STEPS_PER_DOUBLING = 8
-
-_log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
@@ -120,7 +117,6 @@ class StageGraphs:
             graph.capture(out)
             self._graphs.append(graph)
         self._graphs.reverse()
-        _log.info("%d graphs of up to %d tokens", len(shapes), most)
 
     def prepare(
         self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]

@@ -123,21 +123,7 @@ def resolve(
 
     Raises ConfigError for a --max-model-len beyond the model's positions.
     """
-    num_stages = len(layers)
-    max_model_len = facts.max_model_len(config.max_model_len)
-    max_num_seqs = config.max_num_seqs or _SEQS_PER_STAGE * num_stages
-    useful = max_num_seqs * -(-max_model_len // page_size)
-    num_pages = min(*pages, useful) if pages else useful
-    limits = Limits(
-        num_stages=num_stages,
-        # Every token computed has a place in the pool, so no microbatch is larger than that.
-        chunk_size=min(config.chunk_size or auto_chunk_size(config.policy), num_pages * page_size),
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        num_pages=num_pages,
-        inflight=config.inflight or auto_inflight(config.policy, num_stages),
-    )
+    limits = resolve_limits(config, facts, len(layers), pages, page_size)
     return ResolvedRun(
         model=config.model,
         policy=config.policy,
@@ -158,6 +144,30 @@ def resolve(
         replicas=config.replicas,
         tensor_parallel_size=config.tensor_parallel_size,
         moves_head=moves_head,
+    )
+
+
+def resolve_limits(
+    config: RunConfig, facts: ModelFacts, num_stages: int, pages: Sequence[int], page_size: int
+) -> Limits:
+    """Return what scheduling needs of a run before it is resolved. Raises as `resolve`.
+
+    Args:
+        pages: KV pages that each stage can hold; empty if they are not known, and then no microbatch is larger.
+    """
+    max_model_len = facts.max_model_len(config.max_model_len)
+    max_num_seqs = config.max_num_seqs or _SEQS_PER_STAGE * num_stages
+    useful = max_num_seqs * -(-max_model_len // page_size)
+    num_pages = min(*pages, useful) if pages else useful
+    return Limits(
+        num_stages=num_stages,
+        # Every token computed has a place in the pool, so no microbatch is larger than that.
+        chunk_size=min(config.chunk_size or auto_chunk_size(config.policy), num_pages * page_size),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        inflight=config.inflight or auto_inflight(config.policy, num_stages),
     )
 
 

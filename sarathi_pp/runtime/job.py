@@ -371,6 +371,7 @@ class Job:
                 self.device,
                 shard,
                 moves_head=self._moves_head,
+                by_nccl=self._transport.name == "nccl",
             )
         return {}
 

@@ -14,28 +14,32 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
+from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import Fixable, Needs, choose_backend
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.memory import give_back
+from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.packed import warm_linears
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.slice import Head, StageModel, load_head, load_stage, stage_bytes
 from sarathi_pp.model.support import ModelFacts
 from sarathi_pp.model.tensor import TensorShard
-from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, shard_bytes
+from sarathi_pp.runtime.capacity import count_pages, kv_budget_bytes, make_shard, resolve_limits, shard_bytes
 from sarathi_pp.runtime.stage import Compute, StageOutput
+from sarathi_pp.runtime.wires import num_buffers
+from sarathi_pp.runtime.working_memory import (
+    DRAWN,
+    GREEDY,
+    LargestMicrobatch,
+    measure_working_bytes,
+    smaller_options,
+)
 from sarathi_pp.trace.clock import SystemClock
 
 _log = logging.getLogger(__name__)
-
-# For warming up.
-_GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-_DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, seed=0)
 
 
 class ModelStages:
@@ -43,6 +47,7 @@ class ModelStages:
 
     shard: which part of every layer, where a stage has several ranks; they
     load and make their stages side by side. facts: of the whole model in any case. moves_head: see ResolvedRun.
+    by_nccl: whether activations are received into memory of the device.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class ModelStages:
         shard: TensorShard | None = None,
         *,
         moves_head: bool = False,
+        by_nccl: bool = False,
     ) -> None:
         needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks)
         backend = choose_backend(config.attention, device, config.page_size, needs)
@@ -69,6 +75,7 @@ class ModelStages:
         self._dtype = dtype
         self._device = device
         self.has_head = moves_head
+        self._by_nccl = by_nccl
         self._loaded: StageModel | None = None
         self._head: Head | None = None
         self._working = 0
@@ -83,8 +90,9 @@ class ModelStages:
         )
         if self.has_head and layers[0] == 0:
             self._load_head(room_bytes)
-        # Now too: what it takes for a moment must not be missing where others count.
-        self._working = self._working_bytes(layers) if device.type == "cuda" else 0
+        if device.type == "cuda" and self._config.kv_cache_memory_bytes is None:
+            # Before any rank counts pages: memory in use for a moment must not be missing there.
+            self._working = self._working_bytes(layers)
 
     def _load_head(self, room_bytes: int) -> None:
         """Beside the layers, which take their part of the room; without it the last stage computes all heads."""
@@ -98,6 +106,10 @@ class ModelStages:
 
     def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
         budget = kv_budget_bytes(self._config, self._device, sharers, self._working)
+        if budget == 0 and self._working:
+            raise self._no_working_memory(
+                layers, f"it takes {in_gib(self._working)}, which leaves no room for KV pages"
+            )
         return count_pages(budget, self._facts, layers, self.page_size, self._dtype)
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
@@ -135,9 +147,11 @@ class ModelStages:
         shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
         assert self._loaded is not None, "load comes first"
         try:
-            return StageGraphs(
+            graphs = StageGraphs(
                 self._loaded, kv, shapes, facts.hidden_size, facts.num_heads, self._device, lambda: CudaGraph(pool)
             )
+            _log.info("%d graphs of up to %d tokens", len(shapes), shapes[0].num_tokens)
+            return graphs
         except RuntimeError as error:
             _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
         # Behind the except block: what was captured lives as long as its traceback.
@@ -145,20 +159,44 @@ class ModelStages:
         return None
 
     def _working_bytes(self, layers: tuple[int, int]) -> int:
-        """Measured: what computing a microbatch takes, and what its graphs take, which share their memory."""
-        config, facts = self._config, self._facts
-        num_tokens = min(config.chunk_size or auto_chunk_size(config.policy), facts.max_model_len(config.max_model_len))
-        num_pages = -(-num_tokens // self.page_size)
-        kv = KVShard(layers, num_pages, self.page_size, facts.num_kv_heads, facts.head_dim, self._dtype, self._device)
+        """Return what the stage needs besides weights and KV pages. Raises CapacityError if the GPU has less.
+
+        The shards of a stage measure together. So the microbatch does not depend on how much memory is free.
+        """
+        facts, device = self._facts, self._device
+        limits = self._limits()
+        largest = LargestMicrobatch.of(self._config.policy, limits)
         assert self._loaded is not None, "load comes first"
-        stage = ModelStage(self._loaded, kv, facts.hidden_size, self._dtype, self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        stage.warm_up(num_tokens, num_tokens)
-        peak = torch.cuda.max_memory_allocated(self._device) - before
-        del stage, kv
+        try:
+            kv = KVShard(layers, 1, self.page_size, facts.num_kv_heads, facts.head_dim, self._dtype, device, spare=True)
+            computing = measure_working_bytes(
+                self._loaded, kv, largest, facts.hidden_size, facts.num_heads, graphed=self._has_graphs()
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._no_working_memory(layers, str(error).splitlines()[0]) from error
+        del kv
         give_back()
-        return peak * (2 if self._has_graphs() else 1)
+        if not self._by_nccl:
+            return computing
+        # Activations arrive in buffers on the device, and leave from where they were computed.
+        edges = (layers[0] > 0) + (layers[1] < facts.num_layers)
+        activations = largest.num_tokens * facts.hidden_size * self._dtype.itemsize
+        return computing + edges * num_buffers(limits) * activations
+
+    def _limits(self) -> Limits:
+        """Return the limits of a run whose KV pages hold every sequence that may run at once."""
+        return resolve_limits(self._config, self._facts, self._config.stages, (), self.page_size)
+
+    def _no_working_memory(self, layers: tuple[int, int], why: str) -> CapacityError:
+        policy, limits = self._config.policy, self._limits()
+        largest = LargestMicrobatch.of(policy, limits)
+        return CapacityError(
+            f"layers [{layers[0]}, {layers[1]}) have no memory for the largest microbatch of --policy {policy}, of "
+            f"{largest.num_tokens} tokens with {largest.num_rows} drawn: {why}\n  try  a smaller "
+            f"{smaller_options(policy, limits)}, more --stages, or --kv-cache-memory if no microbatch gets that large"
+        )
 
 
 class ModelStage:
@@ -265,7 +303,7 @@ class ModelStage:
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
         if self.model.head or self._head is not None:
-            for row in (_GREEDY, _DRAWN):
+            for row in (GREEDY, DRAWN):
                 sample(y, [row])
 
     def _made_up(self, num_tokens: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
+from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.runtime.topology import Topology
 from sarathi_pp.trace.clock import Clock
@@ -38,7 +39,7 @@ class Wires:
     shards: tuple[Sender[Tensor], ...]
 
 
-def num_buffers(run: ResolvedRun) -> int:
+def num_buffers(run: ResolvedRun | Limits) -> int:
     """Messages for which an edge has room: all microbatches in flight, and a goodbye."""
     return run.inflight + 1
 

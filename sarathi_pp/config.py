@@ -21,6 +21,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
 TRANSPORTS = ("auto", "gloo")
+# As model/attention has them, which imports torch; a test compares the two.
+ATTENTIONS = ("auto", "numba", "triton", "flash", "varlen", "sdpa")
 
 
 _NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens")
@@ -229,7 +231,7 @@ class RunConfig:
             memory,
             "a size of at least one byte, like '4GiB', '500MB' or 1073741824",
         )
-        chosen = {"dtype": DTYPES, "device": DEVICES, "head": HEADS, "transport": TRANSPORTS}
+        chosen = {"dtype": DTYPES, "device": DEVICES, "head": HEADS, "transport": TRANSPORTS, "attention": ATTENTIONS}
         for name, choices in chosen.items():
             _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
         split = self.layer_split

@@ -15,7 +15,7 @@ import click
 
 from sarathi_pp.cli.options import naming_options
 from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Real
-from sarathi_pp.config import DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
+from sarathi_pp.config import ATTENTIONS, DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 from sarathi_pp.runtime.input_format import INPUT_FORMATS
 
@@ -163,7 +163,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
-@click.option("--attention", default="auto", show_default=True, help="Attention backend.")
+@click.option("--attention", type=click.Choice(ATTENTIONS), default="auto", show_default=True)
 @click.option(
     "--max-model-len", type=Count(), help="Most tokens of prompt and output together.  [default: the model's]"
 )

@@ -17,7 +17,7 @@ from rich.text import Text
 from sarathi_pp.cli.options import model_options, run_config
 from sarathi_pp.cli.show import BatchDisplay
 from sarathi_pp.cli.values import OutputFile
-from sarathi_pp.config import RunConfig
+from sarathi_pp.config import ATTENTIONS, RunConfig
 from sarathi_pp.report import formats
 
 
@@ -27,7 +27,7 @@ from sarathi_pp.report import formats
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing profile and run directory.")
 @model_options
-@click.option("--attention", default="auto", show_default=True, help="Attention backend.")
+@click.option("--attention", type=click.Choice(ATTENTIONS), default="auto", show_default=True)
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the traces here.  [default: thrown away]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up prompts and of their order.")
 @click.option(
@@ -68,12 +68,14 @@ def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     from sarathi_pp.core.partition import partition
     from sarathi_pp.model.support import check_model, check_shards
     from sarathi_pp.runtime.fetch import find_model
+    from sarathi_pp.runtime.preflight import check_machine
     from sarathi_pp.runtime.profile_file import check_profile_output
     from sarathi_pp.runtime.rundir import RunDirectory
 
     check_profile_output(output, overwrite=overwrite)
     if config.run_dir is not None:
         RunDirectory.check(config.run_dir, overwrite=overwrite)
+    check_machine(config)
     model_dir = find_model(config.model)
     partition(check_model(model_dir).num_layers, config.stages, config.layer_split)
     check_shards(model_dir, config.tensor_parallel_size)

@@ -12,6 +12,9 @@ import click
 
 from sarathi_pp.config import size_in_bytes
 
+# A plain number below this is meant in another unit.
+_FEWEST_WITHOUT_UNIT = 1 << 20
+
 
 class OutputFile(click.Path):
     """A file that is written again and again. Refuses `-`, which would become a file of that name.
@@ -54,6 +57,8 @@ class Bytes(click.ParamType[int]):
         size = size_in_bytes(str(value))
         if size is None:
             self.fail(f"{value!r} is not a size; write it like 4GiB, 500MB or 1073741824", param, ctx)
+        if str(value).strip().isdigit() and size < _FEWEST_WITHOUT_UNIT:
+            self.fail(f"{value!r} is a number of bytes; give a unit, like {size}GiB or {size}MiB", param, ctx)
         return size
 
 

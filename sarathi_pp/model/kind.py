@@ -134,7 +134,9 @@ def refuse_class(where: str, architecture: str, values: Mapping[str, object]) ->
 def _nearest(architecture: str, model_type: object) -> str:
     """A sentence with the supported class that is most like this one, if there is one."""
     same_type = [family.architecture for family in FAMILIES.values() if family.model_type == model_type]
-    near = same_type or difflib.get_close_matches(architecture, FAMILIES, n=1, cutoff=0.7)
+    stems = {name.removesuffix("ForCausalLM"): name for name in FAMILIES}
+    alike = difflib.get_close_matches(architecture.removesuffix("ForCausalLM"), stems, n=1, cutoff=0.6)
+    near = same_type or [stems[stem] for stem in alike]
     return f". The nearest that is supported: {near[0]}; {_LIST}" if near else f". {_LIST[0].upper()}{_LIST[1:]}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 
 from sarathi_pp.config import RunConfig
@@ -19,6 +20,7 @@ from sarathi_pp.runtime.identity import Identity, differences, grown_input, iden
 from sarathi_pp.runtime.input_format import InputFormat
 from sarathi_pp.runtime.journal import Done, Start, holds_anything, read_done
 from sarathi_pp.runtime.place import Place, rendezvous_of
+from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.sink import check_output
 from sarathi_pp.runtime.source import (
@@ -100,6 +102,8 @@ def preflight(job: BatchJob) -> Preflight:
             f"--output {job.output_path} lies in the run directory {run_dir.path}, which holds what runs write beside "
             f"their outputs; name an output outside of it, or another --run-dir"
         )
+    GenerationDefaults().with_command(config.sampling_overrides)  # raises for a value out of range
+    check_machine(config)
     config, model_dir, profile, facts = open_model(config)
     partition(facts.num_layers, config.stages, config.layer_split)
     facts.max_model_len(config.max_model_len)
@@ -264,6 +268,17 @@ def _generation_defaults(config: RunConfig, model_dir: Path | None) -> Generatio
     return read_generation_config(model_dir, config.override_generation_config)
 
 
+def check_machine(config: RunConfig) -> None:
+    """Raise if what the options name is not here: a CUDA device, a profile. Before a model is fetched or read."""
+    if config.profile is not None:
+        read_profile(config.profile)
+    if config.emulate is None and config.device == "cuda" and version("torch").endswith("+cpu"):
+        # Only then is torch imported here: of another build each rank finds out soon enough.
+        from sarathi_pp.runtime.standing import choose_device
+
+        choose_device(config.device, Place())
+
+
 def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:
     """The model's directory, or the profile that stands in for it, and the facts of either."""
     if config.emulate is None:
@@ -272,7 +287,6 @@ def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | Non
         check_shards(model_dir, config.tensor_parallel_size)
         return tuned(config, facts), model_dir, None, facts
     from sarathi_pp.runtime.emulated import emulated_facts, with_profile
-    from sarathi_pp.runtime.profile_file import read_profile
 
     profile = read_profile(config.emulate)
     facts = emulated_facts(profile, config.page_size)

@@ -290,4 +290,6 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     75: ("a start that cannot succeed however often it is repeated", (
         "faults/test_slow.py::test_a_layer_longer_than_the_timeout_is_no_reason_to_start_again_and_again",
         "faults/test_causes.py::test_75_is_for_what_another_start_can_mend")),
+    76: ("an option that is wrong, and a model that takes long to come", (
+        "runtime/test_preflight.py::test_options_are_checked_before_the_model_is_looked_for",)),
 }  # fmt: skip

@@ -82,10 +82,10 @@ def test_what_a_shell_has_closed_or_removed_is_one_line(shell, code, says, stage
 
 
 def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
-    process = start(tmp_path, str(tmp_path / "out.jsonl"), "--attention", "bogus")
+    process = start(tmp_path, str(tmp_path / "out.jsonl"), "--attention", "triton", "--device", "cpu")
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 2, said
-    assert said.count("--attention is 'bogus'; it must be one of auto, numba, triton, flash, varlen, sdpa") == 1
+    assert said.count("--attention triton runs on cuda, not on cpu; try another of auto, numba, triton") == 1
 
 
 def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
@@ -208,7 +208,7 @@ def test_a_start_that_is_refused_late_takes_nothing_away(how, tmp_path):
 
     assert code() == 0
     before = left()
-    assert code(how, "--attention", "bogus") == 2
+    assert code(how, "--attention", "triton", "--device", "cpu") == 2
     assert left() == before
     assert code("--resume") == 0
     assert output.read_bytes() == before[output]

@@ -93,7 +93,7 @@ def test_files_that_are_not_there_or_in_the_way(tmp_path, capsys, prompts):
 @pytest.mark.parametrize(
     ("changed", "code", "says"),
     [
-        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, 2, "LlamaForCausalLM"),
+        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, 2, "FalconForCausalLM is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, 2, "quant"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 2, "dynamic"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, 77, "auto_map"),

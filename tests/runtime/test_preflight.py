@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from sarathi_pp.config import RunConfig
+from sarathi_pp.cli.main import main
+from sarathi_pp.config import ATTENTIONS, RunConfig
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.attention import BACKENDS
 from sarathi_pp.runtime import preflight
 from sarathi_pp.runtime.place import Place, find_place, rendezvous_of
 from sarathi_pp.runtime.preflight import BatchJob, is_restart
@@ -130,3 +133,45 @@ def test_starts_of_one_agent_are_one_job():
     assert names == {"x": "x", "a b": "a%20b", "none": ""}
     stores = [find_place({**ranks, "SARATHI_PP_STORE": f"/tmp/{name}"}).job for name in ("a/s-0", "a/s-1", "b/s-0")]
     assert stores[0] == stores[1] != stores[2]
+
+
+REFUSED_EARLY = {
+    "attention": (("--attention", "flashinfer"), 2, "'flashinfer' is not one of 'auto', 'numba'"),
+    "device": (("--device", "cuda"), 2, "torch finds no CUDA device here"),
+    "bytes without a unit": (("--kv-cache-memory", "4"), 2, "'4' is a number of bytes; give a unit, like 4GiB"),
+    "page size": (("--page-size", "0"), 2, "--page-size"),
+    "policy": (("--policy", "fastest"), 2, "fastest"),
+    "profile": (("--profile", "absent.json"), 66, "absent.json"),
+    "metrics port": (("--metrics-port", "70000"), 2, "70000"),
+    "peer timeout": (("--peer-timeout", "0"), 2, "--peer-timeout is 0"),
+    "temperature": (("--temperature", "-1"), 2, "-1"),
+    "output": (("--output", "absent/out.jsonl"), 74, "absent"),
+    "input": (("--input", "absent.jsonl"), 66, "absent.jsonl"),
+}
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("case", REFUSED_EARLY)
+def test_options_are_checked_before_the_model_is_looked_for(case, stages, tmp_path, monkeypatch, capsys):
+    """So a wrong one costs no download, and no loading."""
+    options, code, message = REFUSED_EARLY[case]
+
+    def find_model(name):
+        raise AssertionError(f"{name} is looked for")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "find_model", find_model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0+cpu")
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [3]}\n')
+    files = ("--input", "in.jsonl", "--output", "out.jsonl")
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "--model", "some/model", "--stages", stages, *files, *options])
+    said = capsys.readouterr().err
+    assert (left.value.code, message in said, "is looked for" in said) == (code, True, False), said
+
+
+def test_attention_is_chosen_from_the_backends():
+    assert ("auto", *BACKENDS) == ATTENTIONS
+    with pytest.raises(ConfigError, match="attention is 'flashinfer'|attention='flashinfer'"):
+        RunConfig(model="m", attention="flashinfer")

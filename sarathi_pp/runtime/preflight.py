@@ -121,6 +121,7 @@ def identify(job: BatchJob, checked: Preflight) -> Preflight:
     identity = {
         **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, job.input_path),
         "output": output_name(job.output_path, checked.run_dir.path),
+        **({} if job.input_format == "auto" else {"input_format": job.input_format}),
     }
     if job.start == "resume" and not job.force:
         _check_resumable(job, checked.run_dir, identity)

@@ -1,6 +1,7 @@
 """What a start does with what is there, when it is a restart: it goes on with its own and touches nobody else's."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sarathi_pp.runtime.place import Place, find_place, rendezvous_of
 from sarathi_pp.runtime.preflight import BatchJob, is_restart
 from sarathi_pp.runtime.rundir import RunDirectory
 
+ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 AGAIN = Place(world_size=2, restart=1, job="this one")
 
 
@@ -175,3 +177,18 @@ def test_attention_is_chosen_from_the_backends():
     assert ("auto", *BACKENDS) == ATTENTIONS
     with pytest.raises(ConfigError, match="attention is 'flashinfer'|attention='flashinfer'"):
         RunConfig(model="m", attention="flashinfer")
+
+
+def test_another_input_format_is_another_question(output):
+    rows = output.with_name("rows")
+    rows.write_text('{"prompt": "1+1="}\n')
+    asked = BatchJob(RunConfig(model=str(ADDER)), str(rows), str(output), input_format="text")
+    identity = preflight.identify(asked, preflight.preflight(asked)).identity
+    with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=False) as run_dir:
+        run_dir.write_run({"identity": dict(identity)})
+    output.write_text("line\n")
+    again = replace(asked, start="resume")
+    assert preflight.identify(again, preflight.preflight(again)).identity == identity
+    other = replace(again, input_format="jsonl")
+    with pytest.raises(ConfigError, match="input_format was text and is jsonl"):
+        preflight.identify(other, preflight.preflight(other))

@@ -135,7 +135,8 @@ _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 def size_in_bytes(text: str) -> int | None:
     """Return the bytes that 4GiB, 500MB or 1073741824 mean; None if it is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    return int(float(match[1]) * {**_UNITS, **_BINARY}[match[2] or ""]) if match else None
+    size = float(match[1]) * {**_UNITS, **_BINARY}[match[2] or ""] if match else math.inf
+    return int(size) if size < math.inf else None
 
 
 def _demand(legal: bool, name: str, value: object, allowed: str) -> None:

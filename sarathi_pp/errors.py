@@ -55,6 +55,11 @@ class OptionError(ConfigError):
     def __init__(self, name: str, option: str, value: object, allowed: str) -> None:
         super().__init__(f"{name}={value!r}: it must be {allowed}")
         self.for_command = f"{option} is {value!r}; it must be {allowed}"
+        self._given = name, option, value, allowed
+
+    def __reduce__(self) -> tuple[type[OptionError], tuple[str, str, object, str]]:
+        """Let a pool of processes pass it on."""
+        return type(self), self._given
 
 
 class UnsupportedModelError(ConfigError):
@@ -133,7 +138,7 @@ def error_class(name: str) -> type[SarathiError]:
     kinds: list[type[SarathiError]] = [SarathiError]
     for kind in kinds:
         if kind.__name__ == name:
-            return kind
+            return ConfigError if kind is OptionError else kind  # that one is made from other values than its text
         kinds += kind.__subclasses__()
     return SarathiError
 

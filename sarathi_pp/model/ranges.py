@@ -40,7 +40,9 @@ def check_ranges(path: Path, values: Mapping[str, object]) -> None:
             _require(0 < value < math.inf, path, where, value, "above 0")
         elif key.endswith(("_eps", "_epsilon")):
             _require(0 <= value < math.inf, path, where, value, "at least 0")
-        elif key in ("sliding_window", "num_experts_per_tok", "decoder_sparse_step"):
+        elif key in ("num_experts_per_tok", "decoder_sparse_step") and any(values.get(name) for name in _EXPERTS):
+            _require(value >= 1, path, where, value, "at least 1")
+        elif key == "sliding_window" and values.get("use_sliding_window") is not False:
             _require(value >= 1, path, where, value, "at least 1")
     for key in values:
         if values[key] is None and key.endswith(("_eps", "_epsilon", "logit_scale")):
@@ -57,11 +59,11 @@ def _check_experts(path: Path, values: Mapping[str, object]) -> None:
 
 
 def _numbers(where: str, values: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
-    """Its place, key and value of every number in an object and in the objects in it."""
+    """Its place, key and value of every number in config.json and in its rotary settings."""
     for key, value in values.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield where + key, key, value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and key.startswith("rope_"):
             yield from _numbers(f"{where}{key}.", value)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def _file_names(directory: Path) -> list[str]:
     for path in directory.iterdir():
         if not path.is_dir():
             names.append(path.name)
-        elif (path / "config.json").is_file():
+        elif os.path.isfile(path / "config.json"):  # also false for a folder that may not be read
             names.append(f"{path.name}/config.json")
     return names
 

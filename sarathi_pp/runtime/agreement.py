@@ -30,20 +30,30 @@ class Agreement:
             with self._topology.phase(phase):
                 mine: dict[str, Any] = {"answer": work()}
         except SarathiError as error:
-            mine = {"error": str(error), "class": type(error).__name__}
+            answers = self._after(error, {"error": str(error), "class": type(error).__name__})
         except Exception as error:
             # It has a traceback to show; the others only have to know why this rank leaves.
             text = f"{type(error).__name__} while it was {phase}: {error}"
-            self._topology.exchange({"error": text, "class": PeerLostError.__name__})
+            self._after(error, {"error": text, "class": PeerLostError.__name__})
             raise
-        answers = self._topology.exchange(mine)
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                raise self._told_by(rank, answer)
+        else:
+            answers = self._topology.exchange(mine)
+        failed = [(rank, answer) for rank, answer in enumerate(answers) if "error" in answer]
+        # A rank that only notices that another one is gone does not say why.
+        failed.sort(key=lambda one: one[1]["class"] == PeerLostError.__name__)
+        for rank, answer in failed:
+            raise self._told_by(rank, answer)
         facts = [answer["answer"] for answer in answers]
         if must_match:
             require_equal(facts)
         return facts
+
+    def _after(self, error: Exception, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell the others of an error; raises it if one of them does not come, which may be stuck because of it."""
+        try:
+            return self._topology.exchange(mine, bounded=True)
+        except PeerLostError:
+            raise error from None
 
     def own(self, work: Callable[[], T], phase: str) -> T:
         """Return what this rank's work returns, once every rank has done its own. See `each`."""

@@ -81,14 +81,13 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
         try:
             job, checked = _check(job, rank, display, again)
             inspect = partial(_inspect, job, rank, display, again)
-            claim = partial(_claim, job, rank, again, held)
-            if rank.world_size > 1:
-                slow = (("checking the input and the weights", inspect), ("claiming the run directory", claim))
-            else:
+            if rank.world_size == 1:
                 checked = inspect(checked)
                 if place is None and (code := end_if_finished(job, checked, display)) is not None:
                     return code
-                checked = claim(checked)
+            else:
+                slow = (("checking the input and the weights", inspect),)
+            checked = _claim(job, rank, again, held, checked)
         except SarathiError as error:
             return refuse(error, rank, job.config.join_timeout_s, display.error)
         for warning in checked.warnings:
@@ -112,14 +111,13 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
 
 def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked: Preflight) -> Preflight:
     """Do the checks that may take long, for which the whole input is read, or all weights."""
-    with _refusing(job, rank, again):
+    if rank.rank == 0:
+        checked = identify(job, checked)
+    if rank.store is None and not again:  # otherwise our launcher, or the first start, has done it
         if rank.rank == 0:
-            checked = identify(job, checked)
-        if rank.store is None and not again:  # otherwise our launcher, or the first start, has done it
-            if rank.rank == 0:
-                check_lines(job, checked, display.warn)
-            if rank.local_rank == 0:
-                check_weights(job)
+            check_lines(job, checked, display.warn)
+        if rank.local_rank == 0:
+            check_weights(job)
     return checked
 
 
@@ -198,8 +196,8 @@ def _run_checked(
         if mine and (others or rank.rank == 0):
             mine[-1].write_exit_code(code)
 
-    # Where this rank may write, once rank 0 has claimed it.
-    mine: list[RunDirectory] = [checked.run_dir] if rank.world_size == 1 else []
+    # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.
+    mine: list[RunDirectory] = [checked.run_dir] if rank.rank == 0 else []
     stoppable: list[Signals] = []  # once this rank works
     return end(work, rank, mesh_of(checked.config).title(rank.rank), say, note)
 

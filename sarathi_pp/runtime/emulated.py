@@ -85,7 +85,8 @@ class EmulatedStage:
             begin_s = self._clock.now()
             output = output_of()
             for layer in range(1, self._num_layers + 1):
-                left_s = begin_s + seconds * layer / self._num_layers - self._clock.now()
+                share = layer / self._num_layers  # of all layers exactly 1
+                left_s = begin_s + seconds * share - self._clock.now()
                 # Waking up takes time, so short layers are slept through together.
                 if left_s >= _SHORTEST_SLEEP_S or layer == self._num_layers:
                     self._clock.sleep(max(0.0, left_s))

@@ -99,17 +99,19 @@ def _host_free_bytes(root: Path) -> int:
 def _free_bytes(group: _Group) -> int | None:
     """Return what a memory cgroup has left below its limit, None without one."""
     if group.version == 1:
-        names, usage_name, cache_name = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
+        names, usage_name, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
     else:
         # Above memory.high the kernel slows the group's processes down until they have given memory back.
-        names, usage_name, cache_name = ["memory.max", "memory.high"], "memory.current", "inactive_file"
+        names, usage_name, prefix = ["memory.max", "memory.high"], "memory.current", ""
     limits = [limit for name in names if (limit := _number(_text(group.folder / name))) is not None]
     limit = min(limits, default=_NO_LIMIT_BYTES)
     if limit >= _NO_LIMIT_BYTES:
         return None
     usage = _number(_text(group.folder / usage_name)) or 0
     stat = (line.split() for line in _text(group.folder / "memory.stat").splitlines())
-    cache = next((_number(line[1]) or 0 for line in stat if len(line) == 2 and line[0] == cache_name), 0)
+    # The kernel drops both before it refuses memory: a file that was read twice, such as weights, is active.
+    dropped = (f"{prefix}inactive_file", f"{prefix}active_file")
+    cache = sum(_number(line[1]) or 0 for line in stat if len(line) == 2 and line[0] in dropped)
     return max(0, limit - max(0, usage - cache))
 
 

@@ -119,11 +119,11 @@ def choose_format(name: str, head: bytes, asked: InputFormat = "auto", *, stream
     num_json = sum(isinstance(_parsed(line), dict | list) for line in lines)
     mostly_json = 2 * num_json >= len(lines)
     if named_text:
-        if mostly_json:
+        if mostly_json or isinstance(_parsed(lines[0]), dict | list):
             raise InputError(f"{source} has the name of a text and holds JSON; give --input-format jsonl. {_AS_TEXT}")
         _refuse_table(source, file, lines)
         return "text"
-    if mostly_json or lines[0].startswith(b"{"):
+    if mostly_json or lines[0].startswith(b"{") or isinstance(_parsed(lines[0]), list):
         return "jsonl"
     _refuse_table(source, file, lines)
     if name.lower().endswith((".csv", ".tsv")):
@@ -190,7 +190,7 @@ def _refuse_json_document(source: str, file: str | None, head: bytes, lines: Seq
         list_of_rows = isinstance(document, list) and whole and (not document or isinstance(document[0], dict | str))
         if list_of_rows or (document is None and re.match(r'\[\s*(?:\{\s*"|$)', text)) or lines[0] == b"[":
             raise InputError(f"{source} is a JSON array, and not one object per line: {_jq('.[]', file)}")
-    if begins == b"{" and first is None and (isinstance(document, dict) or lines[0] == b"{"):
+    if begins == b"{" and first is None and ((isinstance(document, dict) and "\n" in text[:end]) or lines[0] == b"{"):
         raise InputError(f"{source} is JSON over several lines, and not one object per line: {_jq('.', file)}")
     if isinstance(first, dict) and not _PROMPTS & first.keys() and _is_answer(first):
         raise InputError(f"{source} holds answers of a run; give the file of prompts that they answer")
@@ -228,9 +228,13 @@ def _refuse_table(source: str, file: str | None, lines: Sequence[bytes]) -> None
     header = lines[0].decode(errors="replace")
     for delimiter in ",\t;|":
         cells = [cell.strip().strip('"').lower() for cell in header.split(delimiter)]
-        if len(cells) > 1 and all(map(_CELL.fullmatch, cells)) and _COLUMNS.intersection(cells):
-            if len(lines) == 1 or delimiter.encode() in lines[1]:
-                raise _table(source, file, delimiter)
+        named = sum(cell in _COLUMNS for cell in cells)
+        if len(cells) < 2 or not all(map(_CELL.fullmatch, cells)):
+            continue
+        # A prompt may have a comma and the name of a column too; with no second line all cells have to be names.
+        second = lines[1].count(delimiter.encode()) if len(lines) > 1 else 0
+        if named == len(cells) or (2 * named >= len(cells) and second >= len(cells) - 1):
+            raise _table(source, file, delimiter)
 
 
 def _table(source: str, file: str | None, delimiter: str) -> InputError:

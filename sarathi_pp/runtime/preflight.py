@@ -171,7 +171,8 @@ def check_lines(job: BatchJob, checked: Preflight, warn: Callable[[str], None]) 
     Raises InputError if no line can run, for what is no file of lines, and under --strict for any line.
     """
     if not is_regular(job.input_path):
-        check_redirected(job.input_format)
+        if job.input_path == "-":
+            check_redirected(job.input_format)
         return
     has_text = checked.model_dir is not None and has_tokenizer(checked.model_dir)
     found = scan_input(job.input_path, checked.defaults, asked=job.input_format, has_text=has_text)

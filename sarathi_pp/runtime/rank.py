@@ -57,7 +57,7 @@ def run_rank(
         with signals.heeded():
             if place.store is not None and place.rank == 0:
                 heeded_mark(place.store).touch()
-            topology, checked = _join(checked, place, located, slow)
+            topology, checked = _join(checked, place, slow)
             return _run_joined(
                 checked, topology, watchdog, lambda this: drive(this, signals, checked), located, analyse
             )
@@ -67,9 +67,7 @@ def run_rank(
             stopped_mark(place.store).touch()
 
 
-def _join(
-    checked: Preflight, place: Place, located: Callable[[RunDirectory], None], slow: Sequence[SlowCheck]
-) -> tuple[Topology, Preflight]:
+def _join(checked: Preflight, place: Place, slow: Sequence[SlowCheck]) -> tuple[Topology, Preflight]:
     """Join the other ranks, then do the slow checks, for which they wait as long as those get on."""
     with _uncollected():
         from sarathi_pp.runtime.agreement import Agreement
@@ -79,8 +77,6 @@ def _join(
         topology = Topology(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
     for phase, check in slow:
         checked = Agreement(topology).own(partial(check, checked), phase)
-    if slow and place.rank == 0:
-        located(checked.run_dir)
     return topology, checked
 
 

@@ -22,7 +22,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 from typing import Literal, NoReturn
@@ -129,8 +128,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 _OWN_KEYS = ("id", "custom_id", *_PROMPT_KEYS, *_READING_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
 _BATCH_KEYS = ("custom_id", "method", "url", "body")
 _MISPLACED_KEYS = ("id", *_PROMPT_KEYS, *_READING_KEYS, *_SAMPLING_KEYS, *_UNSUPPORTED)
-# Keys at least this much alike differ by a typing mistake: `max_token` and `max_tokens`, not `prompt_id` and `prompt`.
-_ALIKE = 0.85
+# What people number or mark their own columns with: `seed1` and `prompt_b` are no misspelt `seed` and `prompt`.
+_NUMBERED = re.compile(r"_?[0-9]+|_[a-z]")
 # A name that a log may hold. A longer or stranger key may be text out of a prompt.
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
 _MAX_EXTRA_BYTES = 2**20
@@ -370,8 +369,11 @@ class _LineReader:
         own = {key: value for key, value in record.items() if key not in known}
         if not own:
             return
+        # A key without an effect, or a prompt that is there already, cannot have been meant.
+        has_prompt = any(key in record for key in (*_PROMPT_KEYS, "body"))
+        effective = tuple(k for k in known if k not in _UNSUPPORTED and not (has_prompt and k in _PROMPT_KEYS))
         for key in own:
-            if near := _nearest(key, known):
+            if near := _misspelt(key, effective):
                 message = f"{key} is not a parameter; did you mean {near}? A key of your own needs another name"
                 self.fail("unknown_parameter", message, f'unknown key {_named(key)}; did you mean "{near}"?')
         if not _is_finite(own):
@@ -534,10 +536,28 @@ def _kind(value: object) -> str:
 
 
 @lru_cache(maxsize=1024)  # the lines of a file have the same keys
-def _nearest(key: str, known: tuple[str, ...]) -> str | None:
-    """Return the known key that was probably meant."""
-    near = get_close_matches(key.lower(), known, n=1, cutoff=_ALIKE) if len(key) <= 2 * max(map(len, known)) else []
-    return near[0] if near else None
+def _misspelt(key: str, known: tuple[str, ...]) -> str | None:
+    """Return the known key from which this one differs by one typing mistake, or by upper case."""
+    lower = key.lower()
+    for meant in known:
+        if len(meant) < 4 or (lower.startswith(meant) and _NUMBERED.fullmatch(lower[len(meant) :])):
+            continue
+        if lower == meant or _is_one_mistake(lower, meant):
+            return meant
+    return None
+
+
+def _is_one_mistake(written: str, meant: str) -> bool:
+    """Return whether one character is missing, added or another one, or two neighbours are swapped."""
+    shorter = min(len(written), len(meant))
+    same = next((at for at in range(shorter) if written[at] != meant[at]), shorter)
+    left, right = written[same:], meant[same:]
+    return (
+        left[1:] == right
+        or left == right[1:]
+        or left[1:] == right[1:]
+        or (left[:2] == right[1::-1] and left[2:] == right[2:])
+    )
 
 
 def _named(key: str) -> str:

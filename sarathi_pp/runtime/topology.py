@@ -207,15 +207,18 @@ class Topology:
     def _surrounded(self, backend: str) -> AbstractContextManager[None]:
         return surrounded(backend, self._interface.name, self.place.nccl_interface)
 
-    def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle."""
+    def exchange(self, facts: Mapping[str, Any], *, bounded: bool = False) -> list[dict[str, Any]]:
+        """Every rank's facts, rank 0's first; a barrier too. Plain JSON, never pickle.
+
+        In set-up a rank waits as long as the others get on. bounded: it does not.
+        """
         mine = json.dumps(facts).encode()
         if self.place.world_size == 1:
             return [json.loads(mine)]
         self._exchanges += 1
         with self._others_may_leave():
             self._store.set(f"came/{self._exchanges}/{self.place.rank}", "")
-            waiting = self._waiting() if self._presence is not None else None
+            waiting = self._waiting() if self._presence is not None and not bounded else None
             sizes = self._control.all_gather(torch.tensor([len(mine)], dtype=torch.int64), waiting)
             most = max(int(size) for size in sizes)
             texts = self._control.all_gather(torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))

@@ -7,6 +7,7 @@ take part in making it, and it is in none of torch's tables.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -83,8 +84,13 @@ class Group:
         if waiting is not None:
             options.timeout = _FOR_EVER
         work = self._backend.allgather([parts], [tensor], options)
-        while waiting is not None and not work.is_completed():
-            waiting()
+        try:
+            while waiting is not None and not work.is_completed():
+                waiting()
+        except BaseException:
+            # Letting go of the backend would wait for this operation, also when the interpreter ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+            raise
         work.wait()
         return parts
 

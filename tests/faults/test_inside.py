@@ -136,7 +136,8 @@ def test_a_rank_0_that_is_stopped_in_set_up_holds_nobody(files, model):
         ranks[0].send_signal(signal.SIGSTOP)
         said = ranks[1].communicate(timeout=60)[1]
         assert ranks[1].returncode == 75, said
-        assert "has been silent for more than 12 s while it was loading its layers: it is stopped" in said
+        # What it was doing is in the store, which nobody can read.
+        assert "has been silent for more than 12 s" in said and "it is stopped, or its host or network is gone" in said
     finally:
         for rank in ranks:
             rank.kill()

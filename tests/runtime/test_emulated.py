@@ -156,7 +156,10 @@ def test_a_stage_that_lives_and_does_not_get_on_ends_the_run(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
     said = " ".join(done.stderr.split())
     assert (done.returncode, files.exit_code()) == (75, 75), said
-    assert "stage 1 (rank 1" in said and "has been in microbatch 0 for more than 2 s: it hangs, or" in said
+    assert (
+        "stage 1 (rank 1" in said
+        and "has been in one layer of its microbatch 0 for more than 2 s: it hangs, or" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, str], float, int]] = {
             {
                 "a/memory.max": f"{8 * GIB}\n",
                 "a/memory.current": f"{8 * GIB}\n",
-                "a/memory.stat": f"anon 7\nfile 9\ninactive_file {5 * GIB}\nactive_file 99\n",
+                "a/memory.stat": f"anon 7\nfile 9\ninactive_file {2 * GIB}\nactive_file {3 * GIB}\n",
             },
         ),
         *(5, 48),

@@ -161,6 +161,18 @@ def test_rows_in_a_file_that_is_named_as_text_are_no_prompts():
     assert chosen("a.txt", JSONL, "jsonl") == "jsonl" and chosen("a.txt", JSONL, "text") == "text"
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [b"Yes or no, answer\n", b"Context, please\n", b"Title; subtitle\n", b"Name, title, and more\nfoo, bar\n"],
+)
+def test_prompts_with_commas_are_no_table(prompts):
+    assert chosen("a.txt", prompts) == "text"
+
+
+def test_two_documents_in_the_first_line_are_that_lines_error_alone():
+    assert chosen("a.jsonl", b'{"prompt":"a"} {"prompt":"b"}\n{"prompt":"c"}\n') == "jsonl"
+
+
 def test_a_few_lines_that_are_not_utf8_cost_themselves_alone():
     assert chosen("a.jsonl", JSONL + b'{"prompt": "\xff"}\n') == "jsonl"
     assert chosen("a.txt", b"caf\xe9\none\ntwo\n") == "text"

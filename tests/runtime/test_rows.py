@@ -195,11 +195,20 @@ def test_keys_of_the_users_own_are_kept_and_change_nothing():
     assert json.loads(parse({**chat_line(), "label": 3}).extra) == {"label": 3}
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["prompt_tokens", "completion_tokens", "num_output_tokens", "output_tokens", "n_tokens", "message", "tool"]
+    + ["function", "prompts", "prompt1", "prompt_1", "prompt_a", "seed1", "seed_2"],
+)
+def test_a_column_of_ordinary_data_is_no_misspelt_parameter(key):
+    assert json.loads(parse({"prompt": "a", key: 1}).extra) == {key: 1}
+
+
 def test_an_error_keeps_the_users_own_keys():
     assert json.loads(refused({"prompt": 5, "label": 3}).extra) == {"label": 3}
 
 
-@pytest.mark.parametrize("key", ["max_token", "temprature", "top_pp", "ignore_oes", "messges", "stops", "seeed"])
+@pytest.mark.parametrize("key", ["max_token", "temprature", "top_pp", "ignore_oes", "max_tokns", "stops", "seeed"])
 def test_a_summary_names_the_key_and_quotes_no_value(key):
     said = refused({"prompt": "secret", key: "secret"}).summary
     assert f'"{key}"' in said and "did you mean" in said and "secret" not in said

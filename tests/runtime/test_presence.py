@@ -1,0 +1,90 @@
+"""Whether a rank gets on, as the others see it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from sarathi_pp.errors import PeerLostError
+from sarathi_pp.runtime import presence
+from sarathi_pp.runtime.presence import Presence
+from sarathi_pp.trace.clock import ManualClock
+from sarathi_pp.wire.group import Group
+
+NAMES = ["stage 0", "stage 1"]
+
+
+class Beats(dict):
+    """A store."""
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key].encode()
+
+    def set(self, key, value):
+        self[key] = value
+
+
+@pytest.fixture
+def seen():
+    store, clock = Beats(), ManualClock()
+    watcher = Presence(store, 0, NAMES, 300.0, clock)
+    yield store, clock, watcher
+    watcher.close()
+
+
+def test_whoever_beats_and_works_is_waited_for_however_long_it_takes(seen):
+    store, clock, watcher = seen
+    for beat in range(100):
+        store.set("alive/1", f"{beat}\n{beat} 0\nloading")
+        watcher.check([1])
+        clock.sleep(299.0)
+
+
+@pytest.mark.parametrize(
+    ("beat", "work", "says"),
+    [(0, 1, "has been silent for more than 300 s"), (1, 0, "neither computed nor read anything")],
+)
+def test_whoever_is_silent_or_does_nothing_is_named_with_its_phase(beat, work, says, seen):
+    store, clock, watcher = seen
+    with pytest.raises(PeerLostError, match=f"stage 1 .*{says}.*loading"):
+        for number in range(10):
+            store.set("alive/1", f"{beat * number}\n{work * number} 0\nloading")
+            watcher.check([1])
+            clock.sleep(50.0)
+
+
+def test_what_was_seen_before_a_wait_says_nothing_about_it(seen):
+    store, clock, watcher = seen
+    store.set("alive/1", "1\n1 0\nloading")
+    watcher.check([1])
+    clock.sleep(1000.0)
+    watcher.wait_anew()
+    watcher.check([1])
+
+
+def computed_s() -> float:
+    """As a thread of its own sees it."""
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.append(presence._computed_s()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_process_that_only_waits_does_no_work(tmp_path):
+    """gloo's threads wake up a hundred times a second for as long as there is a group."""
+    group = Group(FileStore(str(tmp_path / "store"), 1), 0, 1, 10.0)
+    before_s = computed_s()
+    time.sleep(3.0)
+    assert computed_s() - before_s <= 0.03, "of every thread but those of the network"
+    end_s = time.monotonic() + 60
+    while computed_s() - before_s < 0.1:
+        assert time.monotonic() < end_s, "work is seen"
+        sum(range(100_000))
+    group.close()

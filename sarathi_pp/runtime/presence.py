@@ -121,7 +121,7 @@ class Presence:
         with suppress(RuntimeError):  # of a store that is gone: the rank that holds it has left
             while not self._ended:
                 beat += 1
-                self._store.set(f"alive/{self._rank}", f"{beat}\n{_work()}\n{self._phase}")
+                self._store.set(f"alive/{self._rank}", f"{beat}\n{_work(beat)}\n{self._phase}")
                 self._wake.wait(self.every_s)
                 self._wake.clear()
 
@@ -137,23 +137,24 @@ class _Seen:
     phase: str = ""
 
 
-def _work() -> str:
-    """Two counts that rise while this process works: of processor time, and of bytes read."""
-    num_read = 0
-    with suppress(OSError, ValueError, IndexError):
-        num_read = int(Path("/proc/self/io").read_text().split()[1])  # rchar
-    return f"{int(_computed_s() / _WORK_S)} {num_read // _WORK_BYTES}"
+def _work(beat: int) -> str:
+    """Return a text that changes while this process works. Without /proc a beat has to do."""
+    if not Path("/proc/self/task").is_dir():
+        return str(beat)
+    seconds, num_read = _done()
+    return f"{int(seconds / _WORK_S)} {num_read // _WORK_BYTES}"
 
 
-def _computed_s() -> float:
-    """Return the processor time of this process's threads, except this one and those that wait for the network.
+def _done() -> tuple[float, int]:
+    """Return the seconds computed and the bytes read by this process's threads.
 
-    gloo's wake up a hundred times a second.
+    Not by this one, nor by gloo's, which wake up a hundred times a second: they do so in a process that hangs, too.
     """
-    ticks = 0
-    for thread in Path("/proc/self/task").glob("*/stat"):
+    ticks = num_read = 0
+    for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError, ValueError, IndexError):
-            name, _, fields = thread.read_text().partition("(")[2].rpartition(")")
-            if "gloo" not in name and int(thread.parent.name) != threading.get_native_id():
+            name, _, fields = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+            if "gloo" not in name and int(thread.name) != threading.get_native_id():
                 ticks += sum(map(int, fields.split()[11:13]))  # utime and stime
-    return ticks / os.sysconf("SC_CLK_TCK")
+                num_read += int((thread / "io").read_text().split()[1])  # rchar
+    return ticks / os.sysconf("SC_CLK_TCK"), num_read

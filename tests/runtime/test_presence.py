@@ -68,23 +68,32 @@ def test_what_was_seen_before_a_wait_says_nothing_about_it(seen):
     watcher.check([1])
 
 
-def computed_s() -> float:
+def done() -> tuple[float, int]:
     """As a thread of its own sees it."""
-    found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(presence._computed_s()))
+    found: list[tuple[float, int]] = []
+    thread = threading.Thread(target=lambda: found.append(presence._done()))
     thread.start()
     thread.join()
     return found[0]
 
 
 def test_a_process_that_only_waits_does_no_work(tmp_path):
-    """gloo's threads wake up a hundred times a second for as long as there is a group."""
+    """Neither gloo's threads, which wake up a hundred times a second, nor looking itself counts."""
     group = Group(FileStore(str(tmp_path / "store"), 1), 0, 1, 10.0)
-    before_s = computed_s()
+    before_s, before_bytes = done()
     time.sleep(3.0)
-    assert computed_s() - before_s <= 0.03, "of every thread but those of the network"
+    seconds, num_read = done()
+    assert seconds - before_s <= 0.03 and num_read == before_bytes
     end_s = time.monotonic() + 60
-    while computed_s() - before_s < 0.1:
+    while done()[0] - before_s < 0.1:
         assert time.monotonic() < end_s, "work is seen"
         sum(range(100_000))
+    (tmp_path / "weights").write_bytes(bytes(1 << 20))
+    (tmp_path / "weights").read_bytes()
+    assert done()[1] - before_bytes >= 1 << 20
     group.close()
+
+
+def test_without_proc_a_beat_is_work(monkeypatch):
+    monkeypatch.setattr(presence.Path, "is_dir", lambda self: False)
+    assert presence._work(1) != presence._work(2)

@@ -72,14 +72,14 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     analyse: makes the report of the run's traces.
     """
     rank = place or Place()
-    again = is_restart(job, rank)
+    again, continued = is_restart(job, rank), is_continuation(job, rank)
     ended = run_directory(job).read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
     slow: tuple[SlowCheck, ...] = ()
     with ExitStack() as held:
         try:
-            job, checked = _check(job, rank, display, again)
+            job, checked = _check(job, rank, display, again, continued)
             inspect = partial(_inspect, job, rank, display, again)
             if rank.world_size == 1:
                 checked = inspect(checked)
@@ -92,17 +92,20 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
             return refuse(error, rank, job.config.join_timeout_s, display.error)
         for warning in checked.warnings:
             display.warn(warning)
-        return _run_checked(job, checked, rank, display, analyse, slow)
+        return _run_checked(job, checked, rank, display, analyse, slow, continued)
 
 
-def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[BatchJob, Preflight]:
-    """Do the checks that are quick, before ranks join. again: what runs is a restart of the job."""
-    with _refusing(job, rank, again):
+def _check(job: BatchJob, rank: Place, display: Display, again: bool, continued: bool) -> tuple[BatchJob, Preflight]:
+    """Do the checks that are quick, before ranks join.
+
+    again: what runs is a restart of the job. continued: it goes on with what another agent's start has left.
+    """
+    with _refusing(job, rank, again, continued):
         if rank.rank != 0:
             return job, follow(job)
         job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
         # A host that was lost may hold its locks for a while.
-        if again or is_continuation(job, rank):
+        if again or continued:
             job = replace(job, lock_patience_s=job.config.peer_timeout_s)
         checked, exposed = preflight(job), exposure(rank)
         warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
@@ -122,9 +125,8 @@ def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked:
 
 
 @contextmanager
-def _refusing(job: BatchJob, rank: Place, again: bool) -> Iterator[None]:
+def _refusing(job: BatchJob, rank: Place, again: bool, continued: bool) -> Iterator[None]:
     """Write down the code of a start that is refused before it has claimed the run directory."""
-    continued = is_continuation(job, rank)
     try:
         yield
     except SarathiError as error:
@@ -161,9 +163,15 @@ def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int 
 
 
 def _run_checked(
-    job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse, slow: Sequence[SlowCheck]
+    job: BatchJob,
+    checked: Preflight,
+    rank: Place,
+    display: Display,
+    analyse: Analyse,
+    slow: Sequence[SlowCheck],
+    continued: bool,
 ) -> int:
-    """Run a rank to its end; returns its exit code. slow: see run_rank."""
+    """Run a rank to its end; returns its exit code. slow: see run_rank. continued: see _check."""
 
     def drive(this: Job, signals: Signals, checked: Preflight) -> dict[str, Any]:
         stoppable.append(signals)
@@ -193,7 +201,7 @@ def _run_checked(
             return
         # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
         others = code == PeerLostError.exit_code or (code and checked.config.replicas == 1)
-        if mine and (others or rank.rank == 0):
+        if mine and (others or rank.rank == 0) and not (continued and not mine[-1].is_begun_by(rank.job)):
             mine[-1].write_exit_code(code)
 
     # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.

@@ -361,7 +361,10 @@ class _LineReader:
         try:
             SamplingParams(**{name: value})  # type: ignore[arg-type]  # values are checked there
         except RowError as error:
-            self.fail(error.code, error.message.replace(name, key, 1), f'"{key}" has a value that is not legal')
+            # A summary quotes nothing of a line.
+            wanted = error.message.rpartition("; it must be ")[2]
+            summary = f'"{key}" has a value that is not legal; it must be {wanted}'
+            self.fail(error.code, error.message.replace(name, key, 1), summary)
         return value
 
     def _set_extra(self, record: Mapping[str, object], known: tuple[str, ...]) -> None:

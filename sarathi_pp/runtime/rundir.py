@@ -206,6 +206,10 @@ class RunDirectory:
             return None
         return facts if isinstance(facts, dict) else None
 
+    def is_begun_by(self, job: str) -> bool:
+        """Return whether that job has come as far as `begin`: before, what is here is another start's."""
+        return (self.read_run() or {}).get("job") == job
+
     def write_run(self, facts: dict[str, Any]) -> None:
         self._write("run.json", json.dumps(facts, indent=2, default=str) + "\n")
 

@@ -140,7 +140,9 @@ def test_a_replica_that_hangs_is_given_up_within_the_peer_timeout(files):
 def test_a_reader_that_comes_late_costs_no_replica(files):
     """Replicas say every second how far they are; rank 0 does not take that in while it waits for its reader."""
     os.mkfifo(files.output)
-    with started(files, files.folder, "--replicas", "2", "--stages", "2", "--peer-timeout", "3") as run:
+    with started(
+        files, files.folder, "--replicas", "2", "--stages", "2", "--peer-timeout", "3", "--run-dir", str(files.run)
+    ) as run:
         run.stage(3)
         deadline_s = time.monotonic() + 60
         while not (files.run / "attempt-0000" / "replica-0001").exists():

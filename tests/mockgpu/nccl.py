@@ -54,9 +54,9 @@ class Gloo:
         _forbid_on_device(tensors)
         return self._gloo.recv(tensors, rank, tag)
 
-    def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> Any:
+    def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> Any:
         _forbid_on_device(tensors)
-        return self._gloo.allgather(parts, tensors)
+        return self._gloo.allgather(parts, tensors, options)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         (tensor,) = tensors

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import subprocess
+import sys
 
 import pytest
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.runtime import presence
 from sarathi_pp.runtime.presence import Presence
 from sarathi_pp.trace.clock import ManualClock
-from sarathi_pp.wire.group import Group
+from tests.runtime.processes import environment
 
 NAMES = ["stage 0", "stage 1"]
 
@@ -68,30 +67,44 @@ def test_what_was_seen_before_a_wait_says_nothing_about_it(seen):
     watcher.check([1])
 
 
-def done() -> tuple[float, int]:
-    """As a thread of its own sees it."""
-    found: list[tuple[float, int]] = []
+# Alone in a process: the threads of pytest and of its workers have work of their own.
+WAITS_THEN_WORKS = """
+import sys, threading, time
+from pathlib import Path
+from torch.distributed import FileStore
+from sarathi_pp.runtime import presence
+from sarathi_pp.wire.group import Group
+
+def done():
+    \"\"\"As a thread of its own sees it.\"\"\"
+    found = []
     thread = threading.Thread(target=lambda: found.append(presence._done()))
     thread.start()
     thread.join()
     return found[0]
 
+folder = Path(sys.argv[1])
+group = Group(FileStore(str(folder / "store"), 1), 0, 1, 10.0)
+before_s, before_bytes = done()
+time.sleep(3.0)
+seconds, num_read = done()
+assert seconds - before_s <= 0.03 and num_read == before_bytes, (seconds - before_s, num_read - before_bytes)
+end_s = time.monotonic() + 60
+while done()[0] - before_s < 0.1:
+    assert time.monotonic() < end_s, "work is seen"
+    sum(range(100_000))
+(folder / "weights").write_bytes(bytes(1 << 20))
+(folder / "weights").read_bytes()
+assert done()[1] - before_bytes >= 1 << 20
+group.close()
+"""
+
 
 def test_a_process_that_only_waits_does_no_work(tmp_path):
     """Neither gloo's threads, which wake up a hundred times a second, nor looking itself counts."""
-    group = Group(FileStore(str(tmp_path / "store"), 1), 0, 1, 10.0)
-    before_s, before_bytes = done()
-    time.sleep(3.0)
-    seconds, num_read = done()
-    assert seconds - before_s <= 0.03 and num_read == before_bytes
-    end_s = time.monotonic() + 60
-    while done()[0] - before_s < 0.1:
-        assert time.monotonic() < end_s, "work is seen"
-        sum(range(100_000))
-    (tmp_path / "weights").write_bytes(bytes(1 << 20))
-    (tmp_path / "weights").read_bytes()
-    assert done()[1] - before_bytes >= 1 << 20
-    group.close()
+    command = [sys.executable, "-c", WAITS_THEN_WORKS, str(tmp_path)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_without_proc_a_beat_is_work(monkeypatch):

@@ -44,7 +44,7 @@ from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.signals import Signals
 from sarathi_pp.runtime.sink import FileSink, Sink
 from sarathi_pp.runtime.snapshot import Snapshot
-from sarathi_pp.runtime.source import FileSource, Limits, MemorySource, RequestMaker
+from sarathi_pp.runtime.source import FileSource, Limits, MemorySource, OpenInput, RequestMaker, is_stream
 from sarathi_pp.runtime.stop_notice import StopNotice
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
@@ -372,6 +372,10 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
         display.warn(small)
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
+        # A stream that holds no rows is refused before an output is made or emptied; a pipe has nothing to lose, and
+        # whoever reads it may write the input only then.
+        keeps = is_stream(job.input_path) and not is_stream(job.output_path)
+        opened = OpenInput.open(job.input_path, job.input_format, signals.pause) if keeps else None
         journal = Journal.open(
             job.output_path,
             job.start,
@@ -393,6 +397,7 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
             request_rate=config.request_rate,
             done=done,
             asked=job.input_format,
+            opened=opened,
         )
         stack.callback(source.close)
         stack.push(lambda kind, error, trace: rank.take_over() if error is not None else None)

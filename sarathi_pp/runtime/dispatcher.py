@@ -109,8 +109,8 @@ class Dispatcher:
             try:
                 return self._engine.run(_LocalSource(self), _LocalSink(self), heard)
             except (PeerLostError, MemoryLostError, ProtocolError) as error:
-                if not self._lose(0, error):
-                    raise
+                if error is self._failure or not self._lose(0, error):
+                    raise  # the sink's or the source's, and no fault of the replica
                 return self._watch_over(heard)
         except BaseException:
             self._abort(sharing)
@@ -178,16 +178,17 @@ class Dispatcher:
     def finish(self, replica: int, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
         """Replica 0's engine answers."""
         assert self._sink is not None and row.request is not None
-        with self._ending(replica, row.request.index, len(completion.token_ids)):
+        with self._ending(replica, row.request.index, len(completion.token_ids)), self._failing():
             self._sink.finish(row, completion, metrics)
 
     def fail(self, replica: int, row: Row, error: RowError) -> None:
         """A request of replica 0's, or a row that could not run and was never shared out."""
         assert self._sink is not None
         if row.request is None:
-            self._sink.fail(row, error)
+            with self._failing():
+                self._sink.fail(row, error)
             return
-        with self._ending(replica, row.request.index, 0):
+        with self._ending(replica, row.request.index, 0), self._failing():
             self._sink.fail(row, error)
 
     def withdraw(self) -> None:
@@ -214,6 +215,16 @@ class Dispatcher:
             with self._changed:
                 self._writing -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """While inside, the sink is called by replica 0's engine: what it raises is the run's failure."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            assert self._failure is not None
+            raise self._failure from None
 
     def _is_over(self) -> bool:
         """Nothing more is to be answered. With the lock held."""

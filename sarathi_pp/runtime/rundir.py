@@ -306,17 +306,18 @@ def _locked(path: Path) -> int:
 
 
 def _holds_no_run(path: Path) -> bool:
-    """Empty, or what a refused start leaves: its code, maybe half of one, and a directory for traces that never began.
+    """Return whether it is empty, or what a start leaves that was refused before it began: its code and its traces.
 
-    Without the code somebody else may be setting up there.
+    Without the code somebody else may be setting up there. The traces of a start that lost a stage stay, because by
+    them the next one knows that it fails again.
     """
     entries = {entry.name: entry for entry in path.iterdir()}
     if not entries:
         return True
-    ended = entries.pop("exit_code", None) is not None
-    return ended and all(
+    refused = RunDirectory(path).read_exit_code() != PeerLostError.exit_code
+    return entries.pop("exit_code", None) is not None and all(
         name == "job"
         or name.endswith(".part")
-        or (name.startswith("attempt-") and entry.is_dir() and not any(entry.iterdir()))
+        or (name.startswith("attempt-") and entry.is_dir() and (refused or not any(entry.iterdir())))
         for name, entry in entries.items()
     )

@@ -205,16 +205,20 @@ def test_what_cannot_run_is_told_by_replica_0_and_still_when_that_is_lost():
 
 
 @pytest.mark.parametrize("finder", [0, 1])
-def test_a_full_disk_ends_the_run_whoever_finds_out(finder):
+@pytest.mark.parametrize("what", [OutputError("no space left"), PeerLostError("taken over by a later start")])
+def test_what_the_sink_raises_ends_the_run_whoever_finds_out(finder, what):
+    """It is never taken for the loss of replica 0, whose other replicas would go on."""
+
     class Full(Sink):
         def finish(self, row, completion, metrics):
             if completion.token_ids == (finder,) and len(self.lines) > 6:
-                raise OutputError("no space left")
+                raise what
             super().finish(row, completion, metrics)
 
     made, _ = dispatcher(Engine(0, slow_s=0.002), Engine(1, slow_s=0.002))
-    with pytest.raises(OutputError, match="no space"):
+    with pytest.raises(type(what), match=str(what)):
         made.run(MemorySource(rows(200)), Full())
+    assert not made.lost
 
 
 def test_what_stops_the_reader_is_raised_once_the_rows_before_it_are_taken():

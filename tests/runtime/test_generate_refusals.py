@@ -241,6 +241,22 @@ def test_a_stream_that_is_no_lines_is_named_as_what_it_is(tmp_path, how):
     assert done.stderr.count(b"\n") == 1 and os.listdir(tmp_path) == ["in.csv"]
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_stream_that_is_no_lines_takes_nothing_away_and_does_not_stand_in_the_way(tmp_path, stages):
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "-i", "-", "-o", str(out)]
+    command += ["-q", "--stages", stages]
+
+    def run(data: bytes, *more: str) -> int:
+        return subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, input=data).returncode
+
+    assert run(b"id,prompt\n1,hi\n") == 65 and not out.exists()
+    assert run(b'{"prompt": "1+2="}\n') == 0
+    written = out.read_bytes()
+    assert run(b"id,prompt\n1,hi\n", "--overwrite") == 65 and out.read_bytes() == written
+
+
 def test_a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so(tmp_path):
     """Where the directory cannot be written, nobody can take it out of the file."""
     model = copy_model(tmp_path)

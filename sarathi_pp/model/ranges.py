@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sarathi_pp.errors import InputError
 
-# Above 0, at any depth. Other numbers of rope parameters may be 0.
+# Above 0, at any depth of the rotary settings too. Other numbers of rope parameters may be 0.
 _POSITIVE = (
     "factor",
     "high_freq_factor",
@@ -63,7 +63,7 @@ def _numbers(where: str, values: Mapping[str, object]) -> Iterator[tuple[str, st
     for key, value in values.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield where + key, key, value
-        elif isinstance(value, Mapping) and key.startswith("rope_"):
+        elif isinstance(value, Mapping) and (where or key.startswith("rope_")):  # rotary settings may be per layer type
             yield from _numbers(f"{where}{key}.", value)
 
 

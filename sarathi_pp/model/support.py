@@ -110,9 +110,9 @@ def _file_names(directory: Path) -> list[str]:
         raise MissingError(f"{directory} is not a directory; give a model directory with a config.json")
     names = []
     for path in directory.iterdir():
-        if not path.is_dir():
+        if not os.path.isdir(path):  # of os.path, which raises nothing for what may not be looked at
             names.append(path.name)
-        elif os.path.isfile(path / "config.json"):  # also false for a folder that may not be read
+        elif os.path.isfile(path / "config.json"):
             names.append(f"{path.name}/config.json")
     return names
 

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.policy import wants_paragraphs
-from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, PeerLostError, SarathiError, StoppedError
+from sarathi_pp.errors import (
+    EXIT_OK,
+    EXIT_ROWS_FAILED,
+    ConfigError,
+    InputError,
+    PeerLostError,
+    SarathiError,
+    StoppedError,
+)
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.cause import is_echo, report_cause
 from sarathi_pp.runtime.fetch import find_model
@@ -72,14 +80,14 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
     analyse: makes the report of the run's traces.
     """
     rank = place or Place()
-    again, continued = is_restart(job, rank), is_continuation(job, rank)
+    again = is_restart(job, rank)
     ended = run_directory(job).read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
     slow: tuple[SlowCheck, ...] = ()
     with ExitStack() as held:
         try:
-            job, checked = _check(job, rank, display, again, continued)
+            job, checked = _check(job, rank, display, again)
             inspect = partial(_inspect, job, rank, display, again)
             if rank.world_size == 1:
                 checked = inspect(checked)
@@ -92,21 +100,19 @@ def run_batch(job: BatchJob, place: Place | None, display: Display, analyse: Ana
             return refuse(error, rank, job.config.join_timeout_s, display.error)
         for warning in checked.warnings:
             display.warn(warning)
-        return _run_checked(job, checked, rank, display, analyse, slow, continued)
+        return _run_checked(job, checked, rank, display, analyse, slow)
 
 
-def _check(job: BatchJob, rank: Place, display: Display, again: bool, continued: bool) -> tuple[BatchJob, Preflight]:
-    """Do the checks that are quick, before ranks join.
-
-    again: what runs is a restart of the job. continued: it goes on with what another agent's start has left.
-    """
-    with _refusing(job, rank, again, continued):
+def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[BatchJob, Preflight]:
+    """Do the checks that are quick, before ranks join. again: what runs is a restart of the job."""
+    with _refusing(job, rank, again):
         if rank.rank != 0:
             return job, follow(job)
         job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
-        # A host that was lost may hold its locks for a while.
-        if again or continued:
-            job = replace(job, lock_patience_s=job.config.peer_timeout_s)
+        # A host that was lost may hold its locks for a while. The other ranks wait for this one meanwhile.
+        if again or is_continuation(job, rank):
+            patience_s = min(job.config.peer_timeout_s, job.config.join_timeout_s / 2)
+            job = replace(job, lock_patience_s=patience_s)
         checked, exposed = preflight(job), exposure(rank)
         warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
         return job, replace(checked, warnings=warnings)
@@ -125,15 +131,15 @@ def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked:
 
 
 @contextmanager
-def _refusing(job: BatchJob, rank: Place, again: bool, continued: bool) -> Iterator[None]:
+def _refusing(job: BatchJob, rank: Place, again: bool) -> Iterator[None]:
     """Write down the code of a start that is refused before it has claimed the run directory."""
     try:
         yield
     except SarathiError as error:
-        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended. How the lost
-        # start ended stays: by it the next one knows that there is something to resume.
-        if rank.world_size > 1 and not continued:
-            run_directory(job).write_refusal(error.exit_code, overwrite=job.start != "new" or again)
+        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
+        if rank.world_size > 1:
+            known = job.start != "new" or again or is_continuation(job, rank)
+            run_directory(job).write_refusal(error.exit_code, overwrite=known, job=rank.job)
         raise
 
 
@@ -169,9 +175,8 @@ def _run_checked(
     display: Display,
     analyse: Analyse,
     slow: Sequence[SlowCheck],
-    continued: bool,
 ) -> int:
-    """Run a rank to its end; returns its exit code. slow: see run_rank. continued: see _check."""
+    """Run a rank to its end; returns its exit code. slow: see run_rank."""
 
     def drive(this: Job, signals: Signals, checked: Preflight) -> dict[str, Any]:
         stoppable.append(signals)
@@ -201,7 +206,7 @@ def _run_checked(
             return
         # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
         others = code == PeerLostError.exit_code or (code and checked.config.replicas == 1)
-        if mine and (others or rank.rank == 0) and not (continued and not mine[-1].is_begun_by(rank.job)):
+        if mine and (others or rank.rank == 0):
             mine[-1].write_exit_code(code)
 
     # Where this rank may write: rank 0's directory is its own from here on, the others' is named by rank 0.
@@ -374,8 +379,13 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
     with ExitStack() as stack:
         # A stream that holds no rows is refused before an output is made or emptied; a pipe has nothing to lose, and
         # whoever reads it may write the input only then.
-        keeps = is_stream(job.input_path) and not is_stream(job.output_path)
-        opened = OpenInput.open(job.input_path, job.input_format, signals.pause) if keeps else None
+        opened = None
+        if is_stream(job.input_path) and not is_stream(job.output_path):
+            try:
+                opened = OpenInput.open(job.input_path, job.input_format, signals.pause)
+            except InputError:
+                checked.run_dir.withdraw()
+                raise
         journal = Journal.open(
             job.output_path,
             job.start,

@@ -52,12 +52,13 @@ _UNICODE = (
     ("utf-16be", re.compile(rb"(?:\x00[^\x00]){2}")),
 )
 _PROMPTS = frozenset(("prompt", "prompt_token_ids", "messages", "body"))
-# Columns of tables of prompts. A header is a line whose cells are all names and one of them is one of these.
+# Columns of tables of prompts.
 _COLUMNS = frozenset(
     "id prompt prompts text messages question questions query instruction input inputs output answer response "
     "completion label target source content custom_id system user context title".split()
 )
-_CELL = re.compile(r"[\w .\-/]{1,40}")
+_IDENTIFIER = re.compile(r"[a-z_][\w.\-]{0,39}")
+_LOOKED_AT = 16  # lines below a header
 _JSONL_NAMES = (".jsonl", ".ndjson", ".json")
 _AS_TEXT = "--input-format text takes each line as a prompt"
 
@@ -225,15 +226,20 @@ def _decoded(text: str) -> tuple[object, int]:
 
 
 def _refuse_table(source: str, file: str | None, lines: Sequence[bytes]) -> None:
-    header = lines[0].decode(errors="replace")
+    """A header is a line of column names. Prompts have commas too, and may have such a name between them.
+
+    So either each cell is a known name, or all are identifiers, one of them known, and lines below have as many cells.
+    """
+    header, below = lines[0].decode(errors="replace"), lines[1 : 1 + _LOOKED_AT]
     for delimiter in ",\t;|":
         cells = [cell.strip().strip('"').lower() for cell in header.split(delimiter)]
         named = sum(cell in _COLUMNS for cell in cells)
-        if len(cells) < 2 or not all(map(_CELL.fullmatch, cells)):
+        if len(cells) < 2 or not named:
             continue
-        # A prompt may have a comma and the name of a column too; with no second line all cells have to be names.
-        second = lines[1].count(delimiter.encode()) if len(lines) > 1 else 0
-        if named == len(cells) or (2 * named >= len(cells) and second >= len(cells) - 1):
+        alike = sum(line.count(delimiter.encode()) >= len(cells) - 1 for line in below)
+        enough = len(below) >= 2 or len(cells) >= 3
+        likely = all(map(_IDENTIFIER.fullmatch, cells)) and enough and below and 2 * alike >= len(below)
+        if named == len(cells) or likely:
             raise _table(source, file, delimiter)
 
 

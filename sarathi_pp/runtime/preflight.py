@@ -11,7 +11,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, uses_chunk_size
 from sarathi_pp.core.profile import Profile
-from sarathi_pp.errors import ConfigError, InputError, PeerLostError
+from sarathi_pp.errors import ConfigError, InputError
 from sarathi_pp.model.support import ModelFacts, check_model, check_shards
 from sarathi_pp.model.verify import verify_weights
 from sarathi_pp.runtime.fetch import find_model
@@ -212,7 +212,7 @@ def is_continuation(job: BatchJob, place: Place) -> bool:
     jobs = run_dir.jobs()
     if not rendezvous or not jobs or place.job in jobs:
         return False
-    return rendezvous_of(jobs[-1]) == rendezvous and run_dir.read_exit_code() in (None, PeerLostError.exit_code)
+    return rendezvous_of(jobs[-1]) == rendezvous and run_dir.is_unfinished()
 
 
 def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> BatchJob:

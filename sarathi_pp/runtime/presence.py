@@ -27,6 +27,8 @@ _WORK_S = 0.05
 _WORK_BYTES = 1 << 20
 # How long a store may take to answer: that of a host which is gone would take for ever.
 _ANSWER_S = 2.0
+# Threads of libraries that wake up, or answer other ranks, in a process that hangs too.
+_IDLE_THREADS = ("gloo", "pt_tcpstore", "pt_nccl")
 
 
 class Store(Protocol):
@@ -148,13 +150,17 @@ def _work(beat: int) -> str:
 def _done() -> tuple[float, int]:
     """Return the seconds computed and the bytes read by this process's threads.
 
-    Not by this one, nor by gloo's, which wake up a hundred times a second: they do so in a process that hangs, too.
+    Not by this one, nor by those of libraries that are busy whatever the rank does.
     """
     ticks = num_read = 0
-    for thread in Path("/proc/self/task").iterdir():
+    threads: list[str] = []
+    with suppress(OSError):
+        threads = os.listdir("/proc/self/task")
+    for thread in threads:
         with suppress(OSError, ValueError, IndexError):
-            name, _, fields = (thread / "stat").read_text().partition("(")[2].rpartition(")")
-            if "gloo" not in name and int(thread.name) != threading.get_native_id():
+            folder = Path("/proc/self/task", thread)
+            name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            if not any(idle in name for idle in _IDLE_THREADS) and int(thread) != threading.get_native_id():
                 ticks += sum(map(int, fields.split()[11:13]))  # utime and stime
-                num_read += int((thread / "io").read_text().split()[1])  # rchar
+                num_read += int((folder / "io").read_text().split()[1])  # rchar
     return ticks / os.sysconf("SC_CLK_TCK"), num_read

@@ -551,16 +551,20 @@ def _misspelt(key: str, known: tuple[str, ...]) -> str | None:
 
 
 def _is_one_mistake(written: str, meant: str) -> bool:
-    """Return whether one character is missing, added or another one, or two neighbours are swapped."""
+    """Return whether one character is missing, added or another one, or two neighbours are swapped.
+
+    Many words are near to a short key: `step` and `top` to `stop`, `need` and `speed` to `seed`. There only a swap,
+    a character that is doubled, a missing underscore and a plural count.
+    """
     shorter = min(len(written), len(meant))
     same = next((at for at in range(shorter) if written[at] != meant[at]), shorter)
     left, right = written[same:], meant[same:]
-    return (
-        left[1:] == right
-        or left == right[1:]
-        or left[1:] == right[1:]
-        or (left[:2] == right[1::-1] and left[2:] == right[2:])
-    )
+    swapped = len(left) >= 2 and left[:2] == right[1::-1] and left[2:] == right[2:]
+    added, missing = left[1:] == right, left == right[1:]
+    if len(meant) >= 6:
+        return swapped or added or missing or left[1:] == right[1:]
+    doubled = added and (written[same - 1 : same] == left[:1] or (left == "s" and not right))
+    return swapped or doubled or (missing and right.startswith("_"))
 
 
 def _named(key: str) -> str:

@@ -7,6 +7,8 @@ RUN/attempt-0000/failed-at-start                  no stage got beyond its first 
 RUN/report.json                                   the figures of the last attempt
 RUN/exit_code                                     how it ended: torchrun itself returns 1 for any failure
 RUN/job                                           who started it and went on with it, so that a restart knows its own
+RUN/unfinished                                    run.json is that of a run that was lost, while a later start, which
+                                                  may be refused, has not begun
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from sarathi_pp.wire.mesh import Mesh, Seat
 
 _LOCK_CHECK_S = 0.1
 _FAILED_AT_START = "failed-at-start"
-_ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|\..*\.part|attempt-\d{4,}")
+_UNFINISHED = "unfinished"
+_ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|unfinished|\..*\.part|attempt-\d{4,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +108,10 @@ class RunDirectory:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 held.callback(os.close, _wait_for_lock(path, patience_s))
                 kept = overwrite or resume
+                if kept:
+                    cls(path)._note_unfinished()
                 attempts = [int(entry.name[8:]) for entry in path.glob("attempt-*")] if kept else []
-                names = ["run.json", "report.json", *map(_attempt_name, attempts)] if kept else []
+                names = ["run.json", "report.json", _UNFINISHED, *map(_attempt_name, attempts)] if kept else []
                 if job and resume:
                     names.append("job")  # until the next one stands there: by it a start goes on that is killed here
                 before = [one for one in cls(path).jobs() if one != job] if resume else []
@@ -125,6 +130,13 @@ class RunDirectory:
             (self.path / "report.json").unlink()
         self.drop_replaced()
         self.write_run(facts)
+        with suppress(FileNotFoundError):
+            (self.path / _UNFINISHED).unlink()
+
+    def withdraw(self) -> None:
+        """Remove what this attempt has written, which is refused before `begin`: a later start finds nothing here."""
+        with suppress(OSError):
+            _remove(self.attempt_path.iterdir())
 
     def drop_replaced(self) -> None:
         """Raises OutputError."""
@@ -206,9 +218,14 @@ class RunDirectory:
             return None
         return facts if isinstance(facts, dict) else None
 
-    def is_begun_by(self, job: str) -> bool:
-        """Return whether that job has come as far as `begin`: before, what is here is another start's."""
-        return (self.read_run() or {}).get("job") == job
+    def is_unfinished(self) -> bool:
+        """Return whether the run that is here was lost, also if later starts were refused before they began."""
+        return self.read_exit_code() in (None, PeerLostError.exit_code) or (self.path / _UNFINISHED).exists()
+
+    def _note_unfinished(self) -> None:
+        """Keep in mind that the run was lost before another start's code replaces its own. Raises OSError."""
+        if (self.path / "run.json").exists() and self.is_unfinished():
+            (self.path / _UNFINISHED).touch(mode=0o600)
 
     def write_run(self, facts: dict[str, Any]) -> None:
         self._write("run.json", json.dumps(facts, indent=2, default=str) + "\n")
@@ -231,17 +248,24 @@ class RunDirectory:
                 held.callback(os.close, _locked(self.path))
             self.write_exit_code(code)
 
-    def write_refusal(self, code: int, *, overwrite: bool) -> None:
+    def write_refusal(self, code: int, *, overwrite: bool, job: str = "") -> None:
         """The code of a start that was refused before it claimed this directory.
 
-        Not where a run is using it, nor over an earlier run's code without `overwrite`; no other folder is made for it.
+        Not where a run is using it, but for that of `job`, whose other ranks have claimed it for this start; nor over
+        an earlier run's code without `overwrite`; no other folder is made for it.
         """
         with suppress(OSError, ConfigError, OutputError), ExitStack() as held:
             if self.path.exists():
-                held.callback(os.close, _locked(self.path))
-                entries = list(self.path.iterdir())
-                if not (_holds_no_run(self.path) or (overwrite and all(map(_is_of_a_run, entries)))):
-                    return
+                try:
+                    held.callback(os.close, _locked(self.path))
+                except ConfigError:
+                    if not job or self.jobs()[-1:] != [job]:
+                        raise
+                else:
+                    entries = list(self.path.iterdir())
+                    if not (_holds_no_run(self.path) or (overwrite and all(map(_is_of_a_run, entries)))):
+                        return
+                    self._note_unfinished()
             elif not self.path.parent.is_dir():
                 return
             self._write("exit_code", f"{code}\n")
@@ -306,18 +330,17 @@ def _locked(path: Path) -> int:
 
 
 def _holds_no_run(path: Path) -> bool:
-    """Return whether it is empty, or what a start leaves that was refused before it began: its code and its traces.
+    """Empty, or what a refused start leaves: its code, maybe half of one, and a directory for traces that never began.
 
-    Without the code somebody else may be setting up there. The traces of a start that lost a stage stay, because by
-    them the next one knows that it fails again.
+    Without the code somebody else may be setting up there.
     """
     entries = {entry.name: entry for entry in path.iterdir()}
     if not entries:
         return True
-    refused = RunDirectory(path).read_exit_code() != PeerLostError.exit_code
-    return entries.pop("exit_code", None) is not None and all(
+    ended = entries.pop("exit_code", None) is not None
+    return ended and all(
         name == "job"
         or name.endswith(".part")
-        or (name.startswith("attempt-") and entry.is_dir() and (refused or not any(entry.iterdir())))
+        or (name.startswith("attempt-") and entry.is_dir() and not any(entry.iterdir()))
         for name, entry in entries.items()
     )

@@ -14,9 +14,10 @@ from tests.runtime.processes import Files, console_script, environment, free_por
 pytestmark = pytest.mark.timeout(200)
 
 
-def agent(files: Files, port: int, job: str) -> tuple[str, ...]:
+def agent(files: Files, port: int, job: str, restarts: int = 0) -> tuple[str, ...]:
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job)
-    return torchrun(2, console_script(files.folder), "--nnodes", "1", "--local-addr", "127.0.0.1", *rendezvous)
+    more = ("--local-addr", "127.0.0.1", "--max-restarts", str(restarts))
+    return torchrun(2, console_script(files.folder), "--nnodes", "1", *more, *rendezvous)
 
 
 def generate(files: Files, model: Path, port: int, job: str, *options: str) -> tuple[int, str]:
@@ -43,7 +44,8 @@ def test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs(mode
     assert (files.exit_code(), len(files.output.read_text().splitlines())) == (0, 3)
 
 
-def test_a_new_agent_goes_on_with_what_a_lost_one_has_answered(model, tmp_path):
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_new_agent_goes_on_with_what_a_lost_one_has_answered(restarts, model, tmp_path):
     """It has restarted nothing, and is told to replace what is there; once the run has ended it does."""
     files = Files(tmp_path)
     files.write_prompts([tuple(range(3, 4 + row % 40)) for row in range(400)])
@@ -53,8 +55,10 @@ def test_a_new_agent_goes_on_with_what_a_lost_one_has_answered(model, tmp_path):
         run.kill_all()
     written = files.output.read_bytes()
     whole = written[: written.rindex(b"\n") + 1]
-    with started(files, model, *options, "--seed", "1", front=agent(files, free_port(), "named")) as run:
+    front = agent(files, free_port(), "named", restarts)
+    with started(files, model, *options, "--seed", "1", front=front) as run:
         assert "seed was 0 and is 1" in run.end() and run.process.returncode == 1
+    assert files.exit_code() == 2
     assert files.output.read_bytes() == written
     with started(files, model, *options, front=agent(files, free_port(), "named")) as run:
         said = run.end()

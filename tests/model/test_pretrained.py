@@ -95,6 +95,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "uneven heads": ({"num_attention_heads": 5, "head_dim": None}, r"attention heads \(5\)"),
     "a negative size": ({"intermediate_size": -1}, "intermediate_size is -1"),
     "a dropout": ({"attention_dropout": 7}, "attention_dropout is 7"),
+    "a rope factor per layer type": (
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 0}}},
+        "rope_parameters.full_attention.factor is 0",
+    ),
     "a rope factor": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor is 0"),
 }
 

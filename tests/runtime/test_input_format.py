@@ -163,10 +163,36 @@ def test_rows_in_a_file_that_is_named_as_text_are_no_prompts():
 
 @pytest.mark.parametrize(
     "prompts",
-    [b"Yes or no, answer\n", b"Context, please\n", b"Title; subtitle\n", b"Name, title, and more\nfoo, bar\n"],
+    [
+        b"Yes or no, answer\n",
+        b"Context, please\n",
+        b"Title; subtitle\n",
+        b"Name, title, and more\nfoo, bar\n",
+        b"Yes or no, answer\nTrue or false, please\nNow or later, answer\n",
+        b"Title; subtitle\nFoo; bar\n",
+        b"Answer, briefly\nSay it\nSing it\n",
+    ],
 )
 def test_prompts_with_commas_are_no_table(prompts):
     assert chosen("a.txt", prompts) == "text"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"id,prompt,category,difficulty,lang\n1,hi,math,1,en\n",
+        b"prompt,expected,other\n1+1,2,x\n2+2,4,y\n",
+        b"question,level,type\na,b,c\n",
+        b'question,level\n"why, and\nhow?",1\nx,2\ny,3\n',
+        b"text|score\na|1\nb|2\n",
+    ],
+)
+def test_a_table_with_columns_of_its_own_is_one(table):
+    for name in ("a.txt", "a"):
+        with pytest.raises(InputError, match="is CSV|is a table"):
+            choose_format(name, table)
+    with pytest.raises(InputError, match="is CSV|is a table"):
+        choose_format("-", table, stream=True)
 
 
 def test_two_documents_in_the_first_line_are_that_lines_error_alone():

@@ -68,15 +68,15 @@ def test_what_was_seen_before_a_wait_says_nothing_about_it(seen):
 
 
 # Alone in a process: the threads of pytest and of its workers have work of their own.
-WAITS_THEN_WORKS = """
-import sys, threading, time
+WAITS_THEN_WORKS = '''
+import subprocess, sys, threading, time
 from pathlib import Path
-from torch.distributed import FileStore
+from torch.distributed import TCPStore
 from sarathi_pp.runtime import presence
 from sarathi_pp.wire.group import Group
 
 def done():
-    \"\"\"As a thread of its own sees it.\"\"\"
+    """As a thread of its own sees it."""
     found = []
     thread = threading.Thread(target=lambda: found.append(presence._done()))
     thread.start()
@@ -84,10 +84,21 @@ def done():
     return found[0]
 
 folder = Path(sys.argv[1])
-group = Group(FileStore(str(folder / "store"), 1), 0, 1, 10.0)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+group = Group(store, 0, 1, 10.0)
+asks = f"""
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", {store.port}, wait_for_workers=False)
+print("asking", flush=True)
+while True:
+    store.set("alive", "1")
+"""
+asking = subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE)
+asking.stdout.readline()
 before_s, before_bytes = done()
 time.sleep(3.0)
 seconds, num_read = done()
+asking.kill()
 assert seconds - before_s <= 0.03 and num_read == before_bytes, (seconds - before_s, num_read - before_bytes)
 end_s = time.monotonic() + 60
 while done()[0] - before_s < 0.1:
@@ -97,11 +108,11 @@ while done()[0] - before_s < 0.1:
 (folder / "weights").read_bytes()
 assert done()[1] - before_bytes >= 1 << 20
 group.close()
-"""
+'''
 
 
 def test_a_process_that_only_waits_does_no_work(tmp_path):
-    """Neither gloo's threads, which wake up a hundred times a second, nor looking itself counts."""
+    """Gloo's threads wake up a hundred times a second, a store's answer other ranks, and looking takes time too."""
     command = [sys.executable, "-c", WAITS_THEN_WORKS, str(tmp_path)]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr

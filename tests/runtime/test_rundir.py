@@ -95,7 +95,34 @@ def test_a_start_that_is_refused_takes_nothing_away(how, tmp_path):
         path: data
         for path, data in before.items()
         if path.name in ("run.json", "report.json") or path.parts[0] == "attempt-0000"
-    }
+    } | {Path("unfinished"): b""}
+
+
+@pytest.mark.parametrize("code", [None, 75, 0])
+def test_a_lost_run_is_known_as_one_behind_the_code_of_a_start_that_was_refused(code, tmp_path):
+    """By it another agent of the rendezvous goes on with its answers, and does not replace them."""
+    leave_a_run(tmp_path)
+    if code is not None:
+        RunDirectory(tmp_path).write_exit_code(code)
+    RunDirectory(tmp_path).write_refusal(2, overwrite=True)
+    assert (RunDirectory(tmp_path).read_exit_code(), RunDirectory(tmp_path).is_unfinished()) == (2, code != 0)
+    for _ in range(2):
+        with RunDirectory.claim(tmp_path, overwrite=True) as run_dir:
+            run_dir.write_exit_code(2)
+        if code != 0:
+            assert (run_dir.read_exit_code(), run_dir.is_unfinished()) == (2, True)
+    with RunDirectory.claim(tmp_path, overwrite=False, resume=True) as run_dir:
+        run_dir.begin({})
+        run_dir.write_exit_code(2)
+    assert not run_dir.is_unfinished()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_rank_that_is_refused_writes_its_code_although_rank_0_has_the_directory(holds, tmp_path):
+    with RunDirectory.claim(tmp_path / "run", overwrite=False, job="mine") as run_dir:
+        RunDirectory(run_dir.path).write_refusal(2, overwrite=False, job="mine" if holds else "another")
+        run_dir.write_exit_code(75)
+    assert run_dir.read_exit_code() == (2 if holds else 75)
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "attempt-0001", "run.json.bak", "answers.jsonl.run/run.json"])

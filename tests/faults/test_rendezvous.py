@@ -44,7 +44,7 @@ def test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs(mode
     assert (files.exit_code(), len(files.output.read_text().splitlines())) == (0, 3)
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_new_agent_goes_on_with_what_a_lost_one_has_answered(restarts, model, tmp_path):
     """It has restarted nothing, and is told to replace what is there; once the run has ended it does."""
     files = Files(tmp_path)

@@ -67,7 +67,7 @@ def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, undisturbed, tmp
 @pytest.mark.timeout(900)
 def test_a_job_that_is_killed_as_a_whole_at_random_moments_goes_on(model, tmp_path):
     """Also before it has joined, loaded or written anything."""
-    kills = 20 if thinning.full else 4
+    kills = 20 if thinning.full else 2
     num_rows, options = 100 * kills, (*OPTIONS, "--stages", "2")
     calm, files = files_of(tmp_path / "calm", num_rows), files_of(tmp_path / "killed", num_rows)
     with started(calm, model, *options) as run:
@@ -84,7 +84,7 @@ def test_a_job_that_is_killed_as_a_whole_at_random_moments_goes_on(model, tmp_pa
     assert answers(files) == answers(calm)
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_stage_that_is_killed_is_started_again(stage, model, undisturbed, tmp_path):
     files = files_of(tmp_path)
     with started(files, model, *OPTIONS, "--stages", "3", "--max-restarts", "1") as run:
@@ -102,7 +102,7 @@ def test_a_stage_that_is_killed_is_started_again(stage, model, undisturbed, tmp_
 
 @pytest.mark.timeout(900)
 def test_stages_that_are_killed_at_random_moments_again_and_again(model, tmp_path):
-    kills = 20 if thinning.full else 4
+    kills = 20 if thinning.full else 2
     # A stage lives for 7 s at the most, and rows come at a rate: no machine answers all of them in between.
     num_rows, rate = 210 * kills, ("--request-rate", "30")
     calm = files_of(tmp_path / "calm", num_rows)

@@ -116,7 +116,7 @@ def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, model,
     assert not files.run.exists() and not files.output.exists()
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_answers_to_a_stream_leave_nothing_behind(stages, tmp_path):
     """Neither here, nor in /dev, nor among temporary files; so that the same command works twice."""
     here, scratch = tmp_path / "here", tmp_path / "tmp"

@@ -242,7 +242,7 @@ def test_a_stream_that_is_no_lines_is_named_as_what_it_is(tmp_path, how):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_stream_that_is_no_lines_takes_nothing_away_and_does_not_stand_in_the_way(tmp_path, stages):
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "-i", "-", "-o", str(out)]

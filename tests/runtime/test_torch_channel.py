@@ -7,7 +7,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, StepResult
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
-from sarathi_pp.wire import codec, torch_channel
+from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel, ResultFrame
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
@@ -26,6 +26,14 @@ PAYLOADS = Payloads(512, (1,), torch.float32, torch.device("cpu"))
 
 def edge(group: object) -> Edge:
     return Edge(group, 1, "stage 1", 2048, PAYLOADS)  # type: ignore[arg-type]
+
+
+def a_sender(
+    peer: Peer, num_buffers: int, beat: Heartbeat, on_failure: Callable[[SarathiError], None] = lambda error: None
+) -> TorchSender:
+    return TorchSender(
+        edge(peer), num_buffers=num_buffers, progress=lambda: beat, on_failure=on_failure, heartbeat_s=0.05
+    )
 
 
 class Peer:
@@ -60,20 +68,19 @@ class Transfer:
 
 
 @pytest.fixture
-def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
-    peer = Peer()
-    monkeypatch.setattr(torch_channel, "HEARTBEAT_S", 0.05)
+def peer() -> Iterator[Peer]:
+    peer, before = Peer(), threading.enumerate()
     yield peer
     # Senders look up what they send by: a thread that went on would talk to the next test's peer.
     peer.gone = True
     peer.let(1000)
     for thread in threading.enumerate():
-        if thread.name.startswith(COMMUNICATING):
+        if thread not in before and thread.name.startswith(COMMUNICATING):
             thread.join(BLOCKED_S)
 
 
 def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_not_take(peer):
-    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: Heartbeat(7, True), on_failure=lambda error: None)
+    sender = a_sender(peer, 2, Heartbeat(7, True))
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     sent = threading.Event()
 
@@ -89,7 +96,7 @@ def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_n
 
 
 def in_turn(peer, failures: list[SarathiError]) -> TorchSender:
-    sender = TorchSender(edge(peer), num_buffers=2, progress=lambda: Heartbeat(7, True), on_failure=failures.append)
+    sender = a_sender(peer, 2, Heartbeat(7, True), failures.append)
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     return sender
 
@@ -126,6 +133,7 @@ def test_whoever_sends_to_a_lost_peer_is_told_at_the_next_reservation(peer):
     for _ in range(5):
         with pytest.raises(PeerLostError, match="stage 1 closed its connection"):
             sender.reserve()
+    peer.let(1000)
     sender.close()
 
 
@@ -244,7 +252,7 @@ def test_texts_are_taken_in_though_nobody_reads_them(sent):
 
 def test_a_message_that_the_peer_would_not_take_is_not_sent(peer):
     """gloo would abort the process that has posted too short a receive."""
-    sender = TorchSender(edge(peer), num_buffers=1, progress=lambda: Heartbeat(0, False), on_failure=lambda error: None)
+    sender = a_sender(peer, 1, Heartbeat(0, False))
     sender.reserve()
     with pytest.raises(ProtocolError, match="where 4104 are legal"):
         sender.send(Goodbye(), torch.zeros(4096))

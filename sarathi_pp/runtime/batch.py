@@ -18,7 +18,6 @@ from sarathi_pp.errors import (
     EXIT_OK,
     EXIT_ROWS_FAILED,
     ConfigError,
-    InputError,
     PeerLostError,
     SarathiError,
     StoppedError,
@@ -28,7 +27,7 @@ from sarathi_pp.runtime.cause import is_echo, report_cause
 from sarathi_pp.runtime.fetch import find_model
 from sarathi_pp.runtime.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.runtime.interface import exposure
-from sarathi_pp.runtime.journal import Journal
+from sarathi_pp.runtime.journal import Journal, LateJournal
 from sarathi_pp.runtime.place import Place, find_place, mesh_of, stopped_mark
 from sarathi_pp.runtime.preflight import (
     BatchJob,
@@ -52,7 +51,7 @@ from sarathi_pp.runtime.rundir import RunDirectory
 from sarathi_pp.runtime.signals import Signals
 from sarathi_pp.runtime.sink import FileSink, Sink
 from sarathi_pp.runtime.snapshot import Snapshot
-from sarathi_pp.runtime.source import FileSource, Limits, MemorySource, OpenInput, RequestMaker, is_stream
+from sarathi_pp.runtime.source import FileSource, Limits, MemorySource, RequestMaker, is_stream
 from sarathi_pp.runtime.stop_notice import StopNotice
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
@@ -109,10 +108,9 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
         if rank.rank != 0:
             return job, follow(job)
         job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
-        # A host that was lost may hold its locks for a while. The other ranks wait for this one meanwhile.
+        # A host that was lost may hold its locks for a while.
         if again or is_continuation(job, rank):
-            patience_s = min(job.config.peer_timeout_s, job.config.join_timeout_s / 2)
-            job = replace(job, lock_patience_s=patience_s)
+            job = replace(job, lock_patience_s=job.config.peer_timeout_s)
         checked, exposed = preflight(job), exposure(rank)
         warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
         return job, replace(checked, warnings=warnings)
@@ -138,7 +136,7 @@ def _refusing(job: BatchJob, rank: Place, again: bool) -> Iterator[None]:
     except SarathiError as error:
         # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
         if rank.world_size > 1:
-            known = job.start != "new" or again or is_continuation(job, rank)
+            known = job.start != "new" or again or (rank.rank == 0 and is_continuation(job, rank))
             run_directory(job).write_refusal(error.exit_code, overwrite=known, job=rank.job)
         raise
 
@@ -152,7 +150,7 @@ def _claim(job: BatchJob, rank: Place, again: bool, held: ExitStack, checked: Pr
         overwrite=job.start == "replace",
         resume=job.start == "resume" or again,
         job=rank.job,
-        patience_s=job.lock_patience_s,
+        patience_s=min(job.lock_patience_s, job.config.join_timeout_s / 2),  # for which the other ranks wait
     )
     return replace(checked, run_dir=held.enter_context(claimed))
 
@@ -377,24 +375,31 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
         display.warn(small)
     maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
     with ExitStack() as stack:
-        # A stream that holds no rows is refused before an output is made or emptied; a pipe has nothing to lose, and
-        # whoever reads it may write the input only then.
-        opened = None
-        if is_stream(job.input_path) and not is_stream(job.output_path):
-            try:
-                opened = OpenInput.open(job.input_path, job.input_format, signals.pause)
-            except InputError:
-                checked.run_dir.withdraw()
-                raise
-        journal = Journal.open(
-            job.output_path,
-            job.start,
-            retry_errors=job.retry_errors,
-            wait=signals.pause,
-            patience_s=job.lock_patience_s,
-        )
         facts = {**rank.describe(), "identity": checked.identity, "job": rank.place.job}
-        checked.run_dir.begin(facts)
+        begun = False
+
+        def begin() -> Journal:
+            nonlocal begun
+            journal = Journal.open(
+                job.output_path,
+                job.start,
+                retry_errors=job.retry_errors,
+                wait=signals.pause,
+                patience_s=job.lock_patience_s,
+            )
+            checked.run_dir.begin(facts)
+            begun = True
+            return journal
+
+        def withdraw(kind: object, error: BaseException | None, trace: object) -> None:
+            if not begun and isinstance(error, SarathiError) and not error.at_start:
+                checked.run_dir.withdraw()
+
+        stack.push(withdraw)
+        # Of a stream that turns out to have another format nothing is made or emptied.
+        waits = is_stream(job.input_path) and not is_stream(job.output_path) and job.start != "resume"
+        late = LateJournal(job.output_path, begin) if waits else None
+        journal = late or begin()
         done = journal.done
         resumed = {"rows": done.num_rows, "failed": done.num_errors}
         sink = FileSink(journal, tokenizer=tokenizer, clock=clock, model=config.model)
@@ -407,7 +412,6 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
             request_rate=config.request_rate,
             done=done,
             asked=job.input_format,
-            opened=opened,
         )
         stack.callback(source.close)
         stack.push(lambda kind, error, trace: rank.take_over() if error is not None else None)
@@ -420,6 +424,8 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
         except StoppedError as error:
             error.args = (f"{error}; {job.how_to_resume}",)
             raise
+        if late is not None:
+            late.open()
         driver.close()
     stopped_by = Signal(asked.number).name if asked is not None else None
     # What a lost replica has answered is in no trace that is folded.

@@ -57,7 +57,7 @@ _COLUMNS = frozenset(
     "id prompt prompts text messages question questions query instruction input inputs output answer response "
     "completion label target source content custom_id system user context title".split()
 )
-_IDENTIFIER = re.compile(r"[a-z_][\w.\-]{0,39}")
+_CELL = re.compile(r"[\w.\-/]+(?: [\w.\-/]+){0,5}")
 _LOOKED_AT = 16  # lines below a header
 _JSONL_NAMES = (".jsonl", ".ndjson", ".json")
 _AS_TEXT = "--input-format text takes each line as a prompt"
@@ -228,18 +228,16 @@ def _decoded(text: str) -> tuple[object, int]:
 def _refuse_table(source: str, file: str | None, lines: Sequence[bytes]) -> None:
     """A header is a line of column names. Prompts have commas too, and may have such a name between them.
 
-    So either each cell is a known name, or all are identifiers, one of them known, and lines below have as many cells.
+    So either each cell is a known name, or one is, no space stands at a delimiter, and lines below have as many cells.
     """
     header, below = lines[0].decode(errors="replace"), lines[1 : 1 + _LOOKED_AT]
     for delimiter in ",\t;|":
-        cells = [cell.strip().strip('"').lower() for cell in header.split(delimiter)]
-        named = sum(cell in _COLUMNS for cell in cells)
+        cells = [cell.strip('"').lower() for cell in header.split(delimiter)]
+        named = sum(cell.strip().strip('"') in _COLUMNS for cell in cells)
         if len(cells) < 2 or not named:
             continue
         alike = sum(line.count(delimiter.encode()) >= len(cells) - 1 for line in below)
-        enough = len(below) >= 2 or len(cells) >= 3
-        likely = all(map(_IDENTIFIER.fullmatch, cells)) and enough and below and 2 * alike >= len(below)
-        if named == len(cells) or likely:
+        if named == len(cells) or (below and all(map(_CELL.fullmatch, cells)) and 2 * alike >= len(below)):
             raise _table(source, file, delimiter)
 
 

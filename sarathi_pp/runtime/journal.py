@@ -18,6 +18,7 @@ import re
 import secrets
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -201,6 +202,39 @@ class Journal:
     def _check_fence(self) -> None:
         if self._fence is not None:
             self._fence.check()
+
+
+class LateJournal:
+    """A journal that is opened for its first line: whether a stream has rows shows when it is read.
+
+    Use as a Journal.
+    """
+
+    def __init__(self, path: str, begin: Callable[[], Journal]) -> None:
+        self.path = path
+        self.done = Done()
+        self._begin = begin
+        self._journal: Journal | None = None
+        self._lock = threading.Lock()  # its first line and the end of the run may meet
+
+    def open(self) -> Journal:
+        """Open it if it is not yet: a run that ends in order has an output, if only an empty one."""
+        with self._lock:
+            if self._journal is None:
+                self._journal = self._begin()
+            return self._journal
+
+    def append(self, data: bytes) -> None:
+        if data:
+            self.open().append(data)
+
+    def sync(self) -> None:
+        if self._journal is not None:
+            self._journal.sync()
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.errors import ConfigError, OutputError, PeerLostError
+from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, OutputError, PeerLostError
 from sarathi_pp.runtime.host import host_id
 from sarathi_pp.runtime.whole_file import write_whole
 from sarathi_pp.trace.clock import SystemClock
@@ -130,7 +130,7 @@ class RunDirectory:
             (self.path / "report.json").unlink()
         self.drop_replaced()
         self.write_run(facts)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             (self.path / _UNFINISHED).unlink()
 
     def withdraw(self) -> None:
@@ -220,7 +220,9 @@ class RunDirectory:
 
     def is_unfinished(self) -> bool:
         """Return whether the run that is here was lost, also if later starts were refused before they began."""
-        return self.read_exit_code() in (None, PeerLostError.exit_code) or (self.path / _UNFINISHED).exists()
+        code = self.read_exit_code()
+        refused = code not in (EXIT_OK, EXIT_ROWS_FAILED) and (self.path / _UNFINISHED).exists()
+        return code in (None, PeerLostError.exit_code) or refused
 
     def _note_unfinished(self) -> None:
         """Keep in mind that the run was lost before another start's code replaces its own. Raises OSError."""
@@ -251,8 +253,8 @@ class RunDirectory:
     def write_refusal(self, code: int, *, overwrite: bool, job: str = "") -> None:
         """The code of a start that was refused before it claimed this directory.
 
-        Not where a run is using it, but for that of `job`, whose other ranks have claimed it for this start; nor over
-        an earlier run's code without `overwrite`; no other folder is made for it.
+        Not where a run is using it, but for `job`, for which rank 0 on the same host has claimed it; nor over an
+        earlier run's code without `overwrite`; no other folder is made for it.
         """
         with suppress(OSError, ConfigError, OutputError), ExitStack() as held:
             if self.path.exists():

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
-from sarathi_pp.runtime.journal import Journal, Start
+from sarathi_pp.runtime.journal import Journal, LateJournal, Start
 from sarathi_pp.runtime.rows import Row
 from sarathi_pp.runtime.text import Tokenizer
 from sarathi_pp.trace.clock import Clock
@@ -92,7 +92,7 @@ class FileSink:
     model: the name that OpenAI lines report. num_finished, num_failed: lines of each kind that are synced.
     """
 
-    def __init__(self, journal: Journal, *, tokenizer: Tokenizer, clock: Clock, model: str) -> None:
+    def __init__(self, journal: Journal | LateJournal, *, tokenizer: Tokenizer, clock: Clock, model: str) -> None:
         self._journal = journal
         self._tokenizer = tokenizer
         self._clock = clock

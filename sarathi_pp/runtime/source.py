@@ -15,19 +15,18 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.runtime.generation_config import GenerationDefaults
 from sarathi_pp.runtime.ids import DUPLICATE_ID, SeenIds, id_key
-from sarathi_pp.runtime.input_format import HEAD_BYTES, InputFormat, LineFormat, choose_format, read_head
+from sarathi_pp.runtime.input_format import HEAD_BYTES, InputFormat, choose_format, read_head
 from sarathi_pp.runtime.journal import Done
 from sarathi_pp.runtime.lines import RawLine, read_lines
 from sarathi_pp.runtime.rows import LineError, ParsedLine, Row, parse_line
@@ -212,7 +211,7 @@ def scan_input(
     problems: list[str] = []
     with _open(path) as stream:
         try:
-            for raw, parsed, first_line in _parsed_lines(*_begin(path, stream, asked)):
+            for raw, parsed, first_line in _parsed_lines(path, stream, asked):
                 num_rows += 1
                 try:
                     if first_line is not None or isinstance(parsed, LineError):
@@ -257,7 +256,7 @@ def has_every_row(path: str, done: Done, asked: InputFormat = "auto") -> bool:
     """Return whether each row of an input has its line, which is taken from `done`. Raises InputError."""
     with _open(path) as stream:
         try:
-            return all(_take(done, *line) for line in _parsed_lines(*_begin(path, stream, asked)))
+            return all(_take(done, *line) for line in _parsed_lines(path, stream, asked))
         except OSError as error:
             raise InputError(f"--input {path} cannot be read on: {error}") from error
 
@@ -268,18 +267,16 @@ def _take(done: Done, raw: RawLine, parsed: ParsedLine | LineError, first_line: 
     return done.take(parsed.id, first=first_line is None)
 
 
-def _begin(path: str, file: io.BufferedReader, asked: InputFormat) -> tuple[BinaryIO, LineFormat]:
-    """Return what reads a file from its beginning, and its format. Raises InputError for one that has no rows."""
-    unnamed = not is_regular(path)
-    head, whole = read_head(file, stream=unnamed)
-    return whole, choose_format(path, head, asked, stream=unnamed)
-
-
 def _parsed_lines(
-    whole: BinaryIO, line_format: LineFormat
+    path: str, stream: io.BufferedReader, asked: InputFormat
 ) -> Iterator[tuple[RawLine, ParsedLine | LineError, int | None]]:
-    """Yield each line with what it asks for, or why it cannot run, and the line that had its id before."""
-    plain_text = line_format == "text"
+    """Each line with what it asks for, or why it cannot run, and the line that had its id before.
+
+    Raises InputError for an input that has no rows.
+    """
+    unnamed = not is_regular(path)
+    head, whole = read_head(stream, stream=unnamed)
+    plain_text = choose_format(path, head, asked, stream=unnamed) == "text"
     # Default ids are line numbers and cannot collide with one another.
     seen = None if plain_text else SeenIds()
     for raw in read_lines(whole):
@@ -302,55 +299,13 @@ def _problem(parsed: ParsedLine | LineError, first_line: int | None) -> RowError
     return parsed
 
 
-class OpenInput:
-    """An input whose format is known, and of which no row has been read.
-
-    file: is read through `whole`, and closed by whoever reads that.
-    """
-
-    def __init__(self, path: str, asked: InputFormat) -> None:
-        with ExitStack() as held:
-            try:
-                self.file = held.enter_context(_open(path))
-                self.whole, self.line_format = _begin(path, self.file, asked)
-            except OSError as error:
-                raise InputError(f"--input {path} cannot be read: {error}") from error
-            held.pop_all()
-
-    @classmethod
-    def open(cls, path: str, asked: InputFormat, wait: Callable[[], None]) -> OpenInput:
-        """Open it on a daemon thread, which blocks until there is a writer and a first line.
-
-        Args:
-            wait: is called again and again meanwhile; takes a moment, and may raise.
-
-        Raises:
-            InputError: it cannot be read, or is of no format that has rows.
-        """
-        opened: list[OpenInput | BaseException] = []
-
-        def work() -> None:
-            try:
-                opened.append(cls(path, asked))
-            except BaseException as error:  # raised by the thread that waits
-                opened.append(error)
-
-        threading.Thread(target=work, name="open the input", daemon=True).start()
-        while not opened:
-            wait()
-        if isinstance(opened[0], BaseException):
-            raise opened[0]
-        return opened[0]
-
-
 class FileSource:
     """Rows of a file, or of standard input for `-`. Reading starts at once, so make it when the run starts.
 
     capacity: most rows read ahead; reading also stops at MAX_WAITING_TOKENS of their prompts.
     request_rate: rows a second, arriving as a Poisson process drawn from the run's seed; infinite: a row arrives when
     its line is read. done: rows that an earlier start has answered, which are left out. asked: the format that the user
-    named. opened: the path, where it is open already. Raises what `check_input` raises; `take` raises for what cannot
-    be opened all the same, or has no rows.
+    named. Raises what `check_input` raises; `take` raises for what cannot be opened all the same, or has no rows.
     """
 
     def __init__(
@@ -363,11 +318,8 @@ class FileSource:
         request_rate: float = math.inf,
         done: Done | None = None,
         asked: InputFormat = "auto",
-        opened: OpenInput | None = None,
     ) -> None:
-        if opened is None:
-            check_input(path)
-        self._opened = opened
+        check_input(path)
         self._path = path
         self._asked = asked
         self._maker = maker
@@ -427,9 +379,8 @@ class FileSource:
 
     def _read(self) -> None:
         try:
-            opened = self._opened or OpenInput(self._path, self._asked)
-            with opened.file:
-                for row in self._file_rows(opened):
+            with _open(self._path) as stream:
+                for row in self._file_rows(stream):
                     if not self._put(row):
                         return
         except OSError as error:
@@ -453,8 +404,8 @@ class FileSource:
     def _has_room(self) -> bool:
         return len(self._rows) < self._capacity and self._num_tokens < MAX_WAITING_TOKENS
 
-    def _file_rows(self, opened: OpenInput) -> Iterator[Row]:
-        for raw, parsed, first_line in _parsed_lines(opened.whole, opened.line_format):
+    def _file_rows(self, stream: io.BufferedReader) -> Iterator[Row]:
+        for raw, parsed, first_line in _parsed_lines(self._path, stream, self._asked):
             if _take(self._done, raw, parsed, first_line):
                 continue
             drawn_s = next(self._arrivals, None)

@@ -171,6 +171,7 @@ def test_rows_in_a_file_that_is_named_as_text_are_no_prompts():
         b"Yes or no, answer\nTrue or false, please\nNow or later, answer\n",
         b"Title; subtitle\nFoo; bar\n",
         b"Answer, briefly\nSay it\nSing it\n",
+        b"Context, please\nSo, what\nNo, thanks\n",
     ],
 )
 def test_prompts_with_commas_are_no_table(prompts):
@@ -185,6 +186,11 @@ def test_prompts_with_commas_are_no_table(prompts):
         b"question,level,type\na,b,c\n",
         b'question,level\n"why, and\nhow?",1\nx,2\ny,3\n',
         b"text|score\na|1\nb|2\n",
+        b"Prompt,Expected Answer\n1+1,2\n2+2,4\n",
+        b"id,prompt,expected answer\n1,a,b\n",
+        b"Question,Correct answer\na,b\n",
+        b"input,max_tokens\nhi,5\n",
+        b'"id","prompt"\n"1","a, b"\n',
     ],
 )
 def test_a_table_with_columns_of_its_own_is_one(table):

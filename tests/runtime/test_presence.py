@@ -94,10 +94,11 @@ while True:
     store.set("alive", "1")
 """
 asking = subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE)
-asking.stdout.readline()
+assert asking.stdout.readline() == b"asking\\n"
 before_s, before_bytes = done()
 time.sleep(3.0)
 seconds, num_read = done()
+assert asking.poll() is None
 asking.kill()
 assert seconds - before_s <= 0.03 and num_read == before_bytes, (seconds - before_s, num_read - before_bytes)
 end_s = time.monotonic() + 60

@@ -98,19 +98,23 @@ def test_a_start_that_is_refused_takes_nothing_away(how, tmp_path):
     } | {Path("unfinished"): b""}
 
 
+@pytest.mark.parametrize("refused_before", ["it claims", "it begins"])
 @pytest.mark.parametrize("code", [None, 75, 0])
-def test_a_lost_run_is_known_as_one_behind_the_code_of_a_start_that_was_refused(code, tmp_path):
+def test_a_lost_run_is_known_as_one_behind_the_code_of_a_start_that_was_refused(code, refused_before, tmp_path):
     """By it another agent of the rendezvous goes on with its answers, and does not replace them."""
     leave_a_run(tmp_path)
+    (tmp_path / "exit_code").unlink()
     if code is not None:
-        RunDirectory(tmp_path).write_exit_code(code)
-    RunDirectory(tmp_path).write_refusal(2, overwrite=True)
-    assert (RunDirectory(tmp_path).read_exit_code(), RunDirectory(tmp_path).is_unfinished()) == (2, code != 0)
+        (tmp_path / "exit_code").write_text(f"{code}\n")
+    if refused_before == "it claims":
+        RunDirectory(tmp_path).write_refusal(2, overwrite=True)
+        assert (RunDirectory(tmp_path).read_exit_code(), RunDirectory(tmp_path).is_unfinished()) == (2, code != 0)
     for _ in range(2):
         with RunDirectory.claim(tmp_path, overwrite=True) as run_dir:
             run_dir.write_exit_code(2)
-        if code != 0:
-            assert (run_dir.read_exit_code(), run_dir.is_unfinished()) == (2, True)
+        assert (run_dir.read_exit_code(), run_dir.is_unfinished()) == (2, code != 0)
+    RunDirectory(tmp_path).write_end(0)  # of one that found nothing left to do
+    assert not run_dir.is_unfinished()
     with RunDirectory.claim(tmp_path, overwrite=False, resume=True) as run_dir:
         run_dir.begin({})
         run_dir.write_exit_code(2)

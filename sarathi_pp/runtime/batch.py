@@ -387,7 +387,11 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
                 wait=signals.pause,
                 patience_s=job.lock_patience_s,
             )
-            checked.run_dir.begin(facts)
+            try:
+                checked.run_dir.begin(facts)
+            except SarathiError:
+                journal.close()
+                raise
             begun = True
             return journal
 

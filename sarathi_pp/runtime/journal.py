@@ -215,13 +215,23 @@ class LateJournal:
         self.done = Done()
         self._begin = begin
         self._journal: Journal | None = None
+        self._failure: Exception | None = None
         self._lock = threading.Lock()  # its first line and the end of the run may meet
 
     def open(self) -> Journal:
-        """Open it if it is not yet: a run that ends in order has an output, if only an empty one."""
+        """Open it if it is not yet: a run that ends in order has an output, if only an empty one.
+
+        It is tried once, since another run may have the file the next time. Raises what `begin` raised.
+        """
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             if self._journal is None:
-                self._journal = self._begin()
+                try:
+                    self._journal = self._begin()
+                except Exception as error:
+                    self._failure = error
+                    raise
             return self._journal
 
     def append(self, data: bytes) -> None:

@@ -226,7 +226,9 @@ class RunDirectory:
 
     def _note_unfinished(self) -> None:
         """Keep in mind that the run was lost before another start's code replaces its own. Raises OSError."""
-        if (self.path / "run.json").exists() and self.is_unfinished():
+        if not self.is_unfinished():
+            (self.path / _UNFINISHED).unlink(missing_ok=True)
+        elif (self.path / "run.json").exists():
             (self.path / _UNFINISHED).touch(mode=0o600)
 
     def write_run(self, facts: dict[str, Any]) -> None:

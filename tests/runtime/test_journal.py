@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sarathi_pp.errors import ConfigError, InputError, OutputError
-from sarathi_pp.runtime.journal import Done, Journal
+from sarathi_pp.runtime.journal import Done, Journal, LateJournal
 from sarathi_pp.runtime.sink import encode_line
 from tests.thinning import examples
 
@@ -205,7 +205,7 @@ def test_an_answer_is_what_a_sink_writes(tmp_path):
 APART = """
 import errno, fcntl, sys
 from sarathi_pp.errors import PeerLostError
-from sarathi_pp.runtime.journal import Journal
+from sarathi_pp.runtime.journal import Journal, LateJournal
 
 def no_locks(fd, how):
     raise OSError(errno.ENOLCK, "no locks")
@@ -284,3 +284,35 @@ def test_a_lock_of_a_lost_host_is_waited_for(tmp_path):
     journal = Journal.open(str(path), "resume", patience_s=60.0, wait=waits)
     journal.close()
     assert waits.call_count == 2 and journal.done.num_rows == 1
+
+
+def test_a_late_journal_is_opened_once_for_its_first_line(tmp_path):
+    opened = []
+
+    def begin():
+        opened.append(Journal.open(str(tmp_path / "out.jsonl")))
+        return opened[-1]
+
+    late = LateJournal("out.jsonl", begin)
+    late.append(b"")
+    late.sync()
+    assert not opened and not (tmp_path / "out.jsonl").exists()
+    late.append(b"{}\n")
+    assert late.open() is opened[0] and len(opened) == 1
+    late.close()
+    assert (tmp_path / "out.jsonl").read_bytes() == b"{}\n"
+
+
+def test_a_late_journal_that_cannot_be_opened_is_not_tried_again(tmp_path):
+    tries = []
+
+    def begin():
+        tries.append(1)
+        raise ConfigError("another run has it")
+
+    late = LateJournal("out.jsonl", begin)
+    for call in (lambda: late.append(b"{}\n"), late.open):
+        with pytest.raises(ConfigError, match="another run has it"):
+            call()
+    late.close()
+    assert len(tries) == 1

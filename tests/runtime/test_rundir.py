@@ -114,7 +114,8 @@ def test_a_lost_run_is_known_as_one_behind_the_code_of_a_start_that_was_refused(
             run_dir.write_exit_code(2)
         assert (run_dir.read_exit_code(), run_dir.is_unfinished()) == (2, code != 0)
     RunDirectory(tmp_path).write_end(0)  # of one that found nothing left to do
-    assert not run_dir.is_unfinished()
+    RunDirectory(tmp_path).write_refusal(2, overwrite=True)
+    assert run_dir.read_exit_code() == 2 and not run_dir.is_unfinished()
     with RunDirectory.claim(tmp_path, overwrite=False, resume=True) as run_dir:
         run_dir.begin({})
         run_dir.write_exit_code(2)

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.policy import wants_paragraphs
-from sarathi_pp.errors import (
-    EXIT_OK,
-    EXIT_ROWS_FAILED,
-    ConfigError,
-    PeerLostError,
-    SarathiError,
-    StoppedError,
-)
+from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.model.support import ModelFacts, check_model
 from sarathi_pp.runtime.cause import is_echo, report_cause
 from sarathi_pp.runtime.fetch import find_model
@@ -167,12 +160,7 @@ def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int 
 
 
 def _run_checked(
-    job: BatchJob,
-    checked: Preflight,
-    rank: Place,
-    display: Display,
-    analyse: Analyse,
-    slow: Sequence[SlowCheck],
+    job: BatchJob, checked: Preflight, rank: Place, display: Display, analyse: Analyse, slow: Sequence[SlowCheck]
 ) -> int:
     """Run a rank to its end; returns its exit code. slow: see run_rank."""
 

@@ -205,7 +205,7 @@ def test_an_answer_is_what_a_sink_writes(tmp_path):
 APART = """
 import errno, fcntl, sys
 from sarathi_pp.errors import PeerLostError
-from sarathi_pp.runtime.journal import Journal, LateJournal
+from sarathi_pp.runtime.journal import Journal
 
 def no_locks(fd, how):
     raise OSError(errno.ENOLCK, "no locks")

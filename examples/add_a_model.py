@@ -21,12 +21,12 @@ import torch
 import transformers
 
 from sarathi_pp.errors import UnsupportedModelError
-from sarathi_pp.model import support
 from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.checkpoint import support
 from sarathi_pp.model.families import FAMILIES, Family
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.slice import load_stage
+from sarathi_pp.model.stage_model import load_stage
 
 # OLMo 3 calls its parts as Llama does, `model.embed_tokens`, `model.layers`, `model.norm`, `lm_head`: the defaults.
 # Layers that `layer_types` calls sliding_attention see a window. Where config.json does not say, all heads have

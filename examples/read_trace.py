@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sarathi_pp.analysis.timeline import Alignment
 from sarathi_pp.trace.events import Compute, Issued, Returned, TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import read_trace
-from sarathi_pp.trace.timeline import Alignment
 
 EXAMPLES = Path(__file__).parent
 

@@ -48,7 +48,7 @@ static() {
 run_tests() {
     local directory present=() code=0 count
     for directory in "$@"; do
-        if compgen -G "$directory/test_*.py" >/dev/null; then present+=("$directory"); fi
+        if [ -n "$(find "$directory" -name 'test_*.py' -print -quit 2>/dev/null)" ]; then present+=("$directory"); fi
     done
     if [ ${#present[@]} -eq 0 ]; then
         echo "no tests yet in $*"
@@ -75,7 +75,7 @@ PYTHON
 # Arithmetic alone: these tests wait for nothing and share nothing.
 pure() {
     local jobs=(-n auto)
-    run_tests tests/core tests/trace tests/wire tests/sim
+    run_tests tests/core tests/trace tests/analysis tests/sim
 }
 model() {
     local bad=0 jobs=(-n auto)
@@ -101,7 +101,7 @@ oldest() {
         failed=$((failed + 1))
         return 1
     fi
-    PYTHONPATH=$folder run_tests tests/model tests/runtime tests/mockgpu
+    PYTHONPATH=$folder run_tests tests/model tests/text tests/inputs tests/commands tests/mockgpu
 }
 # has PROGRAM PACKAGE: only root can install one; without it those tests skip and say so.
 has() {
@@ -114,15 +114,16 @@ has() {
 # The page is looked at in a browser.
 reports() {
     has chromium chromium
-    run_tests tests/report tests/bench tests/browser
+    run_tests tests/report tests/bench tests/tuning tests/browser
 }
 # Processes of their own, and bounds in seconds: one test after the other, but for what stays within its process.
 runtime() {
     local bad=0 jobs=(-n auto)
     has ip iproute2  # hosts are network namespaces
-    run_tests tests/runtime/exact || bad=1
-    jobs=(--ignore=tests/runtime/exact)
-    run_tests tests/runtime || bad=1
+    run_tests tests/exact || bad=1
+    jobs=()
+    run_tests tests/process tests/text tests/wire tests/stages tests/inputs tests/outputs tests/distributed \
+        tests/engine tests/run tests/api tests/commands || bad=1
     return $bad
 }
 faults() {

@@ -14,7 +14,7 @@ from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.errors import RowError, SarathiError
 
 if TYPE_CHECKING:
-    from sarathi_pp.runtime.llm import LLM, CompletionOutput, RequestOutput
+    from sarathi_pp.api import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "RowError", "RunConfig", "SamplingParams", "SarathiError"]
@@ -22,7 +22,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "RowError", "RunConfig", 
 
 def __getattr__(name: str) -> Any:
     if name in ("LLM", "CompletionOutput", "RequestOutput"):
-        from sarathi_pp.runtime import llm
+        from sarathi_pp import api
 
-        return getattr(llm, name)
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

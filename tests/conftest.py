@@ -4,14 +4,24 @@ Without it such cases are deselected, so nothing is shown as skipped. In CI the 
 one that fails is found by whoever runs the tests at home, not by luck on another's change.
 """
 
+from __future__ import annotations
+
+import importlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests import thinning
+
+if TYPE_CHECKING:
+    from tests.exact.references import Reference
+
+References = Callable[[str], "Reference"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,3 +60,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if thinned:
         config.hook.pytest_deselected(items=thinned)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """The reference answers of a family, computed once."""
+    from tests.exact.references import make_reference  # torch and transformers, which most tests do without
+
+    known: dict[str, Reference] = {}
+
+    def answers(family: str) -> Reference:
+        if family not in known:
+            known[family] = make_reference(family, tmp_path_factory.mktemp(family))
+        return known[family]
+
+    return answers
+
+
+@pytest.fixture
+def awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For as long as the test runs, no core of this machine goes to sleep."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples" / "benchmarks")
+    with importlib.import_module("awake").awake():
+        yield

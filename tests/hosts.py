@@ -1,11 +1,11 @@
-"""The hosts of examples/measure/hosts.py, for tests: where there are none, the test is skipped and says why."""
+"""The hosts of examples/benchmarks/hosts.py, for tests: where there are none, the test is skipped and says why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from examples.measure.hosts import Hosts, NoHostsError, make_hosts
+from examples.benchmarks.hosts import Hosts, NoHostsError, make_hosts
 from tests.missing import missing
 
 

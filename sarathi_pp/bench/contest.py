@@ -21,15 +21,15 @@ from typing import Any, Protocol
 
 import psutil
 
+from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench.footprint import Footprint
 from sarathi_pp.bench.machine import stolen, wait_until_quiet
 from sarathi_pp.bench.peers import PeerChoice
 from sarathi_pp.core.request import Request
+from sarathi_pp.distributed.environment import inherited
 from sarathi_pp.errors import SarathiError
-from sarathi_pp.runtime.place import inherited
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.latency import Spread
-from sarathi_pp.trace.summary import Report
 
 # Characters of what a failed command said, and seconds that one has to end itself.
 _TAIL = 2000

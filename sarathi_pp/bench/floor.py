@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cost.model import CostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch.nn import functional
 
-from sarathi_pp.runtime.host import usable_cpus
+from sarathi_pp.process.host import usable_cpus
 from sarathi_pp.trace.clock import SystemClock
 
 # Large enough that a product's rate no longer grows, and that an array is in no cache.

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sarathi_pp.bench.contest import Entrant, OurRun, PeerRun, Run, Work, hold
+from sarathi_pp.bench.contest_report import contest_document
 from sarathi_pp.bench.floor import Floor
 from sarathi_pp.bench.machine import MachineRates, measure_rates, wait_until_quiet
 from sarathi_pp.bench.peers import parse_peer
-from sarathi_pp.bench.standings import contest_document
 from sarathi_pp.bench.workload_file import read_workload
-from sarathi_pp.core.estimate import DeviceSpeed
+from sarathi_pp.core.cost.estimate import DeviceSpeed
 from sarathi_pp.core.policy import make_policy, uses_chunk_size
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.support import ModelFacts, check_model
-from sarathi_pp.runtime.fetch import find_model
-from sarathi_pp.runtime.tuning import estimated_cost
+from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.run.auto_options import estimated_cost
+from sarathi_pp.run.fetch import find_model
 from sarathi_pp.sim.workload import Workload
 
 Document = dict[str, Any]

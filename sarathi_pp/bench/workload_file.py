@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError
-from sarathi_pp.runtime.lines import RawLine, read_lines
+from sarathi_pp.inputs.lines import RawLine, read_lines
 from sarathi_pp.sim.workload import Workload, parse_workload
 
 # Beyond every pipeline, as in sim/workload.py.

@@ -16,9 +16,9 @@ from sarathi_pp.cli.generate import generate
 def agent(command: str, arguments: tuple[str, ...]) -> int:
     """Run the ranks of this node. torchrun's options come from its environment variables, PET_NNODES and so on."""
     options = generate.make_context(command, list(arguments)).params
-    from sarathi_pp.runtime.agent import run_agent
-    from sarathi_pp.runtime.preflight import is_unkept
-    from sarathi_pp.runtime.rundir import RunDirectory
+    from sarathi_pp.outputs.run_directory import RunDirectory
+    from sarathi_pp.run.preflight import is_unkept
+    from sarathi_pp.run.torchrun_agent import run_agent
 
     output, named = options["output_path"], options["run_dir"]
     if named is None and is_unkept(output):

@@ -117,7 +117,7 @@ def gpu(budget: float, output: Path | None) -> int:
     """
     import torch
 
-    from sarathi_pp.bench.gpu import bench_gpu
+    from sarathi_pp.bench.gpu.suite import bench_gpu
     from sarathi_pp.trace.clock import SystemClock
 
     def say(part: str) -> None:

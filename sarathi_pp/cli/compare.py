@@ -9,9 +9,9 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli.report import page_runs, refuse_two_on_stdout, writing
-from sarathi_pp.cli.runs import advise_runs, read_run
 from sarathi_pp.report.comparison import compare as compare_reports
 from sarathi_pp.report.comparison import render_comparison
+from sarathi_pp.report.run_reader import advise_runs, read_run
 
 
 @click.command()

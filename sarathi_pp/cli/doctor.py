@@ -15,7 +15,7 @@ from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.model.families import FAMILIES
 
 if TYPE_CHECKING:
-    from sarathi_pp.runtime.doctor import Diagnosis, Finding
+    from sarathi_pp.run.doctor import Diagnosis, Finding
 
 _STYLES = {"used": "green", "unused": "dim", "doubtful": "yellow", "refused": "red"}
 
@@ -42,7 +42,7 @@ def doctor(model: str | None, verify: str | None, list_models: bool, as_json: bo
         _list_models(as_json)
         return EXIT_OK
     try:
-        from sarathi_pp.runtime.doctor import diagnose
+        from sarathi_pp.run.doctor import diagnose
     except ImportError as error:
         raise SarathiError(f"a library that every run needs cannot be loaded: {error}") from error
     found = diagnose(model, verify=verify is not None)

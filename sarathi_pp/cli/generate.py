@@ -17,13 +17,13 @@ from sarathi_pp.cli.options import naming_options
 from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Real
 from sarathi_pp.config import ATTENTIONS, DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
-from sarathi_pp.runtime.input_format import INPUT_FORMATS
+from sarathi_pp.inputs.input_format import INPUT_FORMATS
 
 if TYPE_CHECKING:
     from sarathi_pp.cli.show import BatchDisplay
-    from sarathi_pp.runtime.journal import Start
-    from sarathi_pp.runtime.place import Place
-    from sarathi_pp.runtime.preflight import BatchJob
+    from sarathi_pp.distributed.environment import Place
+    from sarathi_pp.outputs.journal import Start
+    from sarathi_pp.run.preflight import BatchJob
 
 _STANDARD_INPUT = dict.fromkeys(("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"), "-")
 _STANDARD_OUTPUT = dict.fromkeys(("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"), "-")
@@ -224,8 +224,8 @@ def generate(**options: Any) -> int:
     One line of input gives one line of output; a line that cannot run gives an error line and the run goes on
     (exit code 3 at the end). Sampling options are defaults that each line may override.
     """
-    from sarathi_pp.runtime.place import let_threads_sleep
-    from sarathi_pp.runtime.signals import stoppable
+    from sarathi_pp.distributed.environment import let_threads_sleep
+    from sarathi_pp.process.signals import stoppable
 
     let_threads_sleep()
     with stoppable("the run"):
@@ -234,10 +234,10 @@ def generate(**options: Any) -> int:
 
 def _generate(options: dict[str, Any]) -> int:
     from sarathi_pp.cli.show import BatchDisplay, RunConsole
-    from sarathi_pp.runtime.batch import run_batch
-    from sarathi_pp.runtime.place import find_place
-    from sarathi_pp.runtime.preflight import BatchJob, is_unkept
-    from sarathi_pp.runtime.source import is_stream
+    from sarathi_pp.distributed.environment import find_place
+    from sarathi_pp.inputs.source import is_stream
+    from sarathi_pp.run.batch import run_batch
+    from sarathi_pp.run.preflight import BatchJob, is_unkept
 
     place = find_place()
     job = BatchJob(
@@ -270,14 +270,14 @@ def _generate(options: dict[str, Any]) -> int:
         job = _with_scratch(job, place, held)
         if place is None and (job.config.num_ranks > 1 or restarts):
             return _launch(job, display, restarts)
-        from sarathi_pp.cli.runs import analyse
+        from sarathi_pp.report.run_reader import analyse
 
         return run_batch(job, place, display, analyse)
 
 
 def _with_scratch(job: BatchJob, place: Place | None, held: ExitStack) -> BatchJob:
     """Return the job with a run directory that is removed in the end, if the user named none and keeps no output."""
-    from sarathi_pp.runtime.preflight import is_unkept
+    from sarathi_pp.run.preflight import is_unkept
 
     if job.config.run_dir is not None or not is_unkept(job.output_path):
         return job
@@ -288,7 +288,7 @@ def _with_scratch(job: BatchJob, place: Place | None, held: ExitStack) -> BatchJ
 
 
 def _how_to_resume(options: dict[str, Any], *, under_torchrun: bool) -> str:
-    from sarathi_pp.runtime.source import is_stream
+    from sarathi_pp.inputs.source import is_stream
 
     if any(map(is_stream, (options["input_path"], options["output_path"]))):
         return "a stream cannot be resumed: send the lines without an answer again"
@@ -309,10 +309,10 @@ def _start(options: dict[str, Any]) -> Start:
 
 
 def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
-    from sarathi_pp.runtime.batch import end_if_finished
-    from sarathi_pp.runtime.launcher import descriptors_of, launch
-    from sarathi_pp.runtime.place import mesh_of
-    from sarathi_pp.runtime.preflight import check_lines, check_weights, identify, preflight
+    from sarathi_pp.distributed.environment import mesh_of
+    from sarathi_pp.distributed.launcher import descriptors_of, launch
+    from sarathi_pp.run.batch import end_if_finished
+    from sarathi_pp.run.preflight import check_lines, check_weights, identify, preflight
 
     checked = identify(job, preflight(job))
     if (code := end_if_finished(job, checked, display)) is not None:

@@ -14,8 +14,8 @@ import click
 
 import sarathi_pp
 from sarathi_pp.cli import stdout
+from sarathi_pp.distributed.environment import speaks_for_host
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, MissingError, OutputError, SarathiError
-from sarathi_pp.runtime.place import speaks_for_host
 
 # Each is the function of the same name in sarathi_pp.cli.NAME; those with a line of help are listed.
 _COMMANDS = {

@@ -25,8 +25,8 @@ from sarathi_pp.report import formats
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
 def plan(workload: str, as_json: bool, **options: Any) -> None:
     """Say how to cut a model into stages and prompts into chunks, what fits, and what to expect. Runs nothing."""
-    from sarathi_pp.bench.plan import make_plan
     from sarathi_pp.bench.workload_file import read_workload
+    from sarathi_pp.tuning.plan import make_plan
 
     config = run_config(options, None)
     if config.profile is not None and config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization:

@@ -45,7 +45,7 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     Runs microbatches of many sizes through the real pipeline for a minute or so, fits the cost model to their times,
     and says how far it is off on microbatches that it was not fitted to. `plan` and `generate --profile` use it.
     """
-    from sarathi_pp.runtime.place import find_place, let_threads_sleep, mesh_of
+    from sarathi_pp.distributed.environment import find_place, let_threads_sleep, mesh_of
 
     let_threads_sleep()
     place = find_place()
@@ -54,10 +54,10 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     if place is None or place.rank == 0:
         _preflight(config, output, overwrite)
     if place is None and config.num_ranks > 1:
-        from sarathi_pp.runtime.launcher import launch
+        from sarathi_pp.distributed.launcher import launch
 
         return launch(mesh_of(config), sys.argv[1:], lambda text: console.print(text, highlight=False))
-    from sarathi_pp.bench.calibrate import run_profile
+    from sarathi_pp.tuning.measure import run_profile
 
     display = _ProfileDisplay(console, quiet=quiet, as_json=as_json)
     return run_profile(config, place, output, display, overwrite=overwrite)
@@ -66,11 +66,11 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     """Refuse what can be refused before a model is loaded."""
     from sarathi_pp.core.partition import partition
-    from sarathi_pp.model.support import check_model, check_shards
-    from sarathi_pp.runtime.fetch import find_model
-    from sarathi_pp.runtime.preflight import check_machine
-    from sarathi_pp.runtime.profile_file import check_profile_output
-    from sarathi_pp.runtime.rundir import RunDirectory
+    from sarathi_pp.model.checkpoint.support import check_model, check_shards
+    from sarathi_pp.outputs.profile_file import check_profile_output
+    from sarathi_pp.outputs.run_directory import RunDirectory
+    from sarathi_pp.run.fetch import find_model
+    from sarathi_pp.run.preflight import check_machine
 
     check_profile_output(output, overwrite=overwrite)
     if config.run_dir is not None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TextIO
 import click
 from rich.console import Console
 
+from sarathi_pp.analysis.replicas import Replica
 from sarathi_pp.cli import stdout
-from sarathi_pp.cli.runs import Run, read_run
 from sarathi_pp.errors import ConfigError, OutputError
+from sarathi_pp.report.run_reader import Run, read_run
 from sarathi_pp.report.table import render
-from sarathi_pp.trace.replicas import Replica
 
 if TYPE_CHECKING:
     from sarathi_pp.report.page import PageRun
@@ -46,13 +46,13 @@ def report(
         with writing(html) as file:
             file.write(render_page(page_runs(run.resolve().name, found)))
     if perfetto is not None:
-        from sarathi_pp.trace.perfetto import write_chrome_trace
+        from sarathi_pp.analysis.perfetto import write_chrome_trace
 
         for path, replica in _each(perfetto, found):
             with writing(path) as file:
                 write_chrome_trace(replica.timeline, file)
     if csv is not None:
-        from sarathi_pp.trace.rows import write_csv
+        from sarathi_pp.analysis.csv_rows import write_csv
 
         for path, replica in _each(csv, found):
             with writing(path) as file:

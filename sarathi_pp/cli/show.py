@@ -12,11 +12,11 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli import stdout
+from sarathi_pp.engine.progress import Snapshot
 from sarathi_pp.errors import OutputError
+from sarathi_pp.outputs.sink import OutputClosedError
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.table import render
-from sarathi_pp.runtime.sink import OutputClosedError
-from sarathi_pp.runtime.snapshot import Snapshot
 
 _STDERR = 2
 
@@ -70,7 +70,7 @@ class BatchDisplay:
         with ExitStack() as stack:
             watchers: list[Callable[[Snapshot], None]] = []
             if self._metrics_port is not None:
-                from sarathi_pp.runtime.metrics import MetricsServer
+                from sarathi_pp.run.metrics import MetricsServer
 
                 server = MetricsServer(self._metrics_port, num_stages)
                 stack.callback(server.close)

@@ -10,16 +10,16 @@ from typing import Any
 import click
 from rich.console import Console
 
+from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.cli.options import policies_option, workload_option
 from sarathi_pp.cli.values import Count, Real
 from sarathi_pp.config import HEADS
 from sarathi_pp.core.policy import auto_chunk_size, keeps_tbt_slo, with_tbt_slo
+from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.report.policies import render_policies, runs_document
-from sarathi_pp.runtime.profile_file import read_profile
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import PRESETS, preset
-from sarathi_pp.trace.summary import Report
 
 
 class SlowStage(click.ParamType[tuple[int, float]]):

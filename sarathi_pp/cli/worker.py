@@ -13,9 +13,9 @@ from sarathi_pp.config import RunConfig
 @click.argument("config")
 def worker(config: str) -> int:
     """Serve as the rank that the environment names, with CONFIG (a RunConfig as JSON)."""
-    from sarathi_pp.runtime.place import let_threads_sleep
+    from sarathi_pp.distributed.environment import let_threads_sleep
 
     let_threads_sleep()
-    from sarathi_pp.runtime.batch import serve_llm
+    from sarathi_pp.run.batch import serve_llm
 
     return serve_llm(RunConfig(**json.loads(config)), lambda text: click.echo(text, err=True))

@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Literal
 
-from sarathi_pp.core.cost import CostModel, Load, Row
-from sarathi_pp.core.head import HeadPlacement
+from sarathi_pp.core.cost.model import CostModel, Load, Row
+from sarathi_pp.core.cost.refiner import CostRefiner
+from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
-from sarathi_pp.core.refiner import CostRefiner
 from sarathi_pp.core.request import Completion, ErrorCode, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 

@@ -34,7 +34,8 @@ class Family:
     and tie_word_embeddings where config.json does not say. None: all heads, and hidden_size // heads. A test
     compares them with transformers.
 
-    widths: config.json names of what tensor shards divide beside heads (tensor.py). None: not proven in shards.
+    widths: config.json names of what tensor shards divide beside heads (tensor_parallel.py). None: not proven in
+    shards.
     """
 
     architecture: str

@@ -20,7 +20,7 @@ from torch import Tensor
 from sarathi_pp.model.attention import Fixable
 from sarathi_pp.model.inputs import FixedInputs, Span
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.slice import StageModel
+from sarathi_pp.model.stage_model import StageModel
 
 # Above, a microbatch keeps the device busy for longer than it takes to launch; a model of 1.5B takes half as long again
 # to be launched as an H100 takes for 1,024 tokens (estimated).

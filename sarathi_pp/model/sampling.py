@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sarathi_pp.model.kernels import has_kernels
-from sarathi_pp.model.packed import has_panels
+from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.triton_available import has_kernels
 
 
 class Row(Protocol):
@@ -57,7 +57,7 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
 
 def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
     """The host waits once, for the token ids."""
-    from sarathi_pp_kernels.sampling import drawn_tokens, greedy_tokens  # triton is not everywhere
+    from sarathi_pp_kernels.triton.sampling import drawn_tokens, greedy_tokens  # triton is not everywhere
 
     if all(row.temperature == 0 for row in rows):
         found = greedy_tokens(logits)
@@ -78,13 +78,13 @@ def _parameters(row: Row) -> tuple[float, ...]:
 
 def _scanned(logits: Tensor) -> list[int]:
     """What `_largest` gives, in one pass and a part of another over bfloat16 on CPU."""
-    from sarathi_pp.model import rows  # numba is an optional package, and a slow import
+    from sarathi_pp_kernels.cpu import row_ops
 
     logits = logits.contiguous()
     num_rows, width = logits.shape
     assert width, "there is nothing to draw from"
     found = np.empty(num_rows, np.int64)
-    rows.largest(logits.data_ptr(), found.ctypes.data, num_rows, width)
+    row_ops.largest(logits.data_ptr(), found.ctypes.data, num_rows, width)
     return found.tolist()
 
 

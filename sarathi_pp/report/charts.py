@@ -23,10 +23,10 @@ from heapq import merge
 from math import exp, log
 from typing import Any
 
+from sarathi_pp.analysis.bubbles import Bubbles
+from sarathi_pp.analysis.timeline import StageTimeline, Timeline
 from sarathi_pp.errors import InputError
-from sarathi_pp.trace.bubbles import Bubbles
 from sarathi_pp.trace.latency import latency_series
-from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 _TICK_S = 1e-6
 _NO_ISSUE = -1

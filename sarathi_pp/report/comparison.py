@@ -19,8 +19,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sarathi_pp.analysis.summary import Report
 from sarathi_pp.errors import InputError
-from sarathi_pp.trace.summary import Report
 
 SCHEMA = "sarathi-pp/comparison/1"
 

@@ -33,7 +33,7 @@ _COLUMNS = (
 
 
 def render_contest(document: Mapping[str, Any]) -> Table:
-    """The document of `bench/standings.py` as a table of at most 80 columns."""
+    """The document of `bench/contest_report.py` as a table of at most 80 columns."""
     machine = document["machine"]
     title = (
         f"{document['workload']}\n{document['rounds']} rounds; the floor, {document['floor_tokens_per_s']:.0f} "

@@ -22,11 +22,11 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from sarathi_pp.analysis.bubbles import Bubbles
+from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.report import formats
 from sarathi_pp.report.advice import APART
 from sarathi_pp.report.charts import distributions, request_bubble_cdf, spans
-from sarathi_pp.trace.bubbles import Bubbles
-from sarathi_pp.trace.timeline import Timeline
 
 _STATES = {
     "compute_s": "compute s",

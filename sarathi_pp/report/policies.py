@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from sarathi_pp.analysis.summary import RUNS_SCHEMA, Report
 from sarathi_pp.report.formats import share
-from sarathi_pp.trace.summary import RUNS_SCHEMA, Report
 
 
 def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sarathi_pp.runtime.snapshot import Snapshot
+from sarathi_pp.engine.progress import Snapshot
 
 _REDRAW_S = 0.1
 _LINE_S = 5.0

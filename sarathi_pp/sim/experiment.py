@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from sarathi_pp.core.cost import CostModel
-from sarathi_pp.core.cut import recut
-from sarathi_pp.core.head import HeadPlacement, moves_head
+from sarathi_pp.analysis.replicas import Replica, summarise_replicas
+from sarathi_pp.analysis.summary import Report
+from sarathi_pp.analysis.timeline import StageTimeline, Timeline
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.head_placement import HeadPlacement, moves_head
+from sarathi_pp.core.load_balancer import most_held, most_held_tokens
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.core.profile import Profile
-from sarathi_pp.core.shares import most_held, most_held_tokens
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
@@ -21,9 +24,6 @@ from sarathi_pp.sim.replicas import run_replicas
 from sarathi_pp.sim.simulation import Record, Simulation
 from sarathi_pp.sim.workload import Workload
 from sarathi_pp.trace.events import Event, TraceEnd, TraceStart
-from sarathi_pp.trace.replicas import Replica, summarise_replicas
-from sarathi_pp.trace.summary import Report
-from sarathi_pp.trace.timeline import StageTimeline, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 
-from sarathi_pp.core.profile import NO_DRIFT, Drift
+from sarathi_pp.core.cost.profile import NO_DRIFT, Drift
 
 # Noise never makes a microbatch faster than this share of its modelled time.
 _LEAST = 0.5

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sarathi_pp.core.cost import CostModel, Load
+from sarathi_pp.core.cost.model import CostModel, Load
+from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.plan import MicroBatch
-from sarathi_pp.core.profile import Profile
 from sarathi_pp.sim.noise import Noise
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sarathi_pp.core.cost import CostModel, StageCost
-from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.errors import ConfigError
 
 

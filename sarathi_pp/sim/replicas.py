@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
+from sarathi_pp.core.load_balancer import Shares
 from sarathi_pp.core.request import Request
-from sarathi_pp.core.shares import Shares
 from sarathi_pp.sim.arrivals import Inbox, InOrder
 from sarathi_pp.sim.simulation import Record, Simulation
 from sarathi_pp.trace.events import Event, RequestFinished

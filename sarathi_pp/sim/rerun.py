@@ -19,10 +19,12 @@ from math import ceil, inf
 from statistics import fmean
 from typing import NamedTuple, Self
 
+from sarathi_pp.analysis.causes import host_seconds
+from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.cost import CostModel
-from sarathi_pp.core.cut import recut
-from sarathi_pp.core.head import HeadPlacement
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
 from sarathi_pp.core.policy.view import Limits
@@ -30,9 +32,7 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.pipeline import Link, Links, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
-from sarathi_pp.trace.causes import host_seconds
 from sarathi_pp.trace.events import Event, Issued, RequestFinished
-from sarathi_pp.trace.timeline import Timeline
 
 # Of a long run the first requests are simulated: as many as take about half a second, where a stage takes a microbatch
 # in one step and the coordinator a chunk in an eighth of one.

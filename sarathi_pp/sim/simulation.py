@@ -16,15 +16,15 @@ from math import inf
 from typing import NamedTuple
 
 from sarathi_pp.core.coordinator import Coordinator, IdleReason
-from sarathi_pp.core.cost import CostModel
-from sarathi_pp.core.head import HeadPlacement
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.sim.arrivals import Arrivals, InOrder
 from sarathi_pp.sim.pipeline import VirtualPipeline
 from sarathi_pp.trace.events import Compute, Event, Head, Issued, RequestArrived, Returned, Starved
-from sarathi_pp.trace.request import TokenTimes
+from sarathi_pp.trace.token_times import TokenTimes
 
 # Told with the stage that an event belongs to.
 Record = Callable[[int, Event], None]

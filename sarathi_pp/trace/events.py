@@ -20,7 +20,7 @@ from math import isfinite
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
-from sarathi_pp.core.cost import Load
+from sarathi_pp.core.cost.model import Load
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import InputError

@@ -23,6 +23,11 @@ Payload = TypeVar("Payload")
 Sent = TypeVar("Sent", contravariant=True)
 
 
+def edge_buffers(inflight: int) -> int:
+    """Messages for which an edge has room: all microbatches in flight, and a goodbye."""
+    return inflight + 1
+
+
 class Landing(Protocol):
     """A point in a device's work, see trace.timer.Mark."""
 

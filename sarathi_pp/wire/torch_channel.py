@@ -26,8 +26,8 @@ from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
 from sarathi_pp.wire.group import Group, Transfer
-from sarathi_pp.wire.lane import Lane
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
+from sarathi_pp.wire.nccl_channel import Lane
 
 HEARTBEAT_S = 1.0
 # Of the time for which a peer may be silent, so that one heartbeat that is late is no loss.

@@ -21,7 +21,7 @@ UNSAFE_CALLS = {
 
 # Machine code of kernels, which this machine has compiled into its own folder: who can write there can write the code
 # next to it as well. numba, whose cache this replaces, keeps it in the same form.
-OF_THIS_MACHINE = {"sarathi_pp/model/lanes/cache.py"}
+OF_THIS_MACHINE = {"kernels/sarathi_pp_kernels/cpu/simd/cache.py"}
 
 
 def offences(source: str) -> list[str]:

@@ -37,7 +37,7 @@ finally:
 _LAUNCH = """
 import sys
 from sarathi_pp.cli.main import main
-from sarathi_pp.runtime import launcher
+from sarathi_pp.distributed import launcher
 
 class Workers(launcher.Workers):
     def start(self, arguments):

@@ -92,7 +92,7 @@ def test_every_supported_architecture_is_listed_and_no_other() -> None:
 
 
 def test_the_figures_of_the_first_screen_are_those_of_the_record() -> None:
-    record = json.loads((ROOT / "examples" / "figures" / "real-300m-64.json").read_text())
+    record = json.loads((ROOT / "docs" / "benchmarks" / "real-300m-64.json").read_text())
     claim = README.partition("\n64 prompts on")[2].partition("\n\n")[0]
     for policy in ("orca", "sarathi", "balanced"):
         assert (
@@ -120,7 +120,7 @@ def test_every_module_that_the_walk_names_exists() -> None:
     assert not [name for name in named if not (ROOT / "sarathi_pp" / name).exists()]
 
 
-TEXTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "examples/figures/README.md"]
+TEXTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docs/benchmarks/README.md"]
 
 
 @pytest.mark.parametrize("name", TEXTS)

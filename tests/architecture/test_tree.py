@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("sarathi_pp", "kernels", "launch", "examples", "tests")
+FOLDERS = ("sarathi_pp", "kernels", "launch", "examples", "docs", "tests")
 SUFFIXES = {".py", ".sh", ".toml", ".md", ".txt", ".cff", ".yaml", ".yml", ".sbatch"}
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "types"}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench import contest
 from sarathi_pp.bench.contest import PeerRun, Run, TokenIds, Work, hold, write_prompts
 from sarathi_pp.bench.footprint import Footprint
@@ -20,7 +21,6 @@ from sarathi_pp.bench.machine import measure_rates, stolen
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.sim.workload import parse_workload
-from sarathi_pp.trace.summary import Report
 
 LENGTHS = [3, 1, 4]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sarathi_pp.bench.floor import Floor
-from sarathi_pp.core.estimate import DeviceSpeed, estimate_cost
+from sarathi_pp.core.cost.estimate import DeviceSpeed, estimate_cost
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 8,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sarathi_pp.bench import gpu, gpu_microbatches, gpu_pipelines
-from sarathi_pp.bench.gpu import bench_gpu
-from sarathi_pp.bench.gpu_plan import Bench, Figures, Sizes
-from sarathi_pp.bench.gpu_stage import LLAMA_3_8B, ModelShape
+from sarathi_pp.bench.gpu import microbatches, pipelines, suite
+from sarathi_pp.bench.gpu.plan import Bench, Figures, Sizes
+from sarathi_pp.bench.gpu.stage import LLAMA_3_8B, ModelShape
+from sarathi_pp.bench.gpu.suite import bench_gpu
 from sarathi_pp.cli.main import cli
-from sarathi_pp.core.cost import StageCost
+from sarathi_pp.core.cost.model import StageCost
 from sarathi_pp.trace.clock import ManualClock, SystemClock
 
 Part = Callable[[Bench, Figures], None]
@@ -103,8 +103,8 @@ def test_a_part_that_fails_is_a_check_that_is_not_met_and_the_others_go_on(monke
         figures["flops"] = 1.0
 
     for name in PARTS:
-        monkeypatch.setattr(gpu, name, renamed(part, name))
-    monkeypatch.setattr(gpu, "exact", exact)
+        monkeypatch.setattr(suite, name, renamed(part, name))
+    monkeypatch.setattr(suite, "exact", exact)
     document = bench_gpu(CPU, SystemClock(), 10.0, lambda part: None, forget, SIZES)
     assert document["exact"]["error"] == "RuntimeError: no kernel image is available"
     assert document["exact"]["rows"] == 3, "what it had before is kept"
@@ -123,11 +123,11 @@ def renamed(part: Part, name: str) -> Part:
 def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
     """And says what it has said so far."""
     hanging = "import sys, time; print('at rank 1', file=sys.stderr, flush=True); time.sleep(60)"
-    monkeypatch.setattr(gpu_pipelines, "_COMMAND", (sys.executable, "-c", hanging))
+    monkeypatch.setattr(pipelines, "_COMMAND", (sys.executable, "-c", hanging))
     clock = SystemClock()
     bench = Bench(CPU, torch.float32, SIZES, clock, clock.now() + 3)
     figures: Figures = {}
-    gpu_pipelines.exact(bench, figures)
+    pipelines.exact(bench, figures)
     (run,) = figures["runs"]
     assert run["rows_equal"] == 0 and "not over after" in run["said"] and "at rank 1" in run["said"]
     assert not bench.checks[0]["met"]
@@ -141,7 +141,7 @@ def test_a_difference_that_noise_hides_is_not_taken_for_nothing(monkeypatch):
     taken = {"s": 0.010, "quartiles_s": [0.0095, 0.010]}
     monkeypatch.setattr(Bench, "seconds", lambda bench, *calls: [{"s": 0.004}, taken, taken])
     figures: Figures = {}
-    gpu_microbatches.piggyback(bench, figures)
+    microbatches.piggyback(bench, figures)
     point = figures["curve"][0]
     assert point["cost_s"] == 0 and point["factor"] == pytest.approx(0.004 / 0.001)
     assert bench.checks[0]["met"] is False
@@ -153,7 +153,7 @@ def test_what_there_is_no_time_for_is_said(monkeypatch):
     def rates(bench: Bench, figures: Figures) -> None:
         clock.sleep(100)
 
-    monkeypatch.setattr(gpu, "rates", rates)
+    monkeypatch.setattr(suite, "rates", rates)
     saved: list[Figures] = []
     document = bench_gpu(CPU, clock, 50.0, lambda part: None, lambda part: saved.append(copy.deepcopy(part)), SIZES)
     assert document["rates"] == {"took_s": 100}

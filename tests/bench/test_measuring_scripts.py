@@ -25,7 +25,7 @@ from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
 
-SCRIPTS = Path(__file__).parents[2] / "examples" / "measure"
+SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
 # Those that 10 requests, which all find a seat, tell from the whole policy.
 DIFFERENT = {
     "no microbatch to spare",
@@ -41,7 +41,7 @@ Git = Callable[..., str]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """By name: examples/measure/ is no package, and its scripts import each other as neighbours."""
+    """By name: examples/benchmarks/ is no package, and its scripts import each other as neighbours."""
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
 
@@ -229,16 +229,16 @@ def test_a_record_names_its_commit_command_and_machine(
     document = load("record").Record.begin().write(output, {"speed": 1.5})
     assert json.loads(output.read_text()) == document
     assert list(document) == ["commit", "command", "machine", "speed"]
-    assert document["command"] == "python examples/measure/measure.py --name 'two words'"
+    assert document["command"] == "python examples/benchmarks/measure.py --name 'two words'"
     assert f"{os.cpu_count()} cores" in document["machine"]
 
 
 def test_the_commit_of_a_changed_tree_is_marked(
     load: Load, git: Git, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    record, examples = load("record"), tmp_path / "examples"
-    monkeypatch.setattr(record, "EXAMPLES", examples)
-    code, figures = tmp_path / "code.py", examples / "figures" / "found.json"
+    record = load("record")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    code, figures = tmp_path / "code.py", tmp_path / "docs" / "benchmarks" / "found.json"
     figures.parent.mkdir(parents=True)
     assert record.describe_commit() == ""
     for path in (code, figures):

@@ -10,10 +10,10 @@ from sarathi_pp.cli.main import main
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, InputError, RowError
-from sarathi_pp.runtime.journal import Journal
-from sarathi_pp.runtime.rows import Row
-from sarathi_pp.runtime.sink import FileSink
-from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.inputs.parse import Row
+from sarathi_pp.outputs.journal import Journal
+from sarathi_pp.outputs.sink import FileSink
+from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
 

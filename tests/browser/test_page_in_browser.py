@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
+from sarathi_pp.analysis.bubbles import measure_bubbles
+from sarathi_pp.analysis.summary import summarise_timeline
+from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.report.page import PageRun, render_page
-from sarathi_pp.trace.bubbles import measure_bubbles
 from sarathi_pp.trace.events import Event, Issued
-from sarathi_pp.trace.summary import summarise_timeline
-from sarathi_pp.trace.timeline import Timeline
+from tests.analysis.schedules import Schedule, constant
 from tests.missing import missing
-from tests.trace.schedules import Schedule, constant
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Of the timeline in page.js: the plot's left and right margin, and where rows begin.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
-from sarathi_pp.core.cost import Load
+from sarathi_pp.core.cost.model import Load
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.calibration import Calibration, Timetable, make_timetable
 from sarathi_pp.core.policy.view import Limits

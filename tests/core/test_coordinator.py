@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
-from sarathi_pp.core.cost import CostModel, StageCost
-from sarathi_pp.core.head import HeadPlacement
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.plan import SampledToken, StepResult
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Grant, Limits

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
-from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.chunkllm import ChunkLLM
 from sarathi_pp.core.policy.gllm import GLLM

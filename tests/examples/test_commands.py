@@ -18,13 +18,13 @@ import click
 import pytest
 
 from sarathi_pp.cli.main import cli
-from tests.runtime.processes import ROOT, environment, free_port
+from tests.commands.processes import ROOT, environment, free_port
 
-PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "examples/figures/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/benchmarks/README.md")
 
 TWO_NODES = "tests/launch/test_multinode.py::test_two_nodes_answer_a_file_and_end_with_the_code_of_the_run"
-TWO_AGENTS = "tests/runtime/test_processes.py::test_two_agents_with_run_directories_of_their_own_make_one_run"
-BENCH = "tests/runtime/test_bench_command.py::test_people_are_told_each_run_and_the_table"
+TWO_AGENTS = "tests/commands/test_processes.py::test_two_agents_with_run_directories_of_their_own_make_one_run"
+BENCH = "tests/commands/test_bench_command.py::test_people_are_told_each_run_and_the_table"
 # What they begin with -> who runs them, or what stands in their place.
 ELSEWHERE = {
     "bash launch/test.sh": ".ci/run::launch/test.sh",
@@ -44,7 +44,7 @@ ELSEWHERE = {
 }
 # What they begin with: minutes to hours, or other engines. Their options are parsed by click, types and all.
 LONG = (
-    "python examples/measure/",
+    "python examples/benchmarks/",
     "sarathi-pp bench --model /tmp/m254",
     "sarathi-pp bench --model examples",
     "sarathi-pp simulate --preset gpt3-a100-tp8pp8 --workload zipf:n=10000,",
@@ -82,7 +82,7 @@ def parse(line: str, scripts: Path) -> None:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = ROOT / "examples" / "measure"
+    folder = ROOT / "examples" / "benchmarks"
     monkeypatch.syspath_prepend(folder)
     return folder
 
@@ -91,14 +91,15 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_takes_long_has_options_that_there_are(
     line: str, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "docs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     for name in re.findall(r"/tmp/[\w/]+", line):
         (tmp_path / name[1:]).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path)
     parse(line.replace("/tmp/", "tmp/"), scripts)
 
 
-@pytest.mark.parametrize("line", ["python examples/measure/measure_300m.py --pd x", "sarathi-pp bench --polcy orca"])
+@pytest.mark.parametrize("line", ["python examples/benchmarks/measure_300m.py --pd x", "sarathi-pp bench --polcy orca"])
 def test_options_that_there_are_not_are_found(line: str, scripts: Path) -> None:
     with pytest.raises(click.ClickException):
         parse(line, scripts)

@@ -5,9 +5,9 @@ Numbered as in the project's list of them. A test is named by its file and, behi
 
 from __future__ import annotations
 
-_ROWS, _SOURCE, _SINK = "runtime/test_rows.py::test_", "runtime/test_source.py::test_", "runtime/test_sink.py::test_"
-_TEXT, _REFUSED = "runtime/test_text.py::test_", "runtime/test_generate_refusals.py::test_"
-_WEIGHTS, _SUPPORT = "model/test_weights.py::test_", "model/test_support.py::test_"
+_ROWS, _SOURCE, _SINK = "inputs/test_parse.py::test_", "inputs/test_source.py::test_", "outputs/test_sink.py::test_"
+_TEXT, _REFUSED = "text/test_tokenizer.py::test_", "commands/test_generate_refusals.py::test_"
+_WEIGHTS, _SUPPORT = "model/checkpoint/test_weights.py::test_", "model/checkpoint/test_support.py::test_"
 _RESUME, _SIGNALS, _INSIDE = (
     "faults/test_resume.py::test_",
     "faults/test_signals.py::test_",
@@ -19,13 +19,13 @@ _KILL, _CODES, _SECURITY = (
     "faults/test_security.py::test_",
 )
 _BAD, _FUZZ, _WIRE = "faults/test_bad_values.py::test_", "faults/test_fuzz.py::test_", "wire/test_codec.py::test_"
-_KINDS, _SETTINGS = "runtime/test_tokenizer_kinds.py::test_", "runtime/test_generation_config.py::test_"
+_KINDS, _SETTINGS = "text/test_tokenizer_kinds.py::test_", "inputs/test_generation_config.py::test_"
 _LARGE = "faults/test_large_rows.py::test_"
 _UNHEARD = "faults/test_nobody_listens.py::test_"
 _NETWORK, _HUB = "faults/test_network.py::test_", "faults/test_hub.py::test_"
-_EDGE = "runtime/test_torch_channel.py::test_"
+_EDGE = "wire/test_torch_channel.py::test_"
 _ENVIRONMENTS = "faults/test_environments.py::test_"
-_LLM = "runtime/test_llm_use.py::test_"
+_LLM = "api/test_llm_use.py::test_"
 _SOAK = "faults/test_soak.py::test_every_row_is_accounted_for"
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
@@ -50,12 +50,12 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not", _SOAK)),
     8: ("a prompt of just that length, an output beyond it", (
         f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not",
-        "runtime/exact/test_exactness.py::test_outputs_end_at_the_longest_legal_sequence")),
+        "exact/test_exactness.py::test_outputs_end_at_the_longest_legal_sequence")),
     9: ("a prompt above the whole KV pool", (
         f"{_SOURCE}a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not",)),
     10: ("sampling parameters out of range, or unknown", (
         f"{_REFUSED}bad_rows_get_their_error_and_the_others_their_answer",
-        "runtime/test_generation_config.py::test_values_out_of_range_blame_the_command_or_the_line", _SOAK)),
+        "inputs/test_generation_config.py::test_values_out_of_range_blame_the_command_or_the_line", _SOAK)),
     11: ("parameters that others know and this runtime does not", (
         f"{_ROWS}a_bad_line_names_what_is_wrong", _SOAK)),
     12: ("token ids that the embedding does not have", (
@@ -74,13 +74,13 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_CODES}a_start_that_is_refused_late_takes_nothing_away")),
     16: ("a disk that fills up in mid-run", ("faults/test_full_disk.py::test_a_full_disk_loses_nothing",)),
     17: ("half a last line after a kill", (
-        "runtime/test_journal.py::test_a_kill_at_any_byte_loses_at_most_the_torn_line",
+        "outputs/test_journal.py::test_a_kill_at_any_byte_loses_at_most_the_torn_line",
         f"{_RESUME}a_job_that_is_killed_as_a_whole_goes_on")),
     18: ("going on with another model, other parameters, another input", (
         f"{_RESUME}another_question_is_refused_with_what_is_different",
         f"{_RESUME}force_goes_on_with_other_parameters",
         f"{_RESUME}a_run_directory_belongs_to_one_output",
-        "runtime/test_identity.py::test_another_model_is_another_run")),
+        "outputs/test_run_identity.py::test_another_model_is_another_run")),
     19: ("two runs on one output", (f"{_RESUME}two_starts_do_not_go_on_with_one_output",)),
     20: ("a reader that goes away", (
         f"{_CODES}a_reader_that_leaves_ends_the_run_without_a_traceback",
@@ -93,9 +93,9 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SIGNALS}while_the_input_is_looked_through_there_is_nothing_to_finish",
         f"{_SIGNALS}under_torchrun_too", f"{_SIGNALS}a_signal_to_every_process_is_one_signal",
         f"{_SIGNALS}signals_until_the_process_has_ended_change_no_exit_code",
-        "runtime/test_watchdog.py::test_more_signals_end_it_no_later_than_the_first_two",
+        "process/test_watchdog.py::test_more_signals_end_it_no_later_than_the_first_two",
         f"{_EDGE}a_wait_that_a_signal_interrupts_ends_in_time",
-        "runtime/test_signals.py::test_one_that_comes_while_an_object_is_finalised_is_raised_after_it")),
+        "process/test_signals.py::test_one_that_comes_while_an_object_is_finalised_is_raised_after_it")),
     23: ("SIGKILL of a stage, each of them", (
         f"{_KILL}a_killed_stage_ends_the_run_with_75", f"{_RESUME}a_stage_that_is_killed_is_started_again",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again",
@@ -106,7 +106,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_INSIDE}a_stage_that_hangs_ends_though_nobody_reads_what_it_says",
         f"{_INSIDE}a_stage_that_never_ends_loading_is_named",
         f"{_INSIDE}a_rank_0_that_is_stopped_in_set_up_holds_nobody",
-        "runtime/test_topology.py::test_a_store_whose_holder_is_stopped_is_not_waited_for")),
+        "distributed/test_control_plane.py::test_a_store_whose_holder_is_stopped_is_not_waited_for")),
     25: ("a network that swallows packets", (
         f"{_NETWORK}a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_with",
         f"{_NETWORK}a_network_that_comes_back_in_time_costs_no_answer")),
@@ -115,17 +115,17 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_NETWORK}a_rank_that_never_comes_is_missed_in_time",
         f"{_NETWORK}ranks_that_were_told_of_other_numbers_are_refused",
         f"{_NETWORK}a_host_without_the_model_is_named_on_all_and_holds_nobody",
-        "runtime/test_meeting.py::test_who_is_missing_is_named_to_all_that_came",
+        "distributed/test_rendezvous.py::test_who_is_missing_is_named_to_all_that_came",
         "core/test_partition.py::test_errors_name_the_numbers")),
     28: ("a port that is taken, a store that is stale", (
         f"{_NETWORK}an_address_where_rank_0_cannot_be_met_is_refused",
         "faults/test_rendezvous.py::test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs",
         "faults/test_rendezvous.py::test_a_new_agent_goes_on_with_what_a_lost_one_has_answered",
-        "runtime/test_meeting.py::test_all_have_one_part_and_no_start_has_anothers",
-        "runtime/test_metrics.py::test_a_taken_port_is_refused_with_its_number_and_a_way_out",
+        "distributed/test_rendezvous.py::test_all_have_one_part_and_no_start_has_anothers",
+        "run/test_metrics.py::test_a_taken_port_is_refused_with_its_number_and_a_way_out",
         f"{_RESUME}stages_that_are_killed_at_random_moments_again_and_again")),
     29: ("ranks of other releases or with other options", (
-        "runtime/test_passport.py::test_whatever_differs_is_named_with_both_values",
+        "distributed/test_fingerprint.py::test_whatever_differs_is_named_with_both_values",
         f"{_INSIDE}ranks_of_another_release_do_not_mix", f"{_INSIDE}ranks_with_other_options_do_not_mix")),
     30: ("ranks with other model files", (f"{_INSIDE}ranks_with_other_weights_do_not_mix",)),
     31: ("wire messages that are short, long, replayed or damaged", (
@@ -135,11 +135,11 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_EDGE}a_message_that_the_peer_would_not_take_is_not_sent")),
     32: ("shards and tensors that are missing or of another shape", (
         f"{_WEIGHTS}a_missing_shard_is_named", f"{_WEIGHTS}a_tensor_that_its_shard_lacks_is_named",
-        "model/test_slice.py::test_a_tensor_without_a_place_is_refused",
-        "model/test_slice.py::test_a_wrong_shape_is_refused")),
+        "model/test_stage_model.py::test_a_tensor_without_a_place_is_refused",
+        "model/test_stage_model.py::test_a_wrong_shape_is_refused")),
     33: ("safetensors that are cut short or damaged", (
         f"{_WEIGHTS}a_corrupt_file_is_named", f"{_WEIGHTS}no_damage_to_a_header_gets_through",
-        "model/test_verify.py::test_a_flipped_bit_is_found")),
+        "model/checkpoint/test_checksums.py::test_a_flipped_bit_is_found")),
     34: ("pickled weights", (f"{_WEIGHTS}pickled_weights_are_refused_with_a_way_out",)),
     35: ("paths that leave the model directory", (
         f"{_WEIGHTS}an_index_cannot_point_out_of_the_model", f"{_WEIGHTS}a_link_out_of_the_model_is_refused")),
@@ -148,8 +148,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     38: ("a hub that cannot be reached, a repository that is missing or gated", (
         f"{_HUB}no_network", f"{_HUB}a_repository_that_is_missing_or_gated_or_a_hub_that_is_ill",
         f"{_HUB}a_hub_that_does_not_answer", f"{_HUB}a_model_is_fetched_once_and_then_needs_no_hub",
-        "runtime/test_fetch.py::test_config_comes_first_and_one_format_of_the_weights_last",
-        "runtime/test_fetch.py::test_what_cannot_run_is_refused_with_nothing_but_its_config_fetched")),
+        "run/test_fetch.py::test_config_comes_first_and_one_format_of_the_weights_last",
+        "run/test_fetch.py::test_what_cannot_run_is_refused_with_nothing_but_its_config_fetched")),
     39: ("values that are not finite", (
         f"{_BAD}what_float16_does_not_hold_ends_its_request_alone",
         f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),
@@ -162,12 +162,12 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "mockgpu/inside/check_working_memory.py::test_tokens_and_the_most_drawn_rows_are_in_it",
         "mockgpu/inside/check_working_memory.py::test_a_gpu_without_room_for_it_is_named_with_what_helps",
         "faults/test_no_room.py::test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused",
-        "runtime/test_host.py::test_limits_of_the_container_decide_budgets_and_threads",
+        "process/test_host.py::test_limits_of_the_container_decide_budgets_and_threads",
         "faults/test_cgroup.py::test_budgets_and_threads_are_of_the_cgroup",
-        "runtime/test_demand.py::test_eight_stages_that_fit_one_by_one_and_not_together_are_refused",
-        f"{_INSIDE}no_memory_once_costs_no_answer", "runtime/test_out_of_memory.py::test_there_is_no_third")),
+        "stages/test_memory_demand.py::test_eight_stages_that_fit_one_by_one_and_not_together_are_refused",
+        f"{_INSIDE}no_memory_once_costs_no_answer", "engine/test_out_of_memory.py::test_there_is_no_third")),
     41: ("a KV pool that decodes exhaust", (
-        "runtime/exact/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),
+        "exact/test_exactness.py::test_preempted_sequences_are_recomputed_to_the_same_tokens",)),
     42: ("pages that are lost or freed twice", (
         "core/test_pages.py::test_giving_back_twice_fails_at_once",
         "core/test_coordinator.py::test_drains_conserves_and_never_changes_an_output")),
@@ -178,43 +178,43 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "report/test_advice.py::test_stages_of_unequal_speed_are_cut_anew",
         "report/test_advice.py::test_one_slow_stage_is_evened_out")),
     45: ("clocks that differ", (
-        "trace/test_bubbles.py::test_clock_offsets_are_applied_and_interpolated",
-        "runtime/test_align.py::test_the_uncertainty_holds_where_one_way_takes_all_the_time")),
+        "analysis/test_bubbles.py::test_clock_offsets_are_applied_and_interpolated",
+        "distributed/test_clock_sync.py::test_the_uncertainty_holds_where_one_way_takes_all_the_time")),
     46: ("a run without a microbatch, or with one", (
-        "trace/test_summary.py::test_run_without_a_result_is_null_not_an_error",
-        "trace/test_summary.py::test_one_microbatch", f"{_RESUME}what_is_done_is_not_done_again")),
+        "analysis/test_summary.py::test_run_without_a_result_is_null_not_an_error",
+        "analysis/test_summary.py::test_one_microbatch", f"{_RESUME}what_is_done_is_not_done_again")),
     47: ("the same seed, cut and batched in other ways", (
-        "runtime/exact/test_sampling_invariance.py::test_samples_do_not_depend_on_how_the_work_is_cut",
-        "runtime/test_source.py::test_a_row_keeps_its_seed_wherever_it_stands",
+        "exact/test_sampling_invariance.py::test_samples_do_not_depend_on_how_the_work_is_cut",
+        "inputs/test_source.py::test_a_row_keeps_its_seed_wherever_it_stands",
         f"{_RESUME}a_job_that_is_killed_as_a_whole_goes_on")),
     48: ("prompts in logs, open ports, readable outputs", (
         f"{_SECURITY}prompts_are_in_no_log", f"{_SECURITY}nobody_outside_this_machine_can_connect",
-        f"{_SECURITY}what_is_left_is_private", "runtime/test_metrics.py::test_only_loopback_is_served")),
+        f"{_SECURITY}what_is_left_is_private", "run/test_metrics.py::test_only_loopback_is_served")),
     49: ("a KV cache that is too small for an output", (
         "core/test_coordinator.py::test_an_answer_is_that_of_an_unlimited_kv_cache_or_an_error",
-        "runtime/test_small_kv_cache.py::test_with_more_memory_a_resumed_run_answers_what_did_not_fit")),
+        "engine/test_small_kv_cache.py::test_with_more_memory_a_resumed_run_answers_what_did_not_fit")),
     50: ("thousands of the longest prompts waiting", (
         "core/test_coordinator.py::test_a_waiting_prompt_is_held_once_in_four_bytes_a_token",
         f"{_SOURCE}long_prompts_are_read_ahead_up_to_a_number_of_tokens",
-        "runtime/test_admission.py::test_long_prompts_wait_up_to_a_number_of_tokens")),
+        "engine/test_admission.py::test_long_prompts_wait_up_to_a_number_of_tokens")),
     51: ("a kernel cache that is damaged, full, foreign or not writable", (
-        "model/test_kernel_cache.py::test_a_crash_or_damage_at_any_place_changes_no_kernel",
-        "model/test_kernel_cache.py::test_what_cannot_be_read_or_written_costs_a_compilation_and_one_warning",
-        "model/test_kernel_cache.py::test_whatever_decides_the_code_decides_the_file")),
+        "kernels/cpu/test_kernel_cache.py::test_a_crash_or_damage_at_any_place_changes_no_kernel",
+        "kernels/cpu/test_kernel_cache.py::test_what_cannot_be_read_or_written_costs_a_compilation_and_one_warning",
+        "kernels/cpu/test_kernel_cache.py::test_whatever_decides_the_code_decides_the_file")),
     52: ("processes that compile the same kernel at the same time", (
-        "model/test_kernel_cache.py::test_one_process_compiles_and_the_others_wait",
-        "model/test_kernel_cache.py::test_two_writers_touch_no_file_of_each_other")),
+        "kernels/cpu/test_kernel_cache.py::test_one_process_compiles_and_the_others_wait",
+        "kernels/cpu/test_kernel_cache.py::test_two_writers_touch_no_file_of_each_other")),
     53: ("environments of pods and sandboxes: variables of a lone process, no loopback, no /proc", (
         f"{_ENVIRONMENTS}variables_that_name_no_other_rank_leave_stages_its_meaning",
         f"{_ENVIRONMENTS}a_rank_that_cannot_be_is_refused",
         f"{_ENVIRONMENTS}a_loopback_that_is_down_is_named_once_before_anything_starts",
         f"{_ENVIRONMENTS}without_proc_a_run_works")),
     54: ("an input that is a table, an archive, a JSON document or in another encoding", (
-        "runtime/test_input_format.py::test_what_is_not_text_is_named_whatever_its_name",
-        "runtime/test_input_format.py::test_json_that_is_not_lines_is_named_with_the_way_to_them",
-        "runtime/test_input_format.py::test_a_table_is_named_with_the_way_to_rows",
-        "runtime/test_input_format.py::test_no_json_is_ever_prose",
-        "runtime/test_input_format.py::test_a_stream_is_decided_on_its_first_line_while_its_writer_waits",
+        "inputs/test_input_format.py::test_what_is_not_text_is_named_whatever_its_name",
+        "inputs/test_input_format.py::test_json_that_is_not_lines_is_named_with_the_way_to_them",
+        "inputs/test_input_format.py::test_a_table_is_named_with_the_way_to_rows",
+        "inputs/test_input_format.py::test_no_json_is_ever_prose",
+        "inputs/test_input_format.py::test_a_stream_is_decided_on_its_first_line_while_its_writer_waits",
         f"{_REFUSED}a_stream_that_is_no_lines_is_named_as_what_it_is")),
     55: ("an input of which no row can run", (
         f"{_REFUSED}an_input_without_a_row_that_can_run_is_refused_before_a_model_loads",
@@ -227,28 +227,28 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "faults/test_streams.py::test_answers_to_a_stream_leave_nothing_behind",
         "faults/test_streams.py::test_a_run_whose_reader_left_leaves_nothing_and_says_nothing",
         f"{_CODES}a_full_disk_is_74_and_said_once",
-        "runtime/test_report_commands.py::test_a_full_disk_under_standard_output_is_one_line_and_74")),
+        "commands/test_report_commands.py::test_a_full_disk_under_standard_output_is_one_line_and_74")),
     58: ("ranks that only notice that another one has ended", (
         f"{_CODES}a_start_that_is_refused_under_torchrun_says_so_once", f"{_CODES}a_second_interrupt_is_one_message")),
     59: ("an output that cannot encode a character", (
-        "runtime/test_report_commands.py::test_a_terminal_without_unicode_gets_the_whole_table",)),
+        "commands/test_report_commands.py::test_a_terminal_without_unicode_gets_the_whole_table",)),
     60: ("a run without end", (
-        "runtime/test_growth.py::test_nothing_grows_with_the_number_of_rows",
-        "runtime/test_ids.py::test_an_id_takes_few_bytes",
+        "commands/test_growth.py::test_nothing_grows_with_the_number_of_rows",
+        "inputs/test_ids.py::test_an_id_takes_few_bytes",
         "trace/test_recorder.py::test_a_file_has_a_largest_size_and_is_cut_there",
-        "trace/test_summary.py::test_a_trace_that_was_cut_gives_the_figures_of_its_first_part")),
+        "analysis/test_summary.py::test_a_trace_that_was_cut_gives_the_figures_of_its_first_part")),
     61: ("more events than the disk takes", (
         "trace/test_recorder.py::test_where_the_disk_stands_still_the_queue_is_bounded_and_the_loss_is_told",
         "trace/test_recorder.py::test_a_writer_that_is_behind_is_waited_for_and_nothing_is_lost")),
     62: ("an earlier start that still writes, where locks are missing or outlive their host", (
-        "runtime/test_journal.py::test_without_locks_an_earlier_start_writes_nothing_more",
-        "runtime/test_journal.py::test_a_lock_of_a_lost_host_is_waited_for",
-        "runtime/test_rundir.py::test_a_run_on_a_lost_host_is_waited_for")),
+        "outputs/test_journal.py::test_without_locks_an_earlier_start_writes_nothing_more",
+        "outputs/test_journal.py::test_a_lock_of_a_lost_host_is_waited_for",
+        "outputs/test_run_directory.py::test_a_run_on_a_lost_host_is_waited_for")),
     63: ("resuming with an input that has grown, or with nothing left to do", (
-        "runtime/test_identity.py::test_lines_may_be_appended_to_an_input",
+        "outputs/test_run_identity.py::test_lines_may_be_appended_to_an_input",
         f"{_RESUME}lines_that_were_appended_to_the_input_are_answered", f"{_RESUME}what_is_done_is_not_done_again")),
     64: ("a user who sees nothing happen after Ctrl-C", (
-        "runtime/test_stop_notice.py::test_it_counts_what_the_last_snapshot_has_running",
+        "run/test_stop_notice.py::test_it_counts_what_the_last_snapshot_has_running",
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}the_second_signal_ends_it_at_once")),
     65: ("a class name that is not tokenizer.json's, and text cut off from its prompt", (
         f"{_KINDS}ids_and_text_are_those_of_tokenizer_json_under_any_class_name",
@@ -260,19 +260,19 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SETTINGS}every_setting_that_transformers_knows_is_classified",
         f"{_REFUSED}a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so")),
     67: ("another kind of model, and files that are pointers", (
-        "model/test_kind.py::test_a_folder_of_another_kind_is_named",
-        "model/test_kind.py::test_a_class_of_another_kind_is_named",
-        "model/test_kind.py::test_any_file_may_be_a_pointer")),
+        "model/checkpoint/test_kind.py::test_a_folder_of_another_kind_is_named",
+        "model/checkpoint/test_kind.py::test_a_class_of_another_kind_is_named",
+        "model/checkpoint/test_kind.py::test_any_file_may_be_a_pointer")),
     68: ("a wrong value in config.json", (
-        "model/test_pretrained.py::test_a_wrong_value_is_named_or_changes_nothing",
-        "model/test_pretrained.py::test_the_key_and_its_value_are_named")),
+        "model/checkpoint/test_pretrained.py::test_a_wrong_value_is_named_or_changes_nothing",
+        "model/checkpoint/test_pretrained.py::test_the_key_and_its_value_are_named")),
     69: ("tensors that decide nothing, and types that are not computed in", (
-        "model/test_surplus.py::test_what_decides_nothing_is_left_aside",
-        "model/test_surplus.py::test_what_could_decide_something_is_an_error",
-        "model/test_surplus.py::test_a_weight_of_another_type_is_named_with_it")),
+        "model/checkpoint/test_surplus.py::test_what_decides_nothing_is_left_aside",
+        "model/checkpoint/test_surplus.py::test_what_could_decide_something_is_an_error",
+        "model/checkpoint/test_surplus.py::test_a_weight_of_another_type_is_named_with_it")),
     70: ("an exception or an interrupt in a long-lived program, and a call afterwards", (
-        "runtime/test_use_after_failure.py::test_after_an_exception_at_any_call_the_next_run_answers_or_says_why",
-        "runtime/test_dispatcher.py::test_after_an_exception_no_replica_goes_on_with_what_was_asked_before",
+        "api/test_use_after_failure.py::test_after_an_exception_at_any_call_the_next_run_answers_or_says_why",
+        "engine/test_dispatcher.py::test_after_an_exception_no_replica_goes_on_with_what_was_asked_before",
         f"{_LLM}after_an_exception_the_next_call_answers", f"{_LLM}an_interrupt_at_any_instant_harms_nothing",
         f"{_LLM}an_interrupt_of_two_stages_harms_nothing_and_a_lost_stage_is_told_at_once",
         f"{_LLM}an_interrupted_start_leaves_no_worker")),
@@ -291,5 +291,5 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "faults/test_slow.py::test_a_layer_longer_than_the_timeout_is_no_reason_to_start_again_and_again",
         "faults/test_causes.py::test_75_is_for_what_another_start_can_mend")),
     76: ("an option that is wrong, and a model that takes long to come", (
-        "runtime/test_preflight.py::test_options_are_checked_before_the_model_is_looked_for",)),
+        "run/test_preflight.py::test_options_are_checked_before_the_model_is_looked_for",)),
 }  # fmt: skip

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.runtime.processes import COMMAND, Files, environment
-from tests.runtime.references import Tokens
+from tests.commands.processes import COMMAND, Files, environment
+from tests.exact.references import Tokens
 
 # What an answer is: the rest of a line tells of its times.
 Answers = dict[str, tuple[Tokens, str]]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import COMMAND, Files, environment
 from tests.model.families import write_checkpoint
-from tests.runtime.processes import COMMAND, Files, environment
 
 pytestmark = pytest.mark.timeout(120)
 

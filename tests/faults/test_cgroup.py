@@ -1,4 +1,4 @@
-"""A command inside a real cgroup, where this machine lets one be made; tests/runtime/test_host.py has all kinds."""
+"""A command inside a real cgroup, where this machine lets one be made; tests/process/test_host.py has all kinds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.processes import COMMAND, environment
+from tests.commands.processes import COMMAND, environment
 
 pytestmark = pytest.mark.timeout(120)
 

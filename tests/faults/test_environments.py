@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import COMMAND, ROOT, Files
 from tests.faults.jobs import started
 from tests.missing import missing
-from tests.runtime.processes import COMMAND, ROOT, Files
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sarathi_pp.runtime.rundir import RunDirectory
-from tests.runtime.processes import COMMAND, Files, console_script, environment, torchrun
+from sarathi_pp.outputs.run_directory import RunDirectory
+from tests.commands.processes import COMMAND, Files, console_script, environment, torchrun
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 PROMPTS = ADDER.parent / "prompts.jsonl"
@@ -175,7 +175,7 @@ def test_a_refused_second_start_leaves_the_first_ones_code(tmp_path):
 
 
 def test_the_echo_never_replaces_the_cause(tmp_path):
-    from sarathi_pp.runtime.rundir import RunDirectory
+    from sarathi_pp.outputs.run_directory import RunDirectory
 
     run = RunDirectory(tmp_path / "run")
     for code, left in ((75, "75\n"), (74, "74\n"), (75, "74\n")):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import Files
 from tests.faults.jobs import answers, num_lines, started
 from tests.missing import missing
-from tests.runtime.processes import Files
 
 pytestmark = pytest.mark.timeout(200)
 

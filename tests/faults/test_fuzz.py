@@ -16,13 +16,13 @@ import pytest
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
 from sarathi_pp.errors import InputError, ProtocolError, RowError
-from sarathi_pp.runtime.generation_config import GenerationDefaults
-from sarathi_pp.runtime.input_format import choose_format
-from sarathi_pp.runtime.lines import read_lines
-from sarathi_pp.runtime.rows import LineError, parse_line
-from sarathi_pp.runtime.sink import encode_line
-from sarathi_pp.runtime.source import Limits, RequestMaker
-from sarathi_pp.runtime.text import Tokenizer
+from sarathi_pp.inputs.generation_config import GenerationDefaults
+from sarathi_pp.inputs.input_format import choose_format
+from sarathi_pp.inputs.lines import read_lines
+from sarathi_pp.inputs.parse import LineError, parse_line
+from sarathi_pp.inputs.source import Limits, RequestMaker
+from sarathi_pp.outputs.sink import encode_line
+from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.wire import codec
 from tests import thinning
 

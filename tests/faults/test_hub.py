@@ -8,9 +8,9 @@ from threading import Event
 
 import pytest
 
+from tests.commands.processes import Files, free_port
 from tests.faults.jobs import answers, started
-from tests.runtime.hub import NAME, serving
-from tests.runtime.processes import Files, free_port
+from tests.run.hub import NAME, serving
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.commands.processes import COMMAND, Files, environment, free_port, full_pipe
 from tests.faults.jobs import answers, fault, started
 from tests.model.families import write_checkpoint
-from tests.runtime.processes import COMMAND, Files, environment, free_port, full_pipe
 
 pytestmark = pytest.mark.timeout(200)
 

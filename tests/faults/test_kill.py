@@ -16,7 +16,7 @@ import pytest
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.events import Compute
 from sarathi_pp.trace.recorder import read_trace
-from tests.runtime.processes import COMMAND, Files, console_script, environment, run, torchrun
+from tests.commands.processes import COMMAND, Files, console_script, environment, run, torchrun
 
 # Far more work than any of these tests lets finish.
 PROMPTS = [tuple(range(3, 3 + length % 50 + 1)) for length in range(4000)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.commands.processes import COMMAND, Files, environment
 from tests.faults.jobs import started
-from tests.runtime.processes import COMMAND, Files, environment
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 MEASURE = (
@@ -59,7 +59,7 @@ def test_a_long_prompt_takes_no_more_than_its_line(tmp_path):
 
 RENDERS = """
 import os, threading, time
-from sarathi_pp.runtime.template import Renderer
+from sarathi_pp.text.chat_template import Renderer
 
 renderer = Renderer()
 render = lambda template: renderer.render(template, [{"role": "user", "content": "x"}], {})

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import COMMAND, TORCHRUN, Files, console_script, environment, free_port
+from tests.exact.references import Tokens
 from tests.faults.jobs import Started, answers, num_lines, wait_for_lines
 from tests.faults.test_security import listeners
 from tests.hosts import Hosts, hosts_of
-from tests.runtime.processes import COMMAND, TORCHRUN, Files, console_script, environment, free_port
-from tests.runtime.references import Tokens
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.processes import COMMAND, ROOT, Files, environment
+from tests.commands.processes import COMMAND, ROOT, Files, environment
 
 pytestmark = pytest.mark.timeout(180)
 MODEL = ROOT / "examples" / "tiny-adder"

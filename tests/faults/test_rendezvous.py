@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from tests.commands.processes import Files, console_script, environment, free_port, torchrun
 from tests.faults.jobs import started
-from tests.runtime.processes import Files, console_script, environment, free_port, torchrun
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from tests.commands.processes import Files, console_script, free_port, torchrun
 from tests.faults.jobs import Started, answers, num_lines, started
-from tests.runtime.processes import Files, console_script, free_port, torchrun
 
 ROWS = 120
 NEW_TOKENS = 12

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests import thinning
+from tests.commands.processes import COMMAND, Files, console_script, environment, torchrun
 from tests.faults.jobs import Answers, answers, num_lines, started
-from tests.runtime.processes import COMMAND, Files, console_script, environment, torchrun
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.commands.processes import ROOT, Files
 from tests.faults.jobs import Started, started
-from tests.runtime.processes import ROOT, Files
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
+from tests.commands.processes import Files, console_script, free_port, torchrun
 from tests.faults.jobs import Started, answers, started
-from tests.runtime.processes import Files, console_script, free_port, torchrun
 
 pytestmark = pytest.mark.timeout(200)
 

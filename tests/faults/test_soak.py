@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests import thinning
+from tests.commands.processes import Files
 from tests.faults.jobs import num_lines, started
 from tests.faults.test_bad_values import POISON, spoil, write_model
-from tests.runtime.processes import Files
 
 pytestmark = pytest.mark.timeout(500)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import COMMAND, ROOT, Files, console_script, environment, torchrun
 from tests.faults.jobs import started
-from tests.runtime.processes import COMMAND, ROOT, Files, console_script, environment, torchrun
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands.processes import COMMAND, environment
 from tests.missing import missing
-from tests.runtime.processes import COMMAND, environment
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 

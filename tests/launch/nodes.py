@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.runtime.processes import ROOT, environment
+from tests.commands.processes import ROOT, environment
 
 ADDER = ROOT / "examples" / "tiny-adder"
 PROMPTS = ROOT / "examples" / "prompts.jsonl"

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.runtime.processes import ROOT
+from tests.commands.processes import ROOT
 
 TEXT = (ROOT / "launch" / "Dockerfile").read_text()
 # A Python that only writes down how it was called; its `venv` copies it to where a real one would put the new Python.

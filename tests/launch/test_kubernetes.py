@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.commands.processes import ROOT, free_port
 from tests.launch.manifests import Document, action_on, pods, problems
 from tests.launch.nodes import ADDER, PROMPTS, SMALL, started
-from tests.runtime.processes import ROOT, free_port
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import ROOT, environment, free_port
 from tests.launch.nodes import ADDER, PROMPTS, SMALL, started
-from tests.runtime.processes import ROOT, environment, free_port
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import ROOT
 from tests.missing import missing
-from tests.runtime.processes import ROOT
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]

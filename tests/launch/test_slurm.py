@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.commands.processes import ROOT, free_port
 from tests.launch.nodes import ADDER, PROMPTS, SMALL, Node, started
-from tests.runtime.processes import ROOT, free_port
 
 pytestmark = pytest.mark.timeout(290)
 

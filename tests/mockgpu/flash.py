@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.model.flash_rule import attend_rows, check_pool
+from tests.model.attention.flash_rule import attend_rows, check_pool
 
 
 def varlen_attn(

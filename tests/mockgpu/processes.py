@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.runtime.processes import environment
+from tests.commands.processes import environment
 
 SITE = Path(__file__).with_name("site")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.processes import ROOT
 from tests.mockgpu.processes import with_gpus
-from tests.runtime.processes import ROOT
 
 CHECKS = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
 

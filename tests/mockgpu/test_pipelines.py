@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.commands.processes import COMMAND, Files
+from tests.exact.references import Reference, make_reference
 from tests.mockgpu.processes import with_gpus
-from tests.runtime.processes import COMMAND, Files
-from tests.runtime.references import Reference, make_reference
 
 NEW_TOKENS = 4
 # Few and short: Triton's interpreter takes a second for what a device does in microseconds.

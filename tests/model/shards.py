@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.slice import StageModel, load_stage
-from sarathi_pp.model.support import ModelFacts
-from sarathi_pp.model.tensor import TensorShard
+from sarathi_pp.model.stage_model import StageModel, load_stage
+from sarathi_pp.model.tensor_parallel import TensorShard
 
 CPU = torch.device("cpu")
 

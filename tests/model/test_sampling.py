@@ -15,7 +15,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.model import sampling
-from sarathi_pp.model.packed import has_panels
+from sarathi_pp.model.fuse.packed_linear import has_panels
 from sarathi_pp.model.sampling import sample, uniform
 
 

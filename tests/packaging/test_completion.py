@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.processes import ROOT
+from tests.commands.processes import ROOT
 
 PROGRAM = "import sys; from sarathi_pp.cli.main import main; sys.argv[0] = 'sarathi-pp'; main()"
 

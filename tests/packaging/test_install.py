@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.processes import ROOT
+from tests.commands.processes import ROOT
 
 pytestmark = pytest.mark.timeout(280)
 

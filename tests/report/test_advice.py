@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sarathi_pp.analysis.summary import summarise
 from sarathi_pp.report.advice import Advice, ComparedRun, advise, advise_comparison
 from sarathi_pp.sim.rerun import Change
-from sarathi_pp.trace.summary import summarise
-from tests.trace.schedules import start
+from tests.analysis.schedules import start
 
 CAUSES = dict.fromkeys(
     (

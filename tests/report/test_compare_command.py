@@ -13,7 +13,7 @@ from sarathi_pp.cli.compare import compare
 from sarathi_pp.errors import MissingError, OutputError
 from sarathi_pp.trace.events import encode
 from sarathi_pp.trace.recorder import trace_name
-from tests.trace.schedules import Schedule, constant
+from tests.analysis.schedules import Schedule, constant
 
 
 def make_run(path: Path, stages: int, seconds: float) -> Path:

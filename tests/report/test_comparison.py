@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from sarathi_pp.analysis.summary import Report, summarise
 from sarathi_pp.errors import InputError
 from sarathi_pp.report.comparison import compare, render_comparison
-from sarathi_pp.trace.summary import Report, summarise
-from tests.trace.schedules import Schedule, constant, start
+from tests.analysis.schedules import Schedule, constant, start
 
 CAUSES = {
     f"{cause}_s": 0.5

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sarathi_pp.analysis.bubbles import Bubbles, measure_bubbles
+from sarathi_pp.analysis.event_columns import Log
+from sarathi_pp.analysis.summary import Report, summarise_timeline
+from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.errors import InputError
 from sarathi_pp.report.charts import distributions, request_bubble_cdf, spans
 from sarathi_pp.report.page import PageRun, render_page
-from sarathi_pp.trace.bubbles import Bubbles, measure_bubbles
 from sarathi_pp.trace.events import Event, Head, Issued, Returned
-from sarathi_pp.trace.log import Log
-from sarathi_pp.trace.summary import Report, summarise_timeline
-from sarathi_pp.trace.timeline import Timeline
-from tests.trace.schedules import Schedule, constant, on_hosts, start, table
+from tests.analysis.schedules import Schedule, constant, on_hosts, start, table
 
 CAUSES = {
     "ramp_s": 0.125,

@@ -6,8 +6,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from sarathi_pp.engine.progress import Snapshot
 from sarathi_pp.report.progress import ProgressDisplay
-from sarathi_pp.runtime.snapshot import Snapshot
 
 
 def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float = 10.0) -> Snapshot:

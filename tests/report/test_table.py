@@ -4,9 +4,9 @@ from io import StringIO
 
 from rich.console import Console
 
+from sarathi_pp.analysis.summary import Report, summarise
 from sarathi_pp.report.table import render
-from sarathi_pp.trace.summary import Report, summarise
-from tests.trace.schedules import Schedule, constant, on_hosts, start
+from tests.analysis.schedules import Schedule, constant, on_hosts, start
 
 
 def printed(report: Report, *, width: int = 80, color: bool = False) -> str:

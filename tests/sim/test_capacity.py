@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from sarathi_pp.core.cost import CostModel, StageCost
-from sarathi_pp.core.profile import Profile
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.sim.capacity import find_capacity
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.workload import Workload, parse_workload

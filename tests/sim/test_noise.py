@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from sarathi_pp.core.profile import Drift
+from sarathi_pp.core.cost.profile import Drift
 from sarathi_pp.sim.noise import Noise
 
 

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.cost import CostModel, StageCost
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.load_balancer import most_held
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.core.profile import Profile
 from sarathi_pp.core.request import Request
-from sarathi_pp.core.shares import most_held
 from sarathi_pp.sim.arrivals import Inbox
 from sarathi_pp.sim.experiment import Experiment, report_of, run, simulate, simulate_replicas
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline
@@ -24,7 +25,6 @@ from sarathi_pp.sim.replicas import run_replicas
 from sarathi_pp.sim.simulation import Record, Simulation
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.events import Event, Issued, RequestArrived, RequestFinished
-from sarathi_pp.trace.timeline import Timeline
 
 LIMITS = Limits(1, 8, 1, 64, 16, 100, 1)
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from sarathi_pp.core.cut import recut
+from sarathi_pp.analysis.timeline import Timeline
+from sarathi_pp.core.cost.profile import EdgeLink
+from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.policy import auto_chunk_size
-from sarathi_pp.core.profile import EdgeLink
 from sarathi_pp.sim import rerun as module
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.pipeline import links_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.rerun import CannotTry, Change, Rerun
 from sarathi_pp.sim.workload import parse_workload
-from sarathi_pp.trace.timeline import Timeline
 
 BATCH = "uniform:n=24,min=64,max=256,pd=8,seed=3"
 PROFILE = preset("gpt3-a100-tp8pp8")

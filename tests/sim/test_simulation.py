@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from sarathi_pp.analysis.bubbles import measure_bubbles
+from sarathi_pp.analysis.causes import explain
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.cost import CostModel, StageCost
-from sarathi_pp.core.cut import recut
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.profile import EdgeLink, Profile
+from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.core.profile import EdgeLink, Profile
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.experiment import Experiment, report_of, run, simulate
@@ -19,8 +21,6 @@ from sarathi_pp.sim.pipeline import Link, VirtualPipeline, links_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.sim.workload import parse_workload
-from sarathi_pp.trace.bubbles import measure_bubbles
-from sarathi_pp.trace.causes import explain
 from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished
 
 

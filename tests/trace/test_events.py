@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.events import KINDS, SCHEMA, Compute, Event, Issued, SendWait, decode, encode
-from tests.trace.schedules import start
+from tests.analysis.schedules import start
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
-from sarathi_pp.core.cost import CostModel, Load, StageCost
+from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import fill
 from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.view import Grant, Limits, View
 

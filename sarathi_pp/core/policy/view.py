@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sarathi_pp.core.cost import CostModel
+from sarathi_pp.core.cost.model import CostModel
 
 
 class SequenceView(Protocol):

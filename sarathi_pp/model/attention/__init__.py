@@ -14,8 +14,8 @@ from torch import Tensor
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.inputs import StageInputs
-from sarathi_pp.model.kernels import why_no_kernels
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.triton_available import why_no_kernels
 
 
 class AttentionBackend(Protocol):

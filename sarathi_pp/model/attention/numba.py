@@ -1,14 +1,15 @@
 """Attention on CPU with compiled kernels.
 
 Rows that are alone in their span, decodes, are read along their whole context: a read of memory, for which gathering
-pages and calling torch a dozen times costs three to four times what decode_kernel.py takes. In bfloat16, on a processor
-that multiplies it and with pages of a fitting size, decodes go through decode_lanes.py and chunks through
-chunk_kernel.py, a prompt's row too that was left alone; elsewhere torch's products do the chunks (sdpa.py).
+pages and calling torch a dozen times costs three to four times what attention_decode.py takes. In bfloat16, on a
+processor that multiplies it and with pages of a fitting size, decodes go through attention_decode_simd.py and chunks
+through attention_prefill.py, a prompt's row too that was left alone; elsewhere torch's products do the chunks
+(sdpa.py).
 
-In float32 the chunks are decode_kernel.py's as well, a few rows at a time: a row's output is then the same to the last
-bit however its prompt was cut and whatever ran beside it, which is what float32 is chosen for. On one core of a Zen 4,
-16 heads and 8 KV heads of 64 channels, 256 rows behind 512 keys take 1.1 times as long as with torch's products, behind
-16,000 keys twice as long (single runs).
+In float32 the chunks are attention_decode.py's as well, a few rows at a time: a row's output is then the same to the
+last bit however its prompt was cut and whatever ran beside it, which is what float32 is chosen for. On one core of a
+Zen 4, 16 heads and 8 KV heads of 64 channels, 256 rows behind 512 keys take 1.1 times as long as with torch's products,
+behind 16,000 keys twice as long (single runs).
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from itertools import pairwise
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd
+from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, attend, rows_at_once, scratch_floats
+from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+from sarathi_pp_kernels.cpu.simd.registers import LANES
+from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
 from torch import Tensor
 
-from sarathi_pp.model.attention import decode_kernel, decode_lanes
-from sarathi_pp.model.attention.chunk_kernel import BLOCK_KEYS, attend, rows_at_once, scratch_floats
 from sarathi_pp.model.attention.sdpa import SdpaAttention
-from sarathi_pp.model.crew import scratch_of_thread, share_out, shares
 from sarathi_pp.model.inputs import SpanRows, StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.lanes.compile import has_lanes
-from sarathi_pp.model.lanes.registers import LANES
 
 _KINDS = {
-    torch.float32: decode_kernel.FLOAT32,
-    torch.bfloat16: decode_kernel.BFLOAT16,
-    torch.float16: decode_kernel.FLOAT16,
+    torch.float32: attention_decode.FLOAT32,
+    torch.bfloat16: attention_decode.BFLOAT16,
+    torch.float16: attention_decode.FLOAT16,
 }
 
 # Rows of a chunk that a key is read for at once, and keys that such rows may have behind them together: their scores
@@ -179,12 +180,12 @@ class _Rule:
         group = num_heads // kv.num_kv_heads
         places = [tiles.places.ctypes.data]
         if self.in_lanes and kv.head_dim % 32 == 0:
-            kernel = decode_lanes.compile_kernel(kv.head_dim, group, kv.page_size)
-            floats = decode_lanes.scratch_floats(num_heads, kv.head_dim, int(tiles.ends.max()), kv.page_size)
+            kernel = attention_decode_simd.compile_kernel(kv.head_dim, group, kv.page_size)
+            floats = attention_decode_simd.scratch_floats(num_heads, kv.head_dim, int(tiles.ends.max()), kv.page_size)
         else:
-            kernel = decode_kernel.compile_kernel(_KINDS[query.dtype], kv.head_dim, group, kv.page_size)
+            kernel = attention_decode.compile_kernel(_KINDS[query.dtype], kv.head_dim, group, kv.page_size)
             shapes = zip(tiles.counts.tolist(), tiles.ends.tolist(), strict=True)
-            floats = max(decode_kernel.scratch_floats(*shape, num_heads, kv.head_dim) for shape in shapes)
+            floats = max(attention_decode.scratch_floats(*shape, num_heads, kv.head_dim) for shape in shapes)
             places.append(tiles.counts.ctypes.data)
         kernel(
             query.data_ptr(),

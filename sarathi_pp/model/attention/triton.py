@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from sarathi_pp_kernels.attention_work import AttentionWork, Blocks, Extent, FixedWork, cut_work
-from sarathi_pp_kernels.paged_attention import paged_attention
+from sarathi_pp_kernels.triton.attention_work import AttentionWork, Blocks, Extent, FixedWork, cut_work
+from sarathi_pp_kernels.triton.paged_attention import paged_attention
 from torch import Tensor
 
 from sarathi_pp.model.inputs import StageInputs

@@ -19,8 +19,8 @@ import sys
 import time
 
 FAULT = os.environ.get("SARATHI_PP_TEST_FAULT", "")
-TARGETS = {what: "sarathi_pp.runtime.agreement" for what in ("slow", "stop")}
-TARGET = TARGETS.get(FAULT.rpartition(":")[2], "sarathi_pp.runtime.model_stage")
+TARGETS = {what: "sarathi_pp.distributed.agreement" for what in ("slow", "stop")}
+TARGET = TARGETS.get(FAULT.rpartition(":")[2], "sarathi_pp.stages.model_stage")
 PATIENCE_S = 1.0
 
 
@@ -43,7 +43,7 @@ def compute(seconds):
 
 
 def disturb_phases(module, step, what):
-    from sarathi_pp.runtime import presence
+    from sarathi_pp.distributed import presence
 
     rank, size, phases = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
     each, present = module.Agreement.each, presence.Presence.__init__
@@ -84,7 +84,7 @@ def spoil(module, step, what):
     if what == "full":
         import dataclasses
 
-        from sarathi_pp.runtime import capacity
+        from sarathi_pp.stages import capacity
 
         pools = capacity.memory_pools
         capacity.memory_pools = lambda: tuple(dataclasses.replace(pool, free_bytes=step) for pool in pools())

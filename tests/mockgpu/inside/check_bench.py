@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sarathi_pp.bench import gpu
-from sarathi_pp.bench.gpu import bench_gpu
-from sarathi_pp.bench.gpu_plan import Bench, Figures, Sizes
-from sarathi_pp.bench.gpu_stage import ModelShape
+from sarathi_pp.bench.gpu import suite
+from sarathi_pp.bench.gpu.plan import Bench, Figures, Sizes
+from sarathi_pp.bench.gpu.stage import ModelShape
+from sarathi_pp.bench.gpu.suite import bench_gpu
 from sarathi_pp.trace.clock import SystemClock
 
 TINY = ModelShape(32, 64, 2, 4, 2, 256)
@@ -37,8 +37,8 @@ def contest(bench: Bench, figures: Figures) -> None: ...
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available.*:UserWarning")
 def test_every_part_runs_on_a_device(monkeypatch):
-    monkeypatch.setattr(gpu, "exact", exact)
-    monkeypatch.setattr(gpu, "contest", contest)
+    monkeypatch.setattr(suite, "exact", exact)
+    monkeypatch.setattr(suite, "contest", contest)
     document = bench_gpu(torch.device("cuda", 0), SystemClock(), 250.0, lambda part: None, lambda part: None, SIZES)
     errors = {name: part["traceback"] for name, part in document.items() if isinstance(part, dict) and "error" in part}
     assert not errors, next(iter(errors.values()))

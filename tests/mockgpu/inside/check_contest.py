@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sarathi_pp.bench.gpu_pipelines import contest
-from sarathi_pp.bench.gpu_plan import Bench, Figures, Sizes
-from sarathi_pp.bench.gpu_stage import ModelShape
+from sarathi_pp.bench.gpu.pipelines import contest
+from sarathi_pp.bench.gpu.plan import Bench, Figures, Sizes
+from sarathi_pp.bench.gpu.stage import ModelShape
 from sarathi_pp.trace.clock import SystemClock
 
 SERVING = ("--chunk-size", "16", "--max-num-seqs", "2", "--enforce-eager", "--kv-cache-memory", "4MiB")

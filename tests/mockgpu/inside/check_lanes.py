@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sarathi_pp.runtime.transport import CudaSideStream
+from sarathi_pp.distributed.transport import CudaSideStream
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.wire.lane import Lane
+from sarathi_pp.wire.nccl_channel import Lane
 from tests.mockgpu.machine import TIMELINE, Stream
 from tests.mockgpu.nccl import Transfer
 from tests.mockgpu.timeline import MockGpuError

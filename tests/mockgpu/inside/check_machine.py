@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sarathi_pp_kernels.gate import silu_multiply
+from sarathi_pp_kernels.triton.gate import silu_multiply
 
 from tests.mockgpu import machine
 from tests.mockgpu.machine import TIMELINE

@@ -13,12 +13,12 @@ import torch
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention.triton import TritonAttention
+from sarathi_pp.model.checkpoint.weights import StoredTensor
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back
-from sarathi_pp.model.slice import load_stage
-from sarathi_pp.model.weights import StoredTensor
-from sarathi_pp.runtime.model_stage import ModelStage
+from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.stages.model_stage import ModelStage
 from tests.mockgpu import machine
 from tests.mockgpu.machine import TIMELINE
 from tests.model.families import NUM_LAYERS, write_checkpoint

@@ -14,13 +14,13 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.errors import CapacityError
+from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.slice import StageModel, load_stage
-from sarathi_pp.model.support import check_model
-from sarathi_pp.runtime import model_stage, working_memory
-from sarathi_pp.runtime.capacity import resolve
-from sarathi_pp.runtime.model_stage import ModelStages
+from sarathi_pp.model.stage_model import StageModel, load_stage
+from sarathi_pp.stages import model_stage, working_memory
+from sarathi_pp.stages.capacity import resolve
+from sarathi_pp.stages.model_stage import ModelStages
 from tests.mockgpu.machine import TIMELINE
 from tests.model.families import NUM_LAYERS, VOCAB_SIZE, write_checkpoint
 

@@ -1,0 +1,63 @@
+"""The README's picture: the timelines of the same work under two policies, out of the HTML page.
+
+    python examples/benchmarks/draw_timelines.py --work-dir /tmp/m300 --output docs/benchmarks/orca-sarathi.png
+
+Runs `orca` and `sarathi` on the workload of measure_300m.py at P:D 8, two stages, one compute thread each, makes the
+page that `sarathi-pp compare --html` makes, and photographs its timeline (photograph.py). The JSON beside the picture
+holds the figures of both runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from awake import awake
+from measure_300m import FIGURES, Work, make_checkpoint, start
+from photograph import photograph
+from record import Record
+
+from sarathi_pp.bench.contest import write_prompts
+from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.report.page import PageRun, render_page
+from sarathi_pp.report.run_reader import read_run
+from sarathi_pp.sim.workload import parse_workload
+
+POLICIES = ("orca", "sarathi")
+RATIO = 8
+STAGES = 2
+WIDTH, HEIGHT = 1100, 900
+
+
+def run_for_page(work: Work, policy: str) -> PageRun:
+    prompts, answers = work.prompts(RATIO), work.dir / f"picture-{policy}.jsonl"
+    options = ("--policy", policy, "--chunk-size", str(auto_chunk_size(policy)), "--input", str(prompts))
+    process = start(work, "generate", STAGES, answers.with_suffix(".printed"), *options, "--output", str(answers))
+    if process.wait():
+        raise click.ClickException(f"the run of {policy} ended with code {process.returncode}")
+    found = read_run(answers.with_name(f"{answers.name}.run"))
+    return PageRun(policy, found.replicas[0].timeline, found.replicas[0].bubbles, found.report)
+
+
+@click.command()
+@click.option("--work-dir", type=click.Path(path_type=Path), required=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="The picture; its figures go beside it.")
+def main(work_dir: Path, output: Path) -> None:
+    record = Record.begin()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if not (work_dir / "model" / "config.json").exists():
+        make_checkpoint(work_dir / "model")
+    work = Work(work_dir, "bfloat16")
+    write_prompts(work.prompts(RATIO), parse_workload(work.workload(RATIO)).requests())
+    with awake():
+        runs = [run_for_page(work, policy) for policy in POLICIES]
+    page = render_page(runs)
+    photograph(page, "#timeline", output, drawn="html[data-drawn]", width=WIDTH, height=HEIGHT)
+    record.write(
+        output.with_suffix(".json"),
+        {policy: {name: one.report[name] for name in FIGURES} for policy, one in zip(POLICIES, runs, strict=True)},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The model with random weights on which other engines are compared with this one: 254M parameters, bfloat16.
+
+python examples/benchmarks/make_254m.py /tmp/m254
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from measure_300m import make_checkpoint
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+def main(directory: Path) -> None:
+    make_checkpoint(directory, intermediate_size=2816)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What the coordinator costs: milliseconds a step, and how fast the simulator runs.
+
+    python examples/benchmarks/measure_coordinator.py --output docs/benchmarks/coordinator.json
+
+A step is what the coordinator's rank does for one microbatch: pick, pages, plan and the encoded frame. It is timed on
+8 stages with 16 to 4096 running sequences, as many prompts waiting, prefill and decodes in every microbatch;
+taking in the result is listed beside it. Medians of the steps once the pipeline is full, on one core. Then the
+simulator on SARATHI's GPT-3 pipeline, microbatch-stages a second: with the real coordinator, and the clock alone on
+the schedule that this run made; and the most memory Python held, without the timeline.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from record import Record
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
+from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
+from sarathi_pp.sim.experiment import Experiment, run, simulate
+from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
+from sarathi_pp.sim.presets import preset
+from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.wire.codec import MicroBatchFrame, encode
+
+STAGES = 8
+RUNNING = (16, 64, 256, 1024, 2048, 4096)
+PROMPT, OUTPUT = 512, 256
+
+
+def requests() -> Iterator[Request]:
+    index = 0
+    while True:
+        sampling = SamplingParams(max_new_tokens=1 + (index * 97) % (2 * OUTPUT), ignore_eos=True, seed=index)
+        yield Request(index, (1,) * PROMPT, sampling)
+        index += 1
+
+
+def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
+    """Median and 99th percentile of milliseconds, over `steps` microbatches with `running` sequences in seats."""
+    chunk_size, inflight_most = max(256, 4 * running // STAGES), auto_inflight(policy, STAGES)
+    limits = Limits(STAGES, chunk_size, running, 4096, 16, running * 64, inflight_most)
+    cost = preset("gpt3-a100-tp8pp8").cost if wants_cost(policy) else None
+    coordinator = Coordinator(limits, make_policy(policy), cost=cost)
+    arriving, inflight = requests(), deque[MicroBatch]()
+    step_ms: list[float] = []
+    result_ms: list[float] = []
+    decodes: list[int] = []
+    while len(step_ms) < steps:
+        while coordinator.num_waiting < running:
+            coordinator.submit(next(arriving))
+        began = time.perf_counter()
+        microbatch = coordinator.next_microbatch()
+        if microbatch is not None:
+            encode(MicroBatchFrame(microbatch), microbatch.index)
+            if coordinator.num_running >= 0.9 * running:
+                step_ms.append(1e3 * (time.perf_counter() - began))
+                decodes.append(microbatch.num_decodes)
+            inflight.append(microbatch)
+        if len(inflight) == limits.inflight or microbatch is None:
+            oldest = inflight.popleft()
+            drawn = [chunk for chunk in oldest.chunks if chunk.sampling is not None]
+            tokens = tuple(SampledToken(chunk.sequence, chunk.epoch, 7) for chunk in drawn)
+            began = time.perf_counter()
+            coordinator.complete(StepResult(oldest.index, tokens, (StageTime(oldest.index, 0.01),) * STAGES))
+            result_ms.append(1e3 * (time.perf_counter() - began))
+    return {
+        "step_ms_p50": statistics.median(step_ms),
+        "step_ms_p99": statistics.quantiles(step_ms, n=100)[98],
+        "result_ms_p50": statistics.median(result_ms),
+        "decodes_a_microbatch": statistics.fmean(decodes),
+    }
+
+
+def time_simulator(policy: str, num_requests: int) -> dict[str, float]:
+    spec = f"zipf:n={num_requests},min=1024,max=4096,theta=0.4,pd=10,seed=31"
+    profile = preset("gpt3-a100-tp8pp8")
+    experiment = Experiment(
+        profile=profile, workload=parse_workload(spec), policy=policy, chunk_size=auto_chunk_size(policy)
+    )
+    began = time.perf_counter()
+    timeline = simulate(experiment)
+    wall_s = time.perf_counter() - began
+    schedule = [replace(MicroBatch.parse(event.text), issued_s=event.at_s) for event in timeline.issued]
+    began = time.perf_counter()
+    pipeline = VirtualPipeline(profile.cost, links_of(profile, len(profile.cost.stages)))
+    for microbatch in schedule:
+        pipeline.run(microbatch)
+    clock_s = time.perf_counter() - began
+    spans = len(schedule) * STAGES
+    return {
+        "requests": num_requests,
+        "microbatch_stages": spans,
+        "wall_s": wall_s,
+        "spans_per_s": spans / wall_s,
+        "clock_alone_spans_per_s": spans / clock_s,
+    }
+
+
+def peak_bytes(num_requests: int) -> int:
+    """Most memory that Python held while simulating, events told and not kept."""
+    spec = f"poisson:rate=4,zipf:n={num_requests},min=1024,max=4096,theta=0.4,pd=20,seed=31"
+    experiment = Experiment(
+        profile=preset("gpt3-a100-tp8pp8"), workload=parse_workload(spec), policy="sarathi", chunk_size=256
+    )
+    gc.collect()
+    tracemalloc.start()
+    run(experiment, lambda stage, event: None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+@click.command()
+@click.option("--policy", "policies", multiple=True, default=("balanced", "sarathi", "vllm"), show_default=True)
+@click.option("--steps", type=click.IntRange(min=100), default=600, show_default=True)
+@click.option("--requests", "num_requests", type=click.IntRange(min=10), default=10_000, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+def main(policies: tuple[str, ...], steps: int, num_requests: int, output: Path | None) -> None:
+    record = Record.begin()
+    step_rows: dict[str, Any] = {}
+    for policy in policies:
+        step_rows[policy] = {}
+        for running in RUNNING:
+            row = step_rows[policy][str(running)] = time_steps(policy, running, steps)
+            print(f"{policy:10} {running:5} running  " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
+    simulator = {policy: time_simulator(policy, num_requests) for policy in policies}
+    for policy, row in simulator.items():
+        print(f"{policy:10} simulated  " + "  ".join(f"{k} {v:.0f}" for k, v in row.items()), flush=True)
+    memory = {str(count): peak_bytes(count) for count in (100, 200, 400)}
+    print("bytes at peak by requests, the same number in flight: ", memory)
+    figures = {"steps": step_rows, "simulator": simulator, "peak_bytes": memory}
+    print(json.dumps(record.write(output, figures)))
+
+
+if __name__ == "__main__":
+    main()

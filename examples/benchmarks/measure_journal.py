@@ -1,0 +1,164 @@
+"""What the journal costs: one run in which answers are appended and synced for some seconds and dropped for the next.
+
+    python examples/benchmarks/measure_journal.py --work-dir /tmp/journal --times 20 \
+        --output docs/benchmarks/journal-cost.json
+
+Two stages on a Llama of two layers with random weights, one compute thread each, and rows with outputs of a few tokens:
+hundreds of requests a second, far more than a real model on these cores answers. What "off" leaves running is making
+the lines. With --times 20 every group of lines is appended and synced 20 times, to a file beside the output; the
+difference is then that of 20 journals, and a twentieth of it, confidence bounds included, is what one costs. See
+blocks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+from awake import awake
+from blocks import block_of, interval_of_blocks, is_on, of_one, ratios, spread
+from record import Record
+
+from sarathi_pp.bench.contest import write_prompts
+from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.clock import SystemClock
+
+_WORKER = "SARATHI_PP_MEASURE_JOURNAL"  # where rank 0 of the run writes down when rows ended, and what was written
+_TIMES = "SARATHI_PP_MEASURE_JOURNAL_TIMES"
+
+
+def make_checkpoint(directory: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+class Beside:
+    """A journal in place of the output's: written so many times in blocks that are on, and not at all in the others."""
+
+    def __init__(self, path: str, times: int) -> None:
+        from sarathi_pp.outputs.journal import Journal
+
+        # Now, since they are about to be replaced.
+        self._open, self._append, self._sync = Journal.open, Journal.append, Journal.sync
+        self._path = path
+        self._times = range(times)
+        self._journal: Any = None  # rank 0 alone makes one
+        self._clock = SystemClock()
+        self.syncs_s: list[float] = []
+
+    def _on(self) -> bool:
+        return is_on(block_of(self._clock.now()))
+
+    def append(self, data: bytes) -> None:
+        if self._journal is None:
+            self._journal = self._open(self._path, "replace")
+        for _ in self._times if self._on() else ():
+            self._append(self._journal, data)
+
+    def sync(self) -> None:
+        for _ in self._times if self._on() else ():
+            begin_s = self._clock.now()
+            self._sync(self._journal)
+            self.syncs_s.append(self._clock.now() - begin_s)
+
+
+def work(results_path: Path) -> None:
+    """One rank of the run."""
+    from sarathi_pp.cli.main import main as command
+    from sarathi_pp.engine.engine import Engine
+    from sarathi_pp.outputs.journal import Journal
+    from sarathi_pp.run.setup import Job
+
+    clock, finish_row = SystemClock(), Engine._finish
+    ended_s: list[float] = []
+    beside = Beside(f"{results_path}.lines", int(os.environ[_TIMES]))
+
+    def timed(self: Engine, *arguments: Any) -> None:
+        ended_s.append(clock.now())
+        finish_row(self, *arguments)
+
+    def finish(self: Job, analyse: Any = None, facts: Any = None) -> None:
+        """What was dropped makes no report."""
+        self._watchdog.dismiss()
+        self._recorder.close()
+        if ended_s:
+            results_path.write_text(json.dumps([ended_s, beside.syncs_s]))
+
+    with (
+        mock.patch.object(Journal, "append", lambda self, data: beside.append(data)),
+        mock.patch.object(Journal, "sync", lambda self: beside.sync()),
+        mock.patch.object(Engine, "_finish", timed),
+        mock.patch.object(Job, "finish", finish),
+    ):
+        command()
+
+
+def run(work_dir: Path, requests: int, times: int) -> tuple[list[float], list[float]]:
+    """When the rows of one run ended, and how long each sync took."""
+    prompts, answers, results = (work_dir / f"journal{end}" for end in (".jsonl", "-answers.jsonl", "-results.json"))
+    write_prompts(prompts, parse_workload(f"fixed:n={requests},prompt=32,output=8,seed=0").requests())
+    results.unlink(missing_ok=True)
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
+    command = (
+        *(*torchrun, "--master-port", "29701", __file__, "generate", "--model", str(work_dir / "tiny")),
+        *("--input", str(prompts), "--output", str(answers), "--overwrite", "--quiet", "--ignore-eos"),
+    )
+    worker = {_WORKER: str(results), _TIMES: str(times)}
+    subprocess.run(command, env={**os.environ, **worker}, check=True, stderr=subprocess.DEVNULL)
+    ended_s, syncs = json.loads(results.read_text())
+    return ended_s, syncs
+
+
+@click.command()
+@click.option("--work-dir", type=click.Path(path_type=Path), required=True)
+@click.option("--requests", type=click.IntRange(min=1000), default=40_000, show_default=True)
+@click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Each group is written.")
+@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+def main(work_dir: Path, requests: int, times: int, output: Path | None) -> None:
+    record = Record.begin()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if not (work_dir / "tiny" / "config.json").exists():
+        make_checkpoint(work_dir / "tiny")
+    with awake():
+        ended_s, syncs = run(work_dir, requests, times)
+    between = spread(list(ratios(interval_of_blocks(ended_s))))
+    rate = len(ended_s) / (ended_s[-1] - ended_s[0])
+    document = record.write(
+        output,
+        {
+            "seconds": ended_s[-1] - ended_s[0],
+            "requests a second": rate,
+            "each group written": times,
+            "time between rows, written / dropped": between,
+            "cost of one journal, share of the run": of_one(between, times),
+            "syncs": len(syncs) // times,
+            "ms a sync": spread([1e3 * seconds for seconds in syncs]),
+        },
+    )
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    if _WORKER in os.environ:
+        work(Path(os.environ[_WORKER]))
+    else:
+        main()

@@ -1,0 +1,105 @@
+"""What a way of running stages is worth: real runs with it and without, in turn.
+
+    python examples/benchmarks/make_254m.py /tmp/m254
+    python examples/benchmarks/measure_option.py --model /tmp/m254 --option head --output docs/benchmarks/head.json
+
+`head`: the first stage computes the head of some microbatches, or the last one of all. `transport`: stages send through
+memory that they have in common, or by gloo. Two stages, a compute thread each; both values of the option under each
+policy take turns in every round. Of each work and policy: medians and extremes of both, the tokens a second of the
+first value over those of the second in the same round, and the share of the requests to which all runs gave the same
+tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+from record import Record, spread
+
+from sarathi_pp.bench.contest import OurRun, Run, Work, hold
+from sarathi_pp.config import HEADS, TRANSPORTS
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.sim.workload import parse_workload
+
+WORKS = {
+    "32 x 64-128, 64 out": "uniform:n=32,min=64,max=128,output=64",
+    "32 x 256-1024, P:D 2": "uniform:n=32,min=256,max=1024,pd=2",
+    "32 x 256-1024, P:D 8": "uniform:n=32,min=256,max=1024,pd=8",
+}
+POLICIES = ("balanced", "sarathi")
+KEPT = ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady")
+SEQS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The two values of an option of `generate`, the one that is usual first."""
+
+    name: str
+    values: tuple[str, ...]
+
+    def label(self, policy: str, value: str) -> str:
+        return f"{policy}, {self.name} {value}"
+
+    def entrants(self, policies: Sequence[str]) -> list[OurRun]:
+        return [
+            OurRun(self.label(policy, value), ("--stages", "2", "--policy", policy, f"--{self.name}", value))
+            for policy in policies
+            for value in self.values
+        ]
+
+    def compare(self, policies: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
+        """Of one work."""
+        of = {one.label: [run for run in runs if run.entrant == one.label] for one in self.entrants(policies)}
+        found: dict[str, Any] = {
+            name: {key: spread([run.report[key] for run in mine]) for key in KEPT} for name, mine in of.items()
+        }
+        for policy in policies:
+            pair = [
+                [run.report["total_tokens_per_s"] for run in of[self.label(policy, value)]] for value in self.values
+            ]
+            ratios = [one / other for one, other in zip(*pair, strict=True)]
+            found[f"{policy}, {' over '.join(self.values)}"] = spread(ratios)
+        same = [all(run.token_ids[index] == first for run in runs) for index, first in enumerate(runs[0].token_ids)]
+        return {**found, "same tokens": sum(same) / len(same), "stolen": spread([run.stolen for run in runs])}
+
+
+OPTIONS = {option.name: option for option in (Option("head", HEADS), Option("transport", TRANSPORTS))}
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--option", "name", type=click.Choice(list(OPTIONS)), required=True)
+@click.option("--policy", "policies", multiple=True, default=POLICIES, show_default=True)
+@click.option(
+    "--work", "works", type=click.Choice(list(WORKS)), multiple=True, default=tuple(WORKS), help="[default: all]"
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every work.")
+def main(
+    model: Path, name: str, policies: tuple[str, ...], works: tuple[str, ...], rounds: int, output: Path | None
+) -> None:
+    option, record, facts = OPTIONS[name], Record.begin(), check_model(model)
+    found: dict[str, Mapping[str, Any]] = {}
+    for title in works:
+        with TemporaryDirectory() as scratch:
+            requests = list(parse_workload(WORKS[title]).requests(vocabulary=facts.vocab_size))
+            work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
+            runs = hold(work, option.entrants(policies), rounds, _say)
+        found[title] = option.compare(policies, runs)
+        document = record.write(output, {"model": str(model), "rounds": rounds, "works": found})
+    print(json.dumps(document["works"]))
+
+
+def _say(run: Run) -> None:
+    print(run.round, run.entrant, *(f"{run.report[key]:.4g}" for key in KEPT), flush=True)
+
+
+if __name__ == "__main__":
+    main()

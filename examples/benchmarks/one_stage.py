@@ -1,0 +1,97 @@
+"""One stage alone, on one core: what its microbatches take, without a pipeline around it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.fuse.packed_linear import warm_linears
+from sarathi_pp.model.inputs import Span, StageInputs, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.stage_model import StageModel, load_stage
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+NUM_PAGES = 1024
+TURNS = 3
+
+# Tokens behind, and tokens of each sequence in the microbatch.
+Extents = list[tuple[int, int]]
+# What is replaced in the package, by what, for a variant of a stage.
+Replaced = Sequence[tuple[object, str, Any]]
+Case = TypeVar("Case", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """With its pages filled."""
+
+    model: StageModel
+    kv: KVShard
+    replaced: Replaced = ()
+
+    def seconds(self, x: torch.Tensor, inputs: StageInputs) -> float:
+        with replacing(self.replaced):
+            begin_s = time.perf_counter()
+            self.model.forward(x, inputs, self.kv)
+            return time.perf_counter() - begin_s
+
+
+@contextmanager
+def replacing(replaced: Replaced) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def on_one_core() -> None:
+    """This process, from now on."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def load(directory: Path, most_tokens: int, *, replaced: Replaced = (), attention: str = "auto") -> Stage:
+    """Half of a bfloat16 checkpoint's layers. most_tokens: of a microbatch."""
+    facts = check_model(directory)
+    layers = (0, facts.num_layers // 2)
+    backend = choose_backend(attention, CPU, PAGE_SIZE)
+    with replacing(replaced):
+        model = load_stage(directory, layers, facts.num_layers, torch.bfloat16, CPU, backend)
+        warm_linears(model.module, most_tokens, time.perf_counter)
+    kv = KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.bfloat16, CPU)
+    for layer in range(*layers):
+        kv.keys(layer).normal_()
+        kv.values(layer).normal_()
+    return Stage(model, kv, replaced)
+
+
+def inputs_of(extents: Extents) -> StageInputs:
+    """Pages lie scattered, as after a while of serving."""
+    pages = iter(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(0)).tolist())
+    spans = [Span(start, count, list(islice(pages, -(-(start + count) // PAGE_SIZE)))) for start, count in extents]
+    return build_inputs(spans, (), PAGE_SIZE, CPU)
+
+
+def seconds_of(cases: Mapping[Case, tuple[Stage, Extents]], rounds: int) -> dict[Case, list[float]]:
+    """Of each case in each round, the least of three turns; a round before them compiles and is not counted."""
+    prepared = {case: (stage, inputs_of(extents)) for case, (stage, extents) in cases.items()}
+    taken: dict[Case, list[float]] = {case: [] for case in cases}
+    for turn in range(rounds + 1):
+        for case, (stage, inputs) in prepared.items():
+            x = torch.arange(inputs.num_tokens) + 3
+            seconds = min(stage.seconds(x, inputs) for _ in range(TURNS))
+            if turn:
+                taken[case].append(seconds)
+    return taken

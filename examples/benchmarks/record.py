@@ -1,0 +1,71 @@
+"""The record of a measurement: at which commit, by which command and on which machine its figures were made."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Take it with `begin` before anything is measured: the tree may move while a program runs."""
+
+    commit: str
+    command: str
+    machine: str
+
+    @classmethod
+    def begin(cls) -> Self:
+        arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        return cls(describe_commit(), f"python examples/benchmarks/{shlex.join(arguments)}", describe_machine())
+
+    def write(self, output: Path | None, figures: Mapping[str, Any], *, indent: int | None = 1) -> dict[str, Any]:
+        """This and the figures as one JSON document, which is returned; output: None for no file."""
+        document = {**asdict(self), **figures}
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(document, indent=indent) + "\n")
+        return document
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def describe_commit() -> str:
+    """The commit of this tree, `-dirty` where tracked files differ from it; empty outside of git.
+
+    Figures do not count: one measurement after another writes them, and none reads them.
+    """
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)docs/benchmarks")
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if changes else "")
+
+
+def describe_machine() -> str:
+    software = f"{platform.platform()}, Python {platform.python_version()}"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {describe_cpu()}, {software}"
+
+
+def describe_cpu() -> str:
+    """The processor's name where Linux tells it, else what the platform module knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()

@@ -1,0 +1,150 @@
+"""Attention of single rows over paged bfloat16 keys and values, in registers (lanes).
+
+The steps of attention_decode.py, with products of bfloat16 pairs: sixteen tokens' scores at once, and weighted values
+of two tokens and several heads at once. Weights are rounded to bfloat16 as in attention_prefill.py; scores, the softmax
+and sums are float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
+from sarathi_pp_kernels.cpu.simd.memory import load_float, load_index, round_lines, store_float
+from sarathi_pp_kernels.cpu.simd.products import add_weighted, dot_lines
+from sarathi_pp_kernels.cpu.simd.softmax import cap, exponential, hide, largest, weigh_lines
+
+Kernel = Callable[..., None]
+
+_FLOAT = np.float32
+_LOG2_E = _FLOAT(1.4426950408889634)
+# How far ahead lines are asked for, about: memory has time to answer, and the first-level cache has room for them.
+_AHEAD_BYTES = 6144
+# Registers for sums, of 32.
+_MOST_SUMS = 16
+
+
+def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
+    """Scratch that a kernel needs for rows of up to that many keys: sums, totals, largest scores, scores, weights."""
+    return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16)) + _MOST_SUMS
+
+
+def _distance(size: int) -> int:
+    """How many bytes ahead is asked for where `size` of them are read at a time: whole ones, so that none of them runs
+    over the end of a page, behind which another sequence's may lie. Not of large ones, which are rarely the last.
+    """
+    return max(1, _AHEAD_BYTES // size) * size if size <= 2 * _AHEAD_BYTES else _AHEAD_BYTES
+
+
+@inlined
+def _ahead(page, following, offset, distance, page_bytes):  # type: ignore[no-untyped-def]
+    """Where what is read `distance` bytes behind an offset in a page lies, in this page or in the one that follows."""
+    there = offset + distance
+    return page + there if there < page_bytes else following + min(there - page_bytes, offset)
+
+
+@inlined
+def _weigh(  # type: ignore[no-untyped-def]
+    heads, scores, weights, step, low, high, width, scaling, softcap, sinks, tops, totals
+):
+    """Scores [0, width) of several heads to weights, 0 outside [low, high), and their totals. The scores are used up.
+
+    heads: a literal. Scores and weights of heads are `step` apart. sinks: of each, -inf for none. tops: scratch.
+    """
+    slope = _FLOAT(1) if softcap > 0 else scaling * _LOG2_E  # of what is capped nothing is left to scale
+    for head in range(heads):
+        here = scores + head * step * 4
+        if softcap > 0:
+            cap(here, low, high, scaling * _LOG2_E, softcap * _LOG2_E)
+        hide(here, low, high, width)
+    largest(heads, scores, step, width // 16, tops)
+    for head in range(heads):
+        store_float(tops, head, max(load_float(sinks, head) * _LOG2_E, load_float(tops, head) * slope))
+    weigh_lines(heads, scores, step, weights, step, width // 16, slope, tops, totals)
+    for head in range(heads):
+        sink = load_float(sinks, head)
+        if sink > -np.inf:
+            share = exponential((sink * _LOG2_E - load_float(tops, head)) / _LOG2_E)
+            store_float(totals, head, load_float(totals, head) + share)
+
+
+@functools.cache
+def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
+    """The kernel for heads of a multiple of 32 channels and pages of a multiple of 16 tokens.
+
+    kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling,
+           softcap, sinks, scratch, out, begin, stop)
+
+    As decode_kernel.compile_kernel says, for tiles of one row; queries, keys, values and outputs are bfloat16.
+    """
+    lines = head_dim // 32
+    at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))
+    block_bytes = page_size * head_dim * 2
+    keys_distance, values_distance = _distance(32 * head_dim), _distance(block_bytes)
+
+    def attend(  # type: ignore[no-untyped-def]  # noqa: C901
+        query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling, softcap,
+        sinks, scratch, out, begin, stop,
+    ):  # fmt: skip
+        num_heads = num_kv_heads * group
+        page_bytes = num_kv_heads * block_bytes
+        sums, totals = scratch, scratch + num_heads * head_dim * 4
+        tops = totals + num_heads * 4
+        scores = tops + _MOST_SUMS * 4
+        for row in range(begin, stop):
+            place, table = load_index(places, row), pages + load_index(tables, row) * 8
+            end = load_index(ends, row)
+            first = max(end - window, 0) if window else 0
+            first_page, last_page = first // page_size, (end - 1) // page_size
+            # A window may begin anywhere in its page; and a weight may be read together with the one behind it.
+            width = (last_page + 2) * page_size + 16
+            weights = scores + num_heads * width * 4
+            origin, filled = first_page * page_size, (last_page + 1 - first_page) * page_size + 16
+            for index in range(first_page, last_page + 1):
+                page = keys + load_index(table, index) * page_bytes
+                following = keys + load_index(table, min(index + 1, last_page)) * page_bytes
+                for kv_head in range(num_kv_heads):
+                    asked = query + (place * row_step + kv_head * group * head_step) * 2
+                    to = scores + (kv_head * group * width + index * page_size - origin) * 4
+                    for token in range(0, page_size, 16):
+                        at = kv_head * block_bytes + token * head_dim * 2
+                        ahead = _ahead(page, following, at, keys_distance, page_bytes)
+                        dot_lines(lines, 1, asked, page + at, to + token * 4, ahead)
+                        for member in range(1, group):
+                            of_member, to_member = asked + member * head_step * 2, to + (member * width + token) * 4
+                            dot_lines(lines, 0, of_member, page + at, to_member, 0)
+            for head in range(0, num_heads, at_once):
+                _weigh(
+                    at_once, scores + head * width * 4, weights + head * width * 2, width, first - origin, end - origin,
+                    filled, scaling, softcap, sinks + head * 4, tops, totals + head * 4,
+                )  # fmt: skip
+            for at in range(num_heads * head_dim):
+                store_float(sums, at, _FLOAT(0))
+            for index in range(first_page, last_page + 1):
+                page = values + load_index(table, index) * page_bytes
+                following = values + load_index(table, min(index + 1, last_page)) * page_bytes
+                # What lies outside may never have been written: not even a weight of 0 makes NaN nothing.
+                low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
+                pairs = (high - low) // 2
+                for kv_head in range(num_kv_heads):
+                    at = (kv_head * page_size + low) * head_dim * 2
+                    block, ahead = page + at, _ahead(page, following, at, values_distance, page_bytes)
+                    for head in range(kv_head * group, (kv_head + 1) * group, at_once):
+                        given = weights + (head * width + index * page_size - origin + low) * 2
+                        to = sums + head * head_dim * 4
+                        if pairs:
+                            add_weighted(at_once, lines, 0, block, given, width, to, pairs, ahead)
+                        if (high - low) % 2:
+                            done = pairs * head_dim * 4
+                            add_weighted(at_once, lines, 1, block + done, given + pairs * 4, width, to, 1, ahead + done)
+            for head in range(num_heads):
+                inverse = _FLOAT(1) / load_float(totals, head)
+                for at in range(head * head_dim, (head + 1) * head_dim):
+                    store_float(sums, at, load_float(sums, at) * inverse)
+            round_lines(sums, out + place * num_heads * head_dim * 2, num_heads * head_dim // 16)
+
+    kernel: Kernel = compiled()(attend)
+    return kernel

@@ -1,0 +1,154 @@
+"""Linear layers in bfloat16 on CPU: weights laid out in panels, one compiled product for every number of rows.
+
+    weight (N, K)  ->  N / 16 panels of K / 2 lines (lanes), read front to back at every call
+
+Rows are first laid out in tiles, the words of a pair side by side. Then every panel is multiplied with every tile: sums
+stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory once. There are
+two kinds of tiles, and both sum up a row in the same order, so neither the kind nor what rows are beside it changes a
+bit of it (with oneDNN their number does):
+
+    high    up to 28 rows by one panel: a product with few rows is the reading of a weight and little else, so all of
+            them go by at once, and lines are asked for well ahead
+    wide    up to 12 rows by two panels: fewer loads for each product
+
+A panel comes from memory once, for its first tile, and while the others go by nothing would be read. So where there are
+several they ask for the next panel between them, each for its part. On a Zen 4, six layers of the 298M model: 16 rows
+14.3 ms against 16.2, 32 rows 26.3 against 27.4 (least of six alternating runs of both); memory alone takes 9.3.
+
+A lone tile of up to eight rows waits for memory alone, and asks for lines to come to the second-level cache, which has
+more of them under way than the first. On a Zen 4, eight layers of the 254M model: 4 rows 9.3 ms against 12.8 for high
+tiles, 10.0 against 10.8 for wide ones, 8 rows 10.6 against 11.5 (least of 16 alternating runs of both). Where computing
+takes as long as reading that is worth nothing, or costs 3 %.
+
+Up to how many rows high tiles are the faster ones depends on the processor and on what memory gives: 112 on one Zen 5,
+4 or none on another, 4 on a Zen 4, whose high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So it is
+measured (packed_linear.py).
+
+Heights come in steps of two, so that at most one row is computed for nothing: with steps of four 9 and 10 rows took
+15 % longer, 14 and 18 rows 8 and 9 % (Zen 5, wide tiles, eight layers of the 254M model).
+
+Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4 rows 276 us (359), 8 rows 294 (450),
+16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). On a Zen 4, 1024 -> 7424: 4 rows 0.71 ms (1.50),
+16 rows 1.40 (1.64), 32 rows 2.36 (2.62), 64 rows 4.5 (4.8), 256 rows 227 GFLOP/s (218).
+"""
+
+from __future__ import annotations
+
+from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
+from sarathi_pp_kernels.cpu.simd.products import dot_tile
+from sarathi_pp_kernels.cpu.simd.transpose import transpose
+
+ROW_STEP = 2
+# Bytes by which lines are asked for where a panel goes by one tile alone: what memory takes is longer than a product.
+_HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows that the product writes: the last tile is filled up."""
+    return -(-num_rows // ROW_STEP) * ROW_STEP
+
+
+@inlined
+def _high_tile(rows, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]  # noqa: C901
+    """Up to 28 rows by one panel. Registers are allotted when compiled, so there is one of each height."""
+    if rows == 2:
+        dot_tile(2, 1, 2, 1, weight, 0, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 4:
+        dot_tile(4, 1, 2, 1, weight, 0, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 6:
+        dot_tile(6, 1, 2, 1, weight, 0, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 8:
+        dot_tile(8, 1, 2, 1, weight, 0, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 10:
+        dot_tile(10, 1, 1, 1, weight, 0, x, 1, 10, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 12:
+        dot_tile(12, 1, 1, 1, weight, 0, x, 1, 12, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 14:
+        dot_tile(14, 1, 1, 1, weight, 0, x, 1, 14, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 16:
+        dot_tile(16, 1, 1, 1, weight, 0, x, 1, 16, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 18:
+        dot_tile(18, 1, 1, 1, weight, 0, x, 1, 18, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 20:
+        dot_tile(20, 1, 1, 1, weight, 0, x, 1, 20, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 22:
+        dot_tile(22, 1, 1, 1, weight, 0, x, 1, 22, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 24:
+        dot_tile(24, 1, 1, 1, weight, 0, x, 1, 24, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 26:
+        dot_tile(26, 1, 1, 1, weight, 0, x, 1, 26, pairs, begin, out, outputs, ahead, ahead_step)
+    else:
+        dot_tile(28, 1, 1, 1, weight, 0, x, 1, 28, pairs, begin, out, outputs, ahead, ahead_step)
+
+
+@inlined
+def _wide_tile(rows, alone, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]
+    """Up to 12 rows by two panels."""
+    if rows == 12:
+        dot_tile(12, 2, 1, 1, weight, pairs * 16, x, 1, 12, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 10:
+        dot_tile(10, 2, 1, 1, weight, pairs * 16, x, 1, 10, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 8 and alone:
+        dot_tile(8, 2, 2, 1, weight, pairs * 16, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 6 and alone:
+        dot_tile(6, 2, 2, 1, weight, pairs * 16, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 4 and alone:
+        dot_tile(4, 2, 2, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 2 and alone:
+        dot_tile(2, 2, 2, 1, weight, pairs * 16, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 8:
+        dot_tile(8, 2, 1, 1, weight, pairs * 16, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 6:
+        dot_tile(6, 2, 1, 1, weight, pairs * 16, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
+    elif rows == 4:
+        dot_tile(4, 2, 1, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
+    else:
+        dot_tile(2, 2, 1, 1, weight, pairs * 16, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
+
+
+@inlined
+def _in_steps(rows):  # type: ignore[no-untyped-def]
+    return (rows + ROW_STEP - 1) // ROW_STEP * ROW_STEP
+
+
+@inlined
+def _height(num_rows, high):  # type: ignore[no-untyped-def]
+    """Rows of a tile: as few tiles as can be, of like height."""
+    most = 28 if high else 12
+    count = (num_rows + most - 1) // most
+    return _in_steps((num_rows + count - 1) // count)
+
+
+@compiled()
+def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
+    """x (num_rows, 2 * pairs) bfloat16, contiguous, to high or wide tiles: as large as padded_rows(num_rows) of it."""
+    height = _height(num_rows, high)
+    for row in range(0, num_rows, height):
+        rows = min(height, _in_steps(num_rows - row))
+        transpose(x + row * pairs * 4, pairs, num_rows - row, tiles + row * pairs * 4, rows, pairs)
+
+
+@compiled()
+def multiply(tiles, panels, begin, out, num_rows, pairs, first, end, outputs, high):  # type: ignore[no-untyped-def]
+    """out[:, 16 * first : 16 * end] = x @ weight.T + begin. Addresses, everything contiguous.
+
+    tiles: of x, laid out as high ones or wide. panels: of the whole weight. begin: (outputs,) float32.
+    out: (padded_rows(num_rows), outputs) bfloat16.
+    """
+    height, step = _height(num_rows, high), 1 if high else 2
+    num_tiles = (num_rows + height - 1) // height
+    for panel in range(first, end, step):
+        weight, start, to = panels + panel * pairs * 64, begin + panel * 64, out + panel * 32
+        for tile in range(num_tiles):
+            row = tile * height
+            rows = min(height, _in_steps(num_rows - row))
+            there, here = tiles + row * pairs * 4, to + row * outputs * 2
+            if num_tiles == 1:
+                ahead, ahead_step = weight + (_HIGH_AHEAD if high else _WIDE_AHEAD), 64
+            else:
+                # All tiles together ask for the next panels, so that memory is read all the time.
+                ahead, ahead_step = weight + (step * pairs + tile * pairs // num_tiles) * 64, -(-64 // num_tiles)
+            if high or panel + 1 == end:
+                _high_tile(rows, weight, there, pairs, start, here, outputs, ahead, ahead_step)
+            else:
+                _wide_tile(rows, num_tiles == 1, weight, there, pairs, start, here, outputs, ahead, ahead_step)

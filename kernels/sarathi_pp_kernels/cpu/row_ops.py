@@ -1,0 +1,136 @@
+"""Passes over rows in bfloat16 on CPU: what a model does between its products, without a trip to memory for each step,
+and what greedy sampling does behind the last one.
+
+Values are float32 within a step and rounded to bfloat16 where the model's own operations round. Addresses; widths are
+multiples of 16, but of logits; scratch holds one row of float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
+from sarathi_pp_kernels.cpu.simd.gate import silu_multiply_lines
+from sarathi_pp_kernels.cpu.simd.memory import (
+    load_bf16,
+    load_half,
+    load_index,
+    load_word,
+    round_lines,
+    store_float,
+    store_index,
+    store_word,
+)
+from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
+
+_FLOAT = np.float32
+# Of bfloat16: all but the sign, and infinity, beyond which is no number.
+_SIZE_BITS, _INFINITY = 0x7FFF, 0x7F80
+_BLOCK = 256
+
+
+@compiled()
+def silu_multiply(both, out, first, end, width):  # type: ignore[no-untyped-def]
+    """out[r] = silu(both[r, :width]) * both[r, width:] for the rows [first, end)."""
+    for row in range(first, end):
+        gate = both + row * width * 4
+        silu_multiply_lines(gate, gate + width * 2, out + row * width * 2, width // 16)
+
+
+@inlined
+def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-untyped-def]
+    """to = weight * (source / sqrt(mean(source * source) + epsilon)), one row; `to` may be `source`."""
+    total = _FLOAT(0)
+    for at in range(width):
+        value = load_bf16(source, at)
+        total += value * value
+    inverse = _FLOAT(1) / _FLOAT(np.sqrt(total / _FLOAT(width) + _FLOAT(epsilon)))
+    for at in range(width):
+        store_float(scratch, at, load_bf16(source, at) * inverse)
+    round_lines(scratch, to, width // 16)
+    for at in range(width):
+        store_float(scratch, at, load_bf16(to, at) * load_bf16(weight, at))
+    round_lines(scratch, to, width // 16)
+
+
+@inlined
+def _ordered(rows, at):  # type: ignore[no-untyped-def]
+    """A bfloat16 as a whole number, in the order of the values; zero has one, whatever its sign."""
+    half = np.int64(load_half(rows, at))
+    size = half & _SIZE_BITS
+    return size if half <= _SIZE_BITS else -size
+
+
+@compiled()
+def largest(rows, found, num_rows, width):  # type: ignore[no-untyped-def]
+    """found[r] = the lowest index of the largest value of row r, -1 where one is not finite. found: int64.
+
+    By blocks, whose largest fill the lanes: only one of them is searched.
+    """
+    for row in range(num_rows):
+        begin = rows + row * width * 2
+        top, lowest, block = np.int64(-_INFINITY), np.int64(_INFINITY), np.int64(0)
+        for first in range(0, width, _BLOCK):
+            of_block = np.int64(-_INFINITY)
+            for at in range(first, min(width, first + _BLOCK)):
+                number = _ordered(begin, at)
+                of_block = max(of_block, number)
+                lowest = min(lowest, number)
+            if of_block > top:
+                top, block = of_block, np.int64(first)
+        index = np.int64(-1)
+        if -_INFINITY < lowest and top < _INFINITY:
+            index = block
+            while _ordered(begin, index) != top:
+                index += 1
+        store_index(found, row, index)
+
+
+@compiled()
+def rms_norm(x, weight, out, first, end, width, epsilon, scratch):  # type: ignore[no-untyped-def]
+    """out[r] = weight * (x[r] / sqrt(mean(x[r] * x[r]) + epsilon)) for the rows [first, end)."""
+    for row in range(first, end):
+        _normalise(x + row * width * 2, weight, out + row * width * 2, width, epsilon, scratch)
+
+
+@compiled()
+def add_rms_norm(x, added, weight, out, first, end, width, epsilon, scratch):  # type: ignore[no-untyped-def]
+    """added[r] += x[r] and then out[r] = rms_norm of that, for the rows [first, end)."""
+    for row in range(first, end):
+        source, total = x + row * width * 2, added + row * width * 2
+        for at in range(width):
+            store_float(scratch, at, load_bf16(source, at) + load_bf16(total, at))
+        round_lines(scratch, total, width // 16)
+        _normalise(total, weight, out + row * width * 2, width, epsilon, scratch)
+
+
+@compiled()
+def rotate_and_write(  # type: ignore[no-untyped-def]
+    rows, heads, kv_heads, head_dim, cos, sin, keys, values, pages, offsets, page_size, first, end, query_norm,
+    key_norm, epsilon, scratch,
+):  # fmt: skip
+    """Queries are rotated where they are; keys, rotated, and values go to their places in the pages.
+
+    rows: query, key and value heads of each row side by side. cos, sin: (T, head_dim). keys, values: one layer's, laid
+    out as in kv.py. pages, offsets: (T,) int64. head_dim: a multiple of 32. query_norm, key_norm: (head_dim,), the
+    weights of a norm of each head before it is rotated; 0 for none.
+    """
+    size = head_dim * 2
+    for row in range(first, end):
+        at = rows + row * (heads + 2 * kv_heads) * size
+        row_cos, row_sin = cos + row * size, sin + row * size
+        for _ in range(heads):
+            if query_norm:
+                _normalise(at, query_norm, at, head_dim, epsilon, scratch)
+            rotate_lines(at, at, row_cos, row_sin, head_dim // 32)
+            at += size
+        begin = load_index(pages, row) * kv_heads * page_size + load_index(offsets, row)
+        for head in range(kv_heads):
+            place = (begin + head * page_size) * size
+            if key_norm:
+                _normalise(at, key_norm, at, head_dim, epsilon, scratch)
+            rotate_lines(at, keys + place, row_cos, row_sin, head_dim // 32)
+            value, to = at + kv_heads * size, values + place
+            for word in range(head_dim // 2):
+                store_word(to, word, load_word(value, word))
+            at += size

@@ -1,0 +1,127 @@
+"""Compiling kernels that are written with lanes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core.registry import cpu_target
+
+from sarathi_pp_kernels.cpu.simd.cache import KernelCache
+
+# Sums may be reordered, so that loops fill the lanes. Not "fast": that would let a NaN vanish, and a broken sequence
+# has to be seen.
+_SETTINGS = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+_FOLDER = Path(__file__).parent
+_PACKAGE = __name__.partition(".")[0]
+# Settings of numba that change machine code; processor and features are named by its code generator.
+_OF_NUMBA = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
+
+
+def has_lanes(features: str | None = None) -> bool:
+    """Return whether the processor that numba compiles for multiplies bfloat16 in 512-bit registers.
+
+    Args:
+        features: of the processor, as LLVM writes them; None asks numba, which may compile for less than this machine
+            has (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES).
+    """
+    if features is None:
+        features = cpu_target.target_context.codegen().magic_tuple()[2]
+    return {"+avx512f", "+avx512bw", "+avx512bf16"} <= set(features.split(","))
+
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """Return `numba.njit` that lets other threads run and keeps its machine code, if there is a folder to keep it in.
+
+    The function's name gets a digest of all that decides its code, so that two kernels never share a file nor, in one
+    process, a symbol.
+    """
+    settings = {**_SETTINGS, **options}
+
+    def decorate(function: Any) -> Any:
+        identity = identity_of(function, settings)
+        if identity is None:
+            return numba.njit(**settings)(function)
+        named = _renamed(function, f"{function.__name__}_{identity.hex()[:16]}")
+        kernel = numba.njit(**settings)(named)
+        try:
+            kernel._cache = KernelCache(named, identity)
+        except RuntimeError:  # no such folder: compile at each start
+            pass
+        return kernel
+
+    return decorate
+
+
+def inlined(function: Any) -> Any:
+    """For parts of kernels."""
+    return numba.njit(**_SETTINGS, inline="always")(function)
+
+
+def identity_of(function: Any, settings: dict[str, Any]) -> bytes | None:
+    """Return a digest of all that decides a kernel's machine code, except its signature and the processor.
+
+    That is the source of the lanes, of the function's module, and of each module of this package that it has names of;
+    the constants of that module and the values that the function closes over; versions and settings of the compiler.
+    None if such a value cannot be told from another one by its text.
+    """
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    closed_over = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    told = {name: repr(value) if _is_plain(value) else _of_module(value) for name, value in closed_over.items()}
+    if None in told.values():
+        return None
+    known = {name: value for name, value in function.__globals__.items() if not name.startswith("__")}
+    constants = sorted((name, repr(value)) for name, value in known.items() if _is_plain(value))
+    modules = {_module_of(value) for value in (*known.values(), *closed_over.values())}
+    files = {Path(file) for module in modules if (file := _source(module)) is not None}
+    files |= {*_FOLDER.glob("*.py"), Path(function.__code__.co_filename)}
+    options = sorted((name, sorted(value) if isinstance(value, set) else value) for name, value in settings.items())
+    numba_options = [(name, str(getattr(numba.config, name, None))) for name in _OF_NUMBA]
+    text = repr(
+        (function.__module__, function.__qualname__, sorted(told.items()), constants, options)
+        + (sys.version, numba.__version__, llvmlite.__version__, numba_options)
+    )
+    try:
+        return sha256(b"".join([text.encode(), *map(_digest_of, sorted(files))])).digest()
+    except OSError:  # a function without a file
+        return None
+
+
+def _module_of(value: object) -> str:
+    return value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None))
+
+
+def _of_module(value: object) -> str | None:
+    """The full name of a function that its module's source decides, unlike one that was made in a function."""
+    name = getattr(value, "__qualname__", None)
+    return f"{_module_of(value)}.{name}" if isinstance(name, str) and "<locals>" not in name else None
+
+
+def _source(module: str) -> str | None:
+    """The file of a module of this package."""
+    return getattr(sys.modules.get(module), "__file__", None) if module.partition(".")[0] == _PACKAGE else None
+
+
+@cache
+def _digest_of(file: Path) -> bytes:
+    return sha256(file.name.encode() + b"\0" + file.read_bytes()).digest()
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _renamed(function: Any, name: str) -> Any:
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    named = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    named.__qualname__, named.__module__, named.__doc__ = name, function.__module__, function.__doc__
+    return named

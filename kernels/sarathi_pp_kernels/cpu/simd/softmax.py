@@ -1,0 +1,177 @@
+"""From scores to weights: the largest, powers and their sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sarathi_pp_kernels.cpu.simd.compile import inlined
+from sarathi_pp_kernels.cpu.simd.exp2 import ROUGH, nearest_whole, power
+from sarathi_pp_kernels.cpu.simd.memory import load_float, store_float
+from sarathi_pp_kernels.cpu.simd.registers import (
+    F32,
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    LANES,
+    WORDS,
+    call,
+    each_line,
+    element_at,
+    fma,
+    index,
+    load_line,
+    spread,
+    store_rounded,
+)
+
+_FLOAT = np.float32
+_LOWEST = _FLOAT(-80)
+# A score that weighs nothing.
+_HIDDEN = _FLOAT(-1e30)
+
+
+@intrinsic
+def _hide_line(typing, scores, line, low, high):  # type: ignore[no-untyped-def]
+    """In one register, as it is read again at once: single values would have to reach the cache first."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores_, line_, low_, high_ = arguments
+        first = builder.mul(line_, index(LANES))
+        place = builder.add(spread(builder, first), ir.Constant(ir.VectorType(I64, LANES), list(range(LANES))))
+        inside = builder.and_(
+            builder.icmp_signed(">=", place, spread(builder, low_)),
+            builder.icmp_signed("<", place, spread(builder, high_)),
+        )
+        seen = builder.select(inside, load_line(builder, scores_, line_), ir.Constant(FLOATS, [_HIDDEN] * LANES))
+        pointer = builder.bitcast(element_at(builder, scores_, F32, first), FLOATS.as_pointer())
+        builder.store(seen, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@inlined
+def hide(scores, low, high, width):  # type: ignore[no-untyped-def]
+    """Of the scores [0, width), width a multiple of 16, those outside [low, high) will weigh nothing."""
+    for line in range((low + 15) // 16):
+        _hide_line(scores, line, low, high)
+    for line in range(high // 16, width // 16):
+        _hide_line(scores, line, low, high)
+
+
+@intrinsic(prefer_literal=True)
+def largest(typing, rows, scores, step, num_lines, found):  # type: ignore[no-untyped-def]
+    """found[r] = the largest of 16 * num_lines float32 of row r, at least one line; NaN does not count.
+
+    rows: a literal. Row r lies r * step float32 behind `scores`. Compared and chosen, which is one instruction: LLVM's
+    own maximum looks for NaN on both sides, and goes from lane to lane where it reduces a register to one value.
+    """
+    num_rows = rows.literal_value
+
+    def larger(builder: Any, one: Any, held: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", one, held), one, held)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, scores_, step_, num_lines_, found_ = arguments
+        begins = _rows_at(builder, scores_, step_, F32, num_rows)
+        nothing = ir.Constant(FLOATS, [float("-inf")] * LANES)
+        with each_line(builder, num_lines_, *[nothing] * num_rows) as (line, loop):
+            lines = [load_line(builder, begin, line) for begin in begins]
+            loop.carry(*[larger(builder, one, held) for one, held in zip(lines, loop.carried, strict=True)])
+        for row, of_row in enumerate(loop.results):
+            held = of_row
+            for distance in (8, 4, 2, 1):
+                lanes = [(lane + distance) % LANES for lane in range(LANES)]
+                held = larger(builder, builder.shuffle_vector(held, held, ir.Constant(WORDS, lanes)), held)
+            one = builder.extract_element(held, ir.Constant(I32, 0))
+            builder.store(one, element_at(builder, found_, F32, index(row)))
+        return context.get_dummy_value()
+
+    return types.void(rows, *[types.int64] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def weigh_lines(typing, rows, scores, step, to, to_step, num_lines, slope, tops, sums):  # type: ignore[no-untyped-def]
+    """2^(slope * score - tops[r]) of 16 * num_lines float32 scores of row r, to bfloat16; sums[r]: their sum.
+
+    rows: a literal; several at once, so that none waits for what it has begun. Rows are `step` float32 apart, of `to`
+    to_step bfloat16. tops, sums: float32. Within 4e-6 of its value before it is rounded; NaN stays NaN. A score of
+    -1e30 weighs 0.
+    """
+    num_rows = rows.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, scores_, step_, to_, to_step_, num_lines_, slope_, tops_, sums_ = arguments
+        places = [index(row) for row in range(num_rows)]
+        below = [
+            spread(builder, builder.fneg(builder.load(element_at(builder, tops_, F32, place)))) for place in places
+        ]
+        begins = _rows_at(builder, scores_, step_, F32, num_rows)
+        ends = _rows_at(builder, to_, to_step_, I16, num_rows)
+        slopes = spread(builder, slope_)
+        with each_line(builder, num_lines_, *[ir.Constant(FLOATS, [0.0] * LANES)] * num_rows) as (line, loop):
+            exponents = [
+                fma(builder, load_line(builder, begin, line), slopes, top)
+                for begin, top in zip(begins, below, strict=True)
+            ]
+            weights = []
+            for exponent in exponents:
+                whole = nearest_whole(builder, exponent)
+                weights.append(power(builder, whole, builder.fsub(exponent, whole), ROUGH))
+            for end, weight in zip(ends, weights, strict=True):
+                store_rounded(builder, end, line, weight)
+            loop.carry(*[builder.fadd(held, weight) for held, weight in zip(loop.carried, weights, strict=True)])
+        for place, of_row in zip(places, loop.results, strict=True):
+            total = call(builder, "llvm.vector.reduce.fadd.v16f32", F32, [ir.Constant(F32, 0.0), of_row])
+            builder.store(total, element_at(builder, sums_, F32, place))
+        return context.get_dummy_value()
+
+    return types.void(rows, *[types.int64] * 5, types.float32, types.int64, types.int64), generate
+
+
+def _rows_at(builder: Any, address: Any, step: Any, element: Any, num_rows: int) -> list[Any]:
+    """Addresses of rows that are `step` elements apart."""
+    first = element_at(builder, address, element, index(0))
+    return [builder.ptrtoint(builder.gep(first, [builder.mul(step, index(row))]), I64) for row in range(num_rows)]
+
+
+@inlined
+def cap(scores, low, high, slope, softcap):  # type: ignore[no-untyped-def]
+    """softcap * tanh(slope * score / softcap) in the place of the scores [low, high)."""
+    for at in range(low, high):
+        store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * slope / softcap)) * softcap)
+
+
+@intrinsic
+def _float_of_bits(typing, bits):  # type: ignore[no-untyped-def]
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], F32)
+
+    return types.float32(types.int32), generate
+
+
+@inlined
+def exponential(x):  # type: ignore[no-untyped-def]
+    """exp(x) of float32 x <= 0, within 1e-7 of its value; 0 below -80, and NaN for NaN. The C library's has no lanes.
+
+    2^n * exp(r) with n whole and |r| <= ln(2) / 2, the coefficients of Cephes' expf.
+    """
+    inside = x if x > _LOWEST else _LOWEST
+    n = np.int32(inside * _FLOAT(1.4426950408889634) - _FLOAT(0.5))
+    r = inside - _FLOAT(n) * _FLOAT(0.693359375) + _FLOAT(n) * _FLOAT(2.12194440e-4)
+    p = _FLOAT(1.9875691500e-4)
+    p = p * r + _FLOAT(1.3981999507e-3)
+    p = p * r + _FLOAT(8.3334519073e-3)
+    p = p * r + _FLOAT(4.1665795894e-2)
+    p = p * r + _FLOAT(1.6666665459e-1)
+    p = p * r + _FLOAT(5.0000001201e-1)
+    p = p * r * r + r + _FLOAT(1)
+    found = p * _float_of_bits(np.int32((n + np.int32(127)) << np.int32(23)))
+    found = found if x > _LOWEST else _FLOAT(0)
+    return found if x == x else x

@@ -1,0 +1,142 @@
+"""Rows of words to columns: what products take a word of each row at a time from lies side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sarathi_pp_kernels.cpu.simd.compile import inlined
+from sarathi_pp_kernels.cpu.simd.memory import load_word, store_word
+from sarathi_pp_kernels.cpu.simd.registers import (
+    I32,
+    LANES,
+    SHORTS,
+    WORDS,
+    each_line,
+    element_at,
+    halves_at,
+    index,
+    spread,
+    store_some,
+)
+
+# Words of a quarter of a register, within which rows are interleaved before quarters change places.
+_QUARTER = 4
+
+
+@inlined
+def transpose(x, row_words, present, to, rows, num_words):  # type: ignore[no-untyped-def]
+    """to[k][r] = x[r][k] of words k in [0, num_words) and rows r in [0, rows), 0 for rows that are not present.
+
+    x: row r lies r * row_words words behind it. present: at least 1.
+    """
+    in_lines = num_words // 16 * 16
+    for first in range(0, rows, 16):
+        some, there = min(rows - first, 16), max(min(present - first, 16), 0)
+        source, begin = x + first * row_words * 4 if there else x, to + first * 4
+        if in_lines:
+            _transpose_lines(source, row_words, there, begin, rows, some, in_lines // 16)
+        for word in range(in_lines, num_words):
+            for row in range(some):
+                store_word(begin, word * rows + row, load_word(source, row * row_words + word) if row < there else 0)
+
+
+@intrinsic
+def _transpose_lines(typing, x, row_words, present, to, to_step, count, num_lines):  # type: ignore[no-untyped-def]
+    """`count` rows, at most sixteen, of 16 * num_lines words, at least one line. to_step: from one word to the next."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x_, row_words_, present_, to_, to_step_, count_, num_lines_ = arguments
+        there = [builder.icmp_signed("<", index(row), present_) for row in range(LANES)]
+        # In place of a row that is not there, the first one is read.
+        begins = [
+            builder.mul(row_words_, builder.select(is_there, index(row), index(0)))
+            for row, is_there in enumerate(there)
+        ]
+        lanes = ir.Constant(WORDS, list(range(LANES)))
+        wanted = builder.icmp_signed("<", lanes, spread(builder, builder.trunc(count_, I32)))
+        with each_line(builder, num_lines_) as (line, _):
+            word = builder.mul(line, index(LANES))
+            rows = [
+                builder.select(is_there, _line(builder, x_, builder.add(begin, word)), ir.Constant(WORDS, [0] * LANES))
+                for begin, is_there in zip(begins, there, strict=True)
+            ]
+            for column, words in enumerate(_columns(builder, rows)):
+                place = builder.mul(builder.add(word, index(column)), to_step_)
+                store_some(builder, words, element_at(builder, to_, I32, place), wanted)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), generate
+
+
+@intrinsic
+def pair(typing, low, high, has_high, to, to_step, num_lines):  # type: ignore[no-untyped-def]
+    """Words of two bfloat16, one of each of two rows of 16 * num_lines: `low` in the low half.
+
+    has_high: whether that row is there; 0 stands for it where not, and it is not read. to: lines of sixteen words, each
+    to_step words behind the one before.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        low_, high_, has_high_, to_, to_step_, num_lines_ = arguments
+        there = builder.select(has_high_, high_, low_)
+        upper = builder.select(has_high_, ir.Constant(WORDS, [-1] * LANES), ir.Constant(WORDS, [0] * LANES))
+        with each_line(builder, num_lines_) as (line, _):
+            place = builder.mul(line, index(LANES))
+            halves = [builder.load(halves_at(builder, row, place), align=2) for row in (low_, there)]
+            first, second = (builder.zext(builder.bitcast(some, SHORTS), WORDS) for some in halves)
+            second = builder.and_(builder.shl(second, ir.Constant(WORDS, [16] * LANES)), upper)
+            pointer = element_at(builder, to_, I32, builder.mul(line, to_step_))
+            builder.store(builder.or_(first, second), builder.bitcast(pointer, WORDS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.boolean, *[types.int64] * 3), generate
+
+
+def _line(builder: Any, address: Any, word: Any) -> Any:
+    return builder.load(builder.bitcast(element_at(builder, address, I32, word), WORDS.as_pointer()), align=4)
+
+
+def _columns(builder: Any, rows: list[Any]) -> list[Any]:
+    """Of sixteen rows, four at a time: sixteen registers, that of word k with row r in lane r."""
+    # Of each four rows, four registers: quarter q of register j has word 4 * q + j of all four.
+    fours = [_interleaved(builder, rows[first : first + _QUARTER]) for first in range(0, LANES, _QUARTER)]
+    columns: list[Any] = [None] * LANES
+    for j, (a, b, c, d) in enumerate(zip(*fours, strict=True)):
+        for quarters in ([0, 1], [2, 3]):
+            low, high = _quarters(builder, a, b, quarters, quarters), _quarters(builder, c, d, quarters, quarters)
+            for at, quarter in enumerate(quarters):
+                columns[_QUARTER * quarter + j] = _quarters(builder, low, high, [at, at + 2], [at, at + 2])
+    return columns
+
+
+def _interleaved(builder: Any, rows: list[Any]) -> list[Any]:
+    """Four rows, transposed in each quarter: by single words, then by two."""
+    low, high = [0, 4, 1, 5], [2, 6, 3, 7]
+    a, b, c, d = rows
+    first = [_in_quarters(builder, a, b, order) for order in (low, high)]
+    second = [_in_quarters(builder, c, d, order) for order in (low, high)]
+    twos = [0, 1, 4, 5], [2, 3, 6, 7]
+    return [
+        _in_quarters(builder, one, other, order) for one, other in zip(first, second, strict=True) for order in twos
+    ]
+
+
+def _in_quarters(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
+    """The same in each quarter: words 0 to 3 are those of a, 4 to 7 those of b."""
+    lanes = [
+        _QUARTER * quarter + (word if word < _QUARTER else LANES + word - _QUARTER)
+        for quarter in range(LANES // _QUARTER)
+        for word in order
+    ]
+    return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))
+
+
+def _quarters(builder: Any, a: Any, b: Any, of_a: list[int], of_b: list[int]) -> Any:
+    """Two quarters of a, then two of b."""
+    begins = [_QUARTER * quarter for quarter in of_a] + [LANES + _QUARTER * quarter for quarter in of_b]
+    lanes = [begin + word for begin in begins for word in range(_QUARTER)]
+    return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))

@@ -1,0 +1,88 @@
+"""A run as lines for a spreadsheet: one a microbatch and stage, stage by stage, each in order of start.
+
+Times are seconds from the begin of the run window on rank 0's clock, to the nanosecond. A cell is empty where
+there is nothing to say: the gap before a stage's first microbatch, and what the issue of a microbatch told
+where rank 0's trace was cut off before it. A head that the first stage computed for the last one has a line of its own,
+with `head` for its text and without what an issue tells.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import deque
+from collections.abc import Iterator
+from typing import TextIO
+
+from sarathi_pp.analysis.stage_states import gap_before
+from sarathi_pp.analysis.timeline import StageTimeline, Timeline
+
+COLUMNS = (
+    "microbatch",
+    "stage",
+    "issued_s",
+    "arrived_s",
+    "start_s",
+    "end_s",
+    "compute_s",
+    "gap_s",
+    "prefill_tokens",
+    "decodes",
+    "decode_context",
+    "text",
+)
+
+Cell = str | int
+
+
+def run_begin(timeline: Timeline) -> float:
+    """Begin of the run window on rank 0's clock; known before the first result is back, unlike the window itself."""
+    return timeline.issued[0].at_s if timeline.issued else timeline.stages[0].start.at_s
+
+
+def stage_rows(timeline: Timeline) -> Iterator[tuple[Cell, ...]]:
+    """The lines without their heading, in the order of COLUMNS.
+
+    compute_s: end_s - start_s. gap_s: from the end of the stage's compute before to start_s, less heads in between.
+    """
+    issued: dict[int, tuple[Cell, ...]] = {
+        event.microbatch: (event.prefill_tokens, event.decodes, event.decode_context, event.text)
+        for event in timeline.issued
+    }
+    unknown: tuple[Cell, ...] = ("", "", "", "")
+    begin = run_begin(timeline)
+    for stage in timeline.stages:
+        heads = deque(_head_rows(stage, begin))
+        for position, microbatch in enumerate(stage.microbatches):
+            while heads and heads[0][0] <= stage.starts[position]:
+                yield heads.popleft()[1]
+            times = _times(stage, position, begin)
+            yield (microbatch, stage.start.stage, *times, *issued.get(microbatch, unknown))
+        yield from (row for _, row in heads)
+
+
+def write_csv(timeline: Timeline, file: TextIO) -> None:
+    """The heading and all lines. The file is open for text with newline="", as the csv module asks."""
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    writer.writerows(stage_rows(timeline))
+
+
+def _head_rows(stage: StageTimeline, begin: float) -> Iterator[tuple[float, tuple[Cell, ...]]]:
+    """With the start of each."""
+    heads = stage.heads
+    columns = zip(heads.microbatches, heads.arrived, heads.starts, heads.ends, strict=True)
+    for microbatch, arrived, start, end in columns:
+        times = (*(_seconds(instant - begin) for instant in (arrived, start, end)), _seconds(end - start))
+        yield start, (microbatch, stage.start.stage, "", *times, "", "", "", "", "head")
+
+
+def _times(stage: StageTimeline, position: int, begin: float) -> tuple[str, ...]:
+    start, end = stage.starts[position], stage.ends[position]
+    instants = (stage.issued[position], stage.arrived[position], start, end)
+    gap = gap_before(stage, position)
+    relative = tuple(_seconds(instant - begin) for instant in instants)
+    return (*relative, _seconds(end - start), "" if gap is None else _seconds(gap))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.9f}"

@@ -1,0 +1,161 @@
+"""The report of a run with several replicas, from those of each: one window, first issue anywhere to last result.
+
+What a replica does not compute in the window outside of its own first issue and last result is `no_work` of its stages
+and `ramp` of its causes: the others had more to do. Latencies and request bubbles are those of all requests together.
+Steady figures, overlap, variations and KV use are means over the replicas, each from its own steady window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+
+from sarathi_pp.analysis.bubbles import Bubbles, busy_strip, measure_bubbles
+from sarathi_pp.analysis.intervals import Interval
+from sarathi_pp.analysis.summary import (
+    STRIP_CELLS,
+    CostFit,
+    Report,
+    percentiles,
+    read_timeline,
+    summarise_timeline,
+    whole_run,
+)
+from sarathi_pp.analysis.timeline import Timeline
+from sarathi_pp.trace.latency import latency_spreads
+
+_COUNTS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens", "preemptions")
+_MEANS = ("bubble_ratio_steady", "overlap", "cost_error", "microbatch_time_cv", "microbatch_tokens_cv")
+_LARGEST = ("clock_uncertainty_s", "closing_error")
+_OF_EACH = (
+    *("microbatches", "requests", "completed", "failed", "wall_s", "total_tokens_per_s"),
+    *("bubble_ratio", "bubble_ratio_steady"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One replica's part. report: what `summarise_timeline` makes of the other two."""
+
+    timeline: Timeline
+    bubbles: Bubbles
+    report: Report
+
+    @classmethod
+    def fold(cls, timeline: Timeline, fit: CostFit | None = None) -> Replica:
+        """Raises as `summarise`."""
+        bubbles = measure_bubbles(timeline)
+        return cls(timeline, bubbles, summarise_timeline(timeline, bubbles, fit))
+
+    @property
+    def index(self) -> int:
+        return self.timeline.stages[0].start.replica
+
+    @property
+    def offset_s(self) -> float:
+        """From its leader's clock to the run's."""
+        return self.timeline.stages[0].start.replica_offset_s
+
+    @property
+    def window(self) -> Interval:
+        """On the run's clock."""
+        begin, end = self.timeline.window
+        return begin + self.offset_s, end + self.offset_s
+
+
+def summarise_replicas(replicas: Sequence[Replica]) -> Report:
+    """One report of them all, with the keys of one pipeline's, and `replicas` and what follows from it besides.
+
+    A replica that was lost has no part in it.
+    """
+    num_replicas = replicas[0].timeline.stages[0].start.num_replicas
+    if num_replicas == 1:
+        return replicas[0].report
+    lost = sorted(set(range(num_replicas)) - {replica.index for replica in replicas})
+    ran = [replica.window for replica in replicas if replica.bubbles.wall_s > 0]
+    window = (min(begin for begin, _ in ran), max(end for _, end in ran)) if ran else (0.0, 0.0)
+    wall_s = window[1] - window[0]
+    reports = [replica.report for replica in replicas]
+    total = {name: sum(report[name] for report in reports) for name in _COUNTS}
+    chunks = sum((report["chunk_throughput"] or 0.0) * report["wall_s"] for report in reports)
+    stages = [stage for replica in replicas for stage in _stages(replica, window)]
+    return {
+        **reports[0],
+        **total,
+        "replicas": num_replicas,
+        "lost_replicas": lost,
+        "wall_s": wall_s,
+        "total_tokens_per_s": _rate(total["prompt_tokens"] + total["output_tokens"], wall_s),
+        "output_tokens_per_s": _rate(total["output_tokens"], wall_s),
+        "chunk_throughput": _rate(chunks, wall_s),
+        "bubble_ratio": _mean(stage["bubble_ratio"] for stage in stages),
+        **{name: _mean(report[name] for report in reports) for name in _MEANS},
+        **{name: max(report[name] for report in reports) for name in _LARGEST},
+        "per_stage": stages,
+        "links": [link | {"replica": replica.index} for replica in replicas for link in replica.report["links"]],
+        "causes": _causes(reports, wall_s),
+        "request_bubble_s": percentiles(chain.from_iterable(r.bubbles.request_bubble_s.values() for r in replicas)),
+        **_latencies(replicas),
+        "kv": _kv([report["kv"] for report in reports]),
+        **whole_run([(replica.timeline, replica.offset_s) for replica in replicas]),
+        "notes": [
+            *(f"replica {one.index}: {note}" for one in replicas for note in one.report["notes"]),
+            *(f"replica {one} has no part in these figures: it was lost, or its traces are elsewhere" for one in lost),
+        ],
+        "per_replica": [{"replica": one.index, **{name: one.report[name] for name in _OF_EACH}} for one in replicas],
+    }
+
+
+def figures(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[Report]:
+    """See Analyse: the figures, and nothing that takes longer."""
+    yield summarise_replicas([Replica.fold(read_timeline(of_one)) for of_one in traces]) | dict(facts)
+
+
+def _stages(replica: Replica, window: Interval) -> list[Report]:
+    wall_s, more_s = window[1] - window[0], window[1] - window[0] - replica.bubbles.wall_s
+    own = window[0] - replica.offset_s, window[1] - replica.offset_s
+    return [
+        {
+            **stage,
+            "replica": replica.index,
+            "wall_s": wall_s,
+            "no_work_s": stage["no_work_s"] + more_s,
+            "bubble_ratio": 1 - stage["compute_s"] / wall_s if wall_s > 0 else None,
+            "busy_strip": busy_strip(timeline, own, STRIP_CELLS),
+        }
+        for stage, timeline in zip(replica.report["per_stage"], replica.timeline.stages, strict=True)
+    ]
+
+
+def _causes(reports: Sequence[Report], wall_s: float) -> Report | None:
+    """None where a replica ran too little to fit its costs."""
+    if any(report["causes"] is None for report in reports):
+        return None
+    total = {name: sum(report["causes"][name] for report in reports) for name in reports[0]["causes"]}
+    total["ramp_s"] += sum(len(report["per_stage"]) * (wall_s - report["wall_s"]) for report in reports)
+    return total
+
+
+def _latencies(replicas: Sequence[Replica]) -> Report:
+    finished = list(chain.from_iterable(replica.timeline.finished for replica in replicas))
+    return {name: asdict(spread) for name, spread in latency_spreads(finished).items()}
+
+
+def _kv(kinds: Sequence[Report]) -> Report:
+    return {
+        **kinds[0],
+        "peak_used": max(kv["peak_used"] for kv in kinds),
+        **{name: _mean(kv[name] for kv in kinds) for name in ("mean_used", "fragmentation")},
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _rate(count: float, wall_s: float) -> float | None:
+    return count / wall_s if wall_s > 0 else None

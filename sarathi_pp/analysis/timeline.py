@@ -1,0 +1,341 @@
+"""The traces of one run, read once and put on rank 0's clock: what every figure is folded from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, zip_longest
+from math import inf
+from operator import sub
+
+from sarathi_pp.analysis.event_columns import Log
+from sarathi_pp.analysis.intervals import Interval, merge
+from sarathi_pp.errors import InputError
+from sarathi_pp.trace.events import (
+    Compute,
+    Cut,
+    CutReason,
+    Event,
+    Head,
+    Issued,
+    RequestArrived,
+    RequestFinished,
+    Returned,
+    RowRefused,
+    SendWait,
+    Starved,
+    Totals,
+    TraceEnd,
+    TraceStart,
+)
+
+_COPY_AGAIN = "if they were copied, copy them again"
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Turns one rank's times into rank 0's: the offset at `anchor_s`, drifting by `drift` seconds a second."""
+
+    anchor_s: float
+    offset_s: float
+    drift: float
+
+    @classmethod
+    def of(cls, start: TraceStart, end: TraceEnd | None) -> Alignment:
+        """From both ends of a trace; a trace that was cut off keeps its first offset."""
+        if end is None or end.at_s <= start.at_s:
+            return cls(start.at_s, start.clock_offset_s, 0.0)
+        drift = (end.clock_offset_s - start.clock_offset_s) / (end.at_s - start.at_s)
+        return cls(start.at_s, start.clock_offset_s, drift)
+
+    def to_rank0(self, local_s: float) -> float:
+        return local_s + self.offset_s + self.drift * (local_s - self.anchor_s)
+
+
+def _seconds() -> array[float]:
+    return array("d")
+
+
+@dataclass(slots=True)
+class Heads:
+    """The heads that a first stage has computed for the last one. Parallel arrays in the order of `starts`."""
+
+    microbatches: array[int] = field(default_factory=lambda: array("q"))
+    arrived: array[float] = field(default_factory=_seconds)
+    starts: array[float] = field(default_factory=_seconds)
+    ends: array[float] = field(default_factory=_seconds)
+
+    def add(self, head: Head) -> None:
+        self.microbatches.append(head.microbatch)
+        self.arrived.append(head.arrived_s)
+        self.starts.append(head.start_s)
+        self.ends.append(head.end_s)
+
+    def align(self, clock: Alignment) -> None:
+        order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+        self.microbatches = array("q", [self.microbatches[i] for i in order])
+        for name in ("arrived", "starts", "ends"):
+            local = getattr(self, name)
+            setattr(self, name, array("d", [clock.to_rank0(local[i]) for i in order]))
+
+    def cut(self, count: int) -> None:
+        """Only those of the first so many microbatches stay."""
+        kept = [place for place, microbatch in enumerate(self.microbatches) if microbatch < count]
+        for name in ("microbatches", "arrived", "starts", "ends"):
+            column = getattr(self, name)
+            setattr(self, name, array(column.typecode, [column[place] for place in kept]))
+
+    def spans(self) -> Iterator[Interval]:
+        return zip(self.starts, self.ends, strict=True)
+
+    def seconds(self) -> dict[int, float]:
+        """What each took, by microbatch."""
+        lengths = map(sub, self.ends, self.starts)
+        return dict(zip(self.microbatches, lengths, strict=True))
+
+
+@dataclass(slots=True)
+class StageTimeline:
+    """What one stage did, on rank 0's clock. The arrays are parallel, in the order of `starts`.
+
+    microbatches: indices. issued, arrived, starts, ends: seconds. send_waits: sorted and disjoint.
+    cpu_s, spanned_s: thread CPU time and length of the spans that have one, summed, without collective_s: what sums
+    over the stage's ranks took; None where it has one alone. cut: why the trace holds only the first part of the run.
+    """
+
+    start: TraceStart
+    end: TraceEnd | None = None
+    cut: CutReason | None = None
+    microbatches: array[int] = field(default_factory=lambda: array("q"))
+    issued: array[float] = field(default_factory=_seconds)
+    arrived: array[float] = field(default_factory=_seconds)
+    starts: array[float] = field(default_factory=_seconds)
+    ends: array[float] = field(default_factory=_seconds)
+    send_waits: list[Interval] = field(default_factory=list)
+    heads: Heads = field(default_factory=Heads)
+    cpu_s: float = 0.0
+    spanned_s: float = 0.0
+    collective_s: float | None = None
+
+    def add(self, span: Compute) -> None:
+        self.microbatches.append(span.microbatch)
+        self.issued.append(span.issued_s)
+        self.arrived.append(span.arrived_s)
+        self.starts.append(span.start_s)
+        self.ends.append(span.end_s)
+        if span.cpu_s is not None:
+            self.cpu_s += span.cpu_s
+            self.spanned_s += span.end_s - span.start_s - (span.collective_s or 0.0)
+        if span.collective_s is not None:
+            self.collective_s = (self.collective_s or 0.0) + span.collective_s
+
+    def add_head(self, head: Head) -> None:
+        self.heads.add(head)
+        if head.cpu_s is not None:
+            self.cpu_s += head.cpu_s
+            self.spanned_s += head.end_s - head.start_s
+
+    def busy(self) -> list[Interval]:
+        """When it computed, heads included: sorted and disjoint."""
+        return merge(chain(zip(self.starts, self.ends, strict=True), self.heads.spans()))
+
+    def align(self) -> None:
+        """Puts the local times on rank 0's clock, in order of start. `issued` is on that clock already."""
+        clock = Alignment.of(self.start, self.end)
+        order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+        self.microbatches = array("q", [self.microbatches[i] for i in order])
+        self.issued = array("d", [self.issued[i] for i in order])
+        self.arrived = array("d", [clock.to_rank0(self.arrived[i]) for i in order])
+        self.starts = array("d", [clock.to_rank0(self.starts[i]) for i in order])
+        self.ends = array("d", [clock.to_rank0(self.ends[i]) for i in order])
+        self.send_waits = merge((clock.to_rank0(b), clock.to_rank0(e)) for b, e in self.send_waits)
+        self.heads.align(clock)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One run: its stages in order, and what rank 0 alone recorded, in the order of recording."""
+
+    stages: list[StageTimeline] = field(default_factory=list)
+    issued: Log[Issued] = field(default_factory=lambda: Log(Issued))
+    returned: Log[Returned] = field(default_factory=lambda: Log(Returned))
+    arrived: Log[RequestArrived] = field(default_factory=lambda: Log(RequestArrived))
+    finished: list[RequestFinished] = field(default_factory=list)
+    starved: list[Starved] = field(default_factory=list)
+    rows_refused: int = 0
+    totals: Totals | None = None  # of the whole run, also where the rest is of its first part
+
+    @classmethod
+    def read(cls, traces: Iterable[Iterable[Event]]) -> Timeline:
+        """One trace a stage, in any order. Raises InputError if stages are missing, doubled or nameless.
+
+        Traces that were cut, or are of a run that goes on or was killed, end at different instants: what rank 0 tells
+        of the time after the shortest of them is left out.
+        """
+        timeline = cls()
+        for events in traces:
+            timeline._read_stage(events)
+        timeline.stages.sort(key=lambda stage: stage.start.stage)
+        found = [stage.start.stage for stage in timeline.stages]
+        num_stages = timeline.stages[0].start.num_stages if timeline.stages else 1
+        if len(found) != num_stages or found != list(range(num_stages)):
+            raise InputError(f"the traces are of stages {found}; a report needs one of each of 0 to {num_stages - 1}")
+        timeline._cut()
+        return timeline
+
+    @property
+    def is_cut(self) -> bool:
+        return any(stage.cut for stage in self.stages)
+
+    @property
+    def num_returned(self) -> int:
+        """Microbatches whose result is back and whose compute is in every stage's trace.
+
+        A result may be in rank 0's trace before the compute is in that of a stage whose clock is ahead.
+        """
+        reach = min((max(stage.microbatches, default=-1) for stage in self.stages), default=-1)
+        return sum(microbatch <= reach for microbatch in self.returned.column("microbatch"))
+
+    def back_s(self) -> array[float]:
+        """When what the last stage made of a microbatch was complete on rank 0: its tokens, or the rows of its head.
+
+        Tokens that had to wait for a head before them are told of no sooner than that; they are taken to have come at
+        once.
+        """
+        returned, ends = self.returned.column("at_s"), self.stages[-1].ends
+        back = array("d", returned)
+        for index, (before, after) in enumerate(pairwise(returned), 1):
+            if after <= before and index < len(ends):
+                back[index] = min(after, ends[index])
+        heads = self.stages[0].heads
+        for microbatch, arrived_s in zip(heads.microbatches, heads.arrived, strict=True):
+            if 0 <= microbatch < len(back):
+                back[microbatch] = arrived_s
+        return back
+
+    def microbatch_seconds(self, stage: int) -> list[float]:
+        """What each microbatch took on a stage; on the last one with its head, wherever that was computed."""
+        own = self.stages[stage]
+        moved = self.stages[0].heads.seconds() if stage == len(self.stages) - 1 else {}
+        spans = zip(own.microbatches, own.starts, own.ends, strict=True)
+        return [end - begin + moved.get(microbatch, 0.0) for microbatch, begin, end in spans]
+
+    @property
+    def window(self) -> Interval:
+        """The run window: first issue to last result. Empty, (0, 0), if nothing came back."""
+        results = self.returned[: self.num_returned]
+        if not results or not self.issued:
+            return (0.0, 0.0)
+        return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
+
+    def check_order(self) -> None:
+        """Raises InputError unless microbatches 0, 1, 2, ... is what each list has of those that came back, and no
+        span ends before it starts.
+        """
+        for stage in self.stages:
+            for index, (begin, end) in enumerate(zip(stage.starts, stage.ends, strict=True)):
+                if end < begin:
+                    raise InputError(
+                        f"the traces are damaged: stage {stage.start.stage} ended microbatch "
+                        f"{stage.microbatches[index]} {begin - end:g} s before it began it; {_COPY_AGAIN}"
+                    )
+            self._check_heads(stage)
+        count = self.num_returned
+        told = {f"stage {stage.start.stage} computed": stage.microbatches for stage in self.stages}
+        told["were issued"] = array("q", self.issued.column("microbatch"))
+        told["came back"] = array("q", self.returned.column("microbatch"))
+        for what, found in told.items():
+            for expected, microbatch in zip_longest(range(count), found[:count]):
+                if microbatch != expected:
+                    instead = "nothing" if microbatch is None else f"microbatch {microbatch}"
+                    raise InputError(
+                        f"the traces are damaged: of the microbatches that {what}, {instead} stands where {expected} "
+                        f"must; {_COPY_AGAIN}"
+                    )
+
+    def _check_heads(self, stage: StageTimeline) -> None:
+        """Of the first stage alone, in order, and each of a microbatch that came back."""
+        heads = stage.heads
+        in_order = all(before < after for before, after in pairwise((-1, *heads.microbatches)))
+        if heads.microbatches and (stage.start.stage or not in_order or heads.microbatches[-1] >= len(self.returned)):
+            raise InputError(
+                f"the traces are damaged: heads of stage {stage.start.stage} are out of order; {_COPY_AGAIN}"
+            )
+        if any(end < begin for begin, end in heads.spans()):
+            raise InputError(
+                f"the traces are damaged: stage {stage.start.stage} ended a head before it began it; {_COPY_AGAIN}"
+            )
+
+    def _cut(self) -> None:
+        """Where results show that a stage went on after its last line, it would be called idle, and tokens be counted,
+        for what is not there.
+        """
+        newest = max(self.returned.column("microbatch"), default=-1)
+        open_ended = [stage for stage in self.stages if stage.end is None or stage.cut]
+        short = [stage for stage in open_ended if max(stage.microbatches, default=-1) < newest]
+        told_s = min((stage.ends[-1] if stage.ends else -inf for stage in short), default=inf)
+        self.returned = Log(Returned, (result for result in self.returned if result.at_s <= told_s))
+        self.finished = [request for request in self.finished if request.finished_s <= told_s]
+        for stage in self.stages:
+            stage.heads.cut(len(self.returned))
+
+    def add(self, stage: StageTimeline, event: Event) -> None:
+        """Take in one event of a stage; `stage.align()` is due after the last."""
+        if isinstance(event, Compute):
+            stage.add(event)
+        elif isinstance(event, Head):
+            stage.add_head(event)
+        elif isinstance(event, SendWait):
+            stage.send_waits.append((event.start_s, event.end_s))
+        elif isinstance(event, Cut):
+            stage.cut = event.reason
+        elif isinstance(event, TraceEnd):
+            stage.end = event
+        else:
+            self._add(event)
+
+    def _read_stage(self, events: Iterable[Event]) -> None:
+        stage: StageTimeline | None = None
+        for event in events:
+            if stage is None:
+                if not isinstance(event, TraceStart):
+                    raise InputError(f"a trace begins with its start; this one with {type(event).__name__}")
+                _check_sizes(event)
+                stage = StageTimeline(event)
+            else:
+                self.add(stage, event)
+        if stage is None:
+            raise InputError(
+                "a trace is empty: its process ended before it wrote anything, or has just started: then try again"
+            )
+        stage.align()
+        self.stages.append(stage)
+
+    def _add(self, event: Event) -> None:
+        match event:
+            case Issued():
+                self.issued.append(event)
+            case Returned():
+                self.returned.append(event)
+            case RequestArrived():
+                self.arrived.append(event)
+            case RequestFinished():
+                # A tuple of integers takes ten times as much, and there is one for each token.
+                fits = 0 <= min(event.gaps_us, default=0) and max(event.gaps_us, default=0) < 2**32
+                self.finished.append(replace(event, gaps_us=array("I" if fits else "q", event.gaps_us)))
+            case Starved():
+                self.starved.append(event)
+            case RowRefused():
+                self.rows_refused += 1
+            case Totals():
+                self.totals = event
+
+
+def _check_sizes(start: TraceStart) -> None:
+    """Raises InputError for what no run had."""
+    layers = start.layers[1] - start.layers[0]
+    sizes = {"chunk size": start.chunk_size, "microbatches in flight": start.inflight, "page size": start.page_size}
+    for name, size in {**sizes, "layers": layers}.items():
+        if size < 1:
+            raise InputError(f"the traces are damaged: {name} of stage {start.stage}: {size}; {_COPY_AGAIN}")

@@ -1,0 +1,55 @@
+"""What a contest says: all its runs, and of each entrant the medians over the rounds beside the machine's floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from sarathi_pp.analysis.summary import RUNS_SCHEMA, Report
+
+# Where each is in a run.
+_FIGURES = {
+    "total_tokens_per_s": ("total_tokens_per_s",),
+    "wall_s": ("wall_s",),
+    "bubble_ratio": ("bubble_ratio",),
+    "bubble_ratio_steady": ("bubble_ratio_steady",),
+    "ttft_p50_s": ("ttft_s", "p50"),
+    "ttft_p99_s": ("ttft_s", "p99"),
+    "peak_memory_bytes": ("peak_memory_bytes",),
+    "command_s": ("command_s",),
+    "stolen": ("stolen",),
+}
+
+
+def contest_document(runs: Sequence[Report], floor_s: float, **facts: Any) -> dict[str, Any]:
+    """What `bench --json` prints. runs: in order, with `entrant` and `round`; facts: what all have in common."""
+    names = list(dict.fromkeys(run["entrant"] for run in runs))
+    of = {name: [run for run in runs if run["entrant"] == name] for name in names}
+    tokens = runs[0]["prompt_tokens"] + runs[0]["output_tokens"]
+    floor = {"floor_s": floor_s, "floor_tokens_per_s": tokens / floor_s}
+    summary = {name: _summary(of[name], of[names[0]], floor_s) for name in names}
+    return {"schema": RUNS_SCHEMA, **facts, **floor, "summary": summary, "runs": list(runs)}
+
+
+def _summary(runs: Sequence[Report], firsts: Sequence[Report], floor_s: float) -> Report:
+    figures = {name: _spread([_at(run, path) for run in runs]) for name, path in _FIGURES.items()}
+    rates = [run["total_tokens_per_s"] / first["total_tokens_per_s"] for run, first in zip(runs, firsts, strict=False)]
+    return {
+        **figures,
+        "of_floor": _spread([floor_s / run["wall_s"] for run in runs]),
+        "tokens_per_s_against_first": _spread(rates),
+        "same_tokens": min(run["same_tokens"] for run in runs),
+    }
+
+
+def _at(run: Report, path: Sequence[str]) -> float | None:
+    value: Any = run
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, int | float) else None
+
+
+def _spread(values: Sequence[float | None]) -> Report | None:
+    found = [value for value in values if value is not None]
+    return {"median": median(found), "min": min(found), "max": max(found)} if found else None

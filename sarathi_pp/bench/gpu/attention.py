@@ -1,0 +1,149 @@
+"""The attention backends of a GPU beside each other: how exact, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from sarathi_pp.bench.gpu.plan import ATTENTION_SHARE, Bench, Figures
+from sarathi_pp.bench.gpu.stage import (
+    Extents,
+    GpuStage,
+    ModelShape,
+    filled_shard,
+    lay_out,
+    made_up_tokens,
+    random_model,
+)
+from sarathi_pp.model.attention import BACKENDS, AttentionBackend, Needs, choose_backend, why_not
+from sarathi_pp.model.graphs import CudaGraph
+from sarathi_pp.model.inputs import build_inputs
+from sarathi_pp.model.kv import KVShard
+
+# Of any model in bfloat16 whose layers are right.
+_MOST_DISTANCE = 0.05
+# Kernels made for it. torch's own operations, one sequence after the other, are no rival.
+_FUSED = ("triton", "flash", "varlen", "dense")
+
+
+def logits(bench: Bench, figures: Figures) -> None:
+    """Of a small model in half precision, by each backend: how far from float32, beside transformers' own distance."""
+    shape, dtype, device = bench.sizes.small, torch.bfloat16, bench.device
+    extents: Extents = [(0, 100)]
+    ids = made_up_tokens(0, 100, shape.vocab_size)
+    theirs = random_model(shape, dtype, device)
+    weights = theirs.state_dict()
+    exact = GpuStage(shape, torch.float32, device, 512, "sdpa", weights).microbatch(extents)()
+    with torch.inference_mode():
+        found = theirs(torch.tensor([ids], device=device)).logits[0, -1:]
+
+    def distance(logits: Tensor) -> float:
+        return float((logits.float() - exact).norm() / exact.norm())
+
+    figures["transformers"] = distance(found)
+    bench.check("transformers' logits are near to float32's", figures["transformers"] < _MOST_DISTANCE, True)
+    for name in _serving(bench, dtype, shape):
+        figures[name] = distance(GpuStage(shape, dtype, device, 512, name, weights).microbatch(extents)())
+        bench.check(f"{name}: nearer to float32 than transformers by", figures["transformers"] / figures[name], 0.5)
+
+
+def attention(bench: Bench, figures: Figures) -> None:
+    """A layer's attention by every backend that runs, each over the pages that it takes.
+
+    Through the keys and values of all layers, one after the other, as in a model: those of one alone would lie in the
+    device's cache. In one graph, since a layer's takes the device no longer than the host.
+    """
+    bench.forget()  # its weights are not needed here
+    shape = replace(bench.sizes.large, num_layers=bench.sizes.layers)
+    taken: dict[str, Figures] = {what: {} for what in bench.sizes.attention}
+    figures |= {"layers": shape.num_layers, "of_a_layer": taken}
+    for name in _serving(bench, bench.dtype, shape):
+        try:
+            _by_backend(bench, shape, name, taken)
+        except Exception as error:  # of a library that is there and does not run
+            for found in taken.values():
+                found.setdefault(name, {"error": f"{type(error).__name__}: {error}"})
+            bench.check(f"attention {name} runs", False, True)
+    for what, extents in bench.sizes.attention.items():
+        if len(extents) == 1:
+            taken[what]["dense"] = _of_a_layer(bench, shape.num_layers, _dense(bench, shape, *extents[0]))
+        _compare(bench, what, extents, shape, taken[what])
+
+
+def _by_backend(bench: Bench, shape: ModelShape, name: str, taken: dict[str, Figures]) -> None:
+    needs = Needs(bench.dtype, shape.head_dim, softcap=False, sinks=False)
+    backend = choose_backend(name, bench.device, None, needs)
+    page_size = backend.default_page_size
+    kv = filled_shard(shape, -(-bench.sizes.kv_tokens // page_size), page_size, bench.dtype, bench.device)
+    for what, extents in bench.sizes.attention.items():
+        taken[what][name] = _of_a_layer(bench, shape.num_layers, _paged(bench, shape, backend, kv, extents))
+
+
+def _serving(bench: Bench, dtype: torch.dtype, shape: ModelShape) -> list[str]:
+    needs = Needs(dtype, shape.head_dim, softcap=False, sinks=False)
+    return [name for name in BACKENDS if why_not(name, bench.device, needs) is None]
+
+
+def _query(bench: Bench, shape: ModelShape, extents: Extents) -> Tensor:
+    rows = sum(count for _, count in extents)
+    return torch.randn(rows, shape.num_heads, shape.head_dim, dtype=bench.dtype, device=bench.device)
+
+
+def _paged(
+    bench: Bench, shape: ModelShape, backend: AttentionBackend, kv: KVShard, extents: Extents
+) -> Callable[[int], Tensor]:
+    query = _query(bench, shape, extents)
+    inputs = build_inputs(lay_out(extents, kv.page_size, kv.num_pages), (), kv.page_size, bench.device)
+    scaling = shape.head_dim**-0.5
+    return lambda layer: backend(
+        query, kv, layer, inputs, scaling=scaling, sliding_window=None, softcap=None, sinks=None
+    )
+
+
+def _dense(bench: Bench, shape: ModelShape, start: int, count: int) -> Callable[[int], Tensor]:
+    """What torch takes for one chunk whose keys lie in a row, with as many heads as queries: no pages to look up."""
+    size = (1, shape.num_heads, start + count, shape.head_dim)
+    keys, values = (
+        [torch.randn(size, dtype=bench.dtype, device=bench.device) for _ in range(shape.num_layers)] for _ in range(2)
+    )
+    query = _query(bench, shape, [(start, count)]).transpose(0, 1)[None].contiguous()
+    mask = causal_lower_right(count, start + count)
+    return lambda layer: functional.scaled_dot_product_attention(query, keys[layer], values[layer], attn_mask=mask)
+
+
+@torch.inference_mode()
+def _of_a_layer(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) -> Figures:
+    def all_layers() -> None:
+        for layer in range(num_layers):
+            attend(layer)
+
+    call: Callable[[], object] = all_layers
+    if bench.on_gpu:
+        all_layers()  # what is compiled on the way cannot be while it is captured
+        graph = CudaGraph(torch.cuda.graph_pool_handle())
+        graph.capture(all_layers)
+        call = graph.replay
+    (found,) = bench.seconds(call)
+    return {"s": found["s"] / num_layers, "quartiles_s": [one / num_layers for one in found["quartiles_s"]]}
+
+
+def _compare(bench: Bench, what: str, extents: Extents, shape: ModelShape, taken: Figures) -> None:
+    """Triton's kernel with the quickest of the others; of decodes, how near to the rate of reading too."""
+    if "s" not in taken.get("triton", {}):
+        return
+    own_s = taken["triton"]["s"]
+    rivals = {name: taken[name]["s"] for name in _FUSED if name != "triton" and "s" in taken.get(name, {})}
+    if all(count == 1 for _, count in extents):
+        keys = sum(start + count for start, count in extents)
+        read = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize * keys
+        taken["share_of_bandwidth"] = read / own_s / bench.rates["bytes_per_s"]
+    if rivals:
+        best = min(rivals, key=rivals.__getitem__)
+        bench.check(f"{what}: Triton beside {best}", rivals[best] / own_s, ATTENTION_SHARE)
+    else:
+        taken["rivals"] = "none is installed"

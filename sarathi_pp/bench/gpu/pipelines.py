@@ -1,0 +1,161 @@
+"""Whole pipelines on a GPU, as a user starts them: their tokens against transformers', and their speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sarathi_pp.bench.gpu.plan import CONTEST_FACTOR, Bench, Figures
+from sarathi_pp.bench.gpu.stage import ModelShape
+from sarathi_pp.distributed.environment import inherited
+
+_COMMAND = (sys.executable, "-P", "-m", "sarathi_pp", "generate", "--ignore-eos", "--quiet")
+_NEW_TOKENS = 24
+# Between the two best logits. Where they are nearer, rounding may decide, and a token says nothing about exactness.
+_LEAST_GAP = 1e-3
+# Of one process; one that hangs must leave time for the others.
+_MOST_S = 120.0
+
+
+def exact(bench: Bench, figures: Figures) -> None:
+    """Greedy tokens of whole pipelines in float32 against transformers, on the same device."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = _write_small(bench.sizes.small, folder / "model").to(bench.device)
+        drawn = [[(13 * row + 7 * at) % 2000 + 3 for at in range(5 + 23 * row)] for row in range(bench.sizes.rows)]
+        answered = [(prompt, *_greedy(model, prompt, bench.device)) for prompt in drawn]
+        del model
+        told = [(prompt, tokens) for prompt, tokens, gap in answered if gap >= _LEAST_GAP]
+        runs: list[Figures] = []
+        smallest = min(gap for _, _, gap in answered)
+        figures |= {"rows": len(told), "near_ties": len(drawn) - len(told), "smallest_gap": smallest}
+        figures |= {"new_tokens": _NEW_TOKENS, "runs": runs}
+        lines = [json.dumps({"prompt_token_ids": prompt}) for prompt, _ in told]
+        (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+        for stages, options in _pipelines(bench):
+            found = _generate(bench, folder, stages, options, [tokens for _, tokens in told])
+            runs.append({"stages": stages, "options": options, **found})
+            same = found["rows_equal"] == len(told) > 0
+            bench.check(f"{stages} stages {' '.join(options)}: tokens equal transformers'", same, True)
+
+
+def _pipelines(bench: Bench) -> list[tuple[int, list[str]]]:
+    if not bench.on_gpu:
+        return [(2, ["--attention", "sdpa"])]
+    return [
+        (1, ["--attention", "sdpa", "--enforce-eager"]),
+        (1, ["--attention", "triton", "--enforce-eager"]),
+        (1, ["--attention", "triton"]),
+        (2, ["--attention", "triton"]),
+        (4, ["--attention", "triton"]),
+    ]
+
+
+def _write_small(shape: ModelShape, folder: Path) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shape.config(tie_word_embeddings=False), dtype=torch.float32)
+    # Larger than usual, so that what a layer adds shows in the logits.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@torch.inference_mode()
+def _greedy(model: Any, prompt: Sequence[int], device: torch.device) -> tuple[list[int], float]:
+    """transformers' answer, and the smallest gap between the two best logits on the way."""
+    settings = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}
+    told = {"return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(torch.tensor([prompt], device=device), **settings, **told)
+    best = torch.stack([logits[0] for logits in found.logits]).float().topk(2).values
+    return found.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
+
+
+def _generate(bench: Bench, folder: Path, stages: int, options: list[str], expected: list[list[int]]) -> Figures:
+    output = folder / f"out-{stages}-{'-'.join(options).replace('--', '')}.jsonl"
+    # Little KV: the ranks share one device, and what they need is known.
+    more = ["--dtype", "float32", "--max-new-tokens", str(_NEW_TOKENS), "--chunk-size", "64", "--max-num-seqs", "16"]
+    more += ["--kv-cache-memory", "256MiB", "--stages", str(stages), *options]
+    try:
+        _run(bench, [*_COMMAND, *_files(folder, output), "--device", bench.device.type, *more])
+    except RuntimeError as error:
+        return {"rows_equal": 0, "said": str(error)}
+    answers = {int(row["id"]): row["token_ids"] for row in map(json.loads, output.read_text().splitlines())}
+    report = json.loads(Path(f"{output}.run/report.json").read_text())
+    run = json.loads(Path(f"{output}.run/run.json").read_text())
+    return {
+        "rows_equal": sum(answers.get(row + 1) == tokens for row, tokens in enumerate(expected)),
+        "attention": run["attention"],
+        "transport": run["transport"],
+        "graph_hit_rate": [stage["graph_hit_rate"] for stage in report["per_stage"]],
+        "closing_error": report["closing_error"],
+    }
+
+
+def contest(bench: Bench, figures: Figures) -> None:
+    """Mixed requests, greedy and to their length, here and by transformers' continuous batching, on the same model."""
+    sizes, dtype = bench.sizes, str(bench.dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with torch.device(bench.device):
+            model = AutoModelForCausalLM.from_config(sizes.middle.config(), dtype=bench.dtype)
+        model.save_pretrained(folder / "model")
+        del model
+        bench.forget()
+        requests = _mixed(sizes.requests, sizes.longest, sizes.middle.vocab_size)
+        lines = [{"prompt_token_ids": one["prompt_token_ids"], "max_tokens": one["output_tokens"]} for one in requests]
+        (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        output = folder / "out.jsonl"
+        device = bench.device.type
+        _run(bench, [*_COMMAND, *_files(folder, output), "--device", device, "--dtype", dtype, *sizes.serving])
+        report = json.loads(Path(f"{output}.run/report.json").read_text())
+        tokens = sum(len(one["prompt_token_ids"]) + one["output_tokens"] for one in requests)
+        hits = [stage["graph_hit_rate"] for stage in report["per_stage"]]
+        figures |= {"requests": len(requests), "tokens": tokens, "ours": report["total_tokens_per_s"]}
+        figures |= {"graph_hit_rate": hits, "bubble_ratio": report["bubble_ratio"]}
+        asked = {"model": str(folder / "model"), "dtype": dtype, "device": device, "requests": requests}
+        (folder / "asked.json").write_text(json.dumps({**asked, "parameters": {"batching": "continuous", "pp": 1}}))
+        program = Path(__file__).with_name("peers") / "transformers_program.py"
+        said = _run(bench, [sys.executable, "-P", str(program), str(folder / "asked.json")])
+    theirs = json.loads(said.splitlines()[-1])
+    figures |= {"generate_batch": tokens / theirs["wall_s"], "their_attention": theirs["attention"]}
+    figures["factor"] = figures["ours"] / figures["generate_batch"]
+    what = f"{len(requests)} requests: tokens a second, times generate_batch's"
+    bench.check(what, figures["factor"], CONTEST_FACTOR)
+
+
+def _mixed(count: int, longest: int, vocabulary: int) -> list[Figures]:
+    requests: list[Figures] = []
+    for row in range(count):
+        length = longest // 16 + (row * 37) % (longest * 15 // 16)
+        prompt = [(13 * row + 7 * place) % (vocabulary - 3) + 3 for place in range(length)]
+        requests.append({"prompt_token_ids": prompt, "output_tokens": 16 + (row * 29) % 112})
+    return requests
+
+
+def _files(folder: Path, output: Path) -> tuple[str, ...]:
+    return ("--model", str(folder / "model"), "--input", str(folder / "in.jsonl"), "--output", str(output))
+
+
+def _run(bench: Bench, command: Sequence[str]) -> str:
+    """What it prints. Raises RuntimeError with the end of what it said where it fails or takes too long."""
+    environment = inherited({"HF_HUB_OFFLINE": "1"})
+    patience_s = min(_MOST_S, max(bench.end_s - bench.clock.now(), 1.0))
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience_s)
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
+        raise RuntimeError(f"not over after {patience_s:.0f} s: {said[-2000:]}") from error
+    if done.returncode:
+        raise RuntimeError(f"ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout

@@ -1,0 +1,146 @@
+"""Everything that a GPU runs, checked and measured on one: `sarathi-pp bench gpu`.
+
+    machine -> rates -> nccl -> exact -> contest
+            -> microbatches -> piggyback -> sampling -> kernels -> profile -> logits -> attention
+
+Each part is a function of its own, which fills in its figures as it gets them; what a part promises is a check with
+what was wanted and what was seen. An error ends its part alone; a part that there is no time left for says so. Whole
+pipelines come first: they are processes of their own, and a kernel that fails in this one leaves its device of no use.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch.nn import functional
+
+import sarathi_pp
+from sarathi_pp.bench.gpu.attention import attention, logits
+from sarathi_pp.bench.gpu.microbatches import kernels, microbatches, piggyback, sampling
+from sarathi_pp.bench.gpu.pipelines import contest, exact
+from sarathi_pp.bench.gpu.plan import DECODE_SHARE, PREFILL_SHARE, Bench, Figures, Sizes
+from sarathi_pp.core.cost.estimate import DeviceSpeed, estimate_cost
+from sarathi_pp.distributed.transport import start_nccl_alone
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.attention import BACKENDS, why_not
+from sarathi_pp.model.memory import give_back
+from sarathi_pp.trace.clock import Clock
+
+SCHEMA = "sarathi-pp/gpu/2"
+
+# Told of a part that begins, and of the document behind each part.
+Say = Callable[[str], None]
+Save = Callable[[Figures], None]
+
+
+def bench_gpu(
+    device: torch.device, clock: Clock, budget_s: float, say: Say, save: Save, sizes: Sizes | None = None
+) -> Figures:
+    """The document. Raises ConfigError where there is no such device."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("bench gpu: torch finds no CUDA device here")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    begin_s = clock.now()
+    bench = Bench(device, dtype, sizes or Sizes(), clock, begin_s + budget_s)
+    document: Figures = {"schema": SCHEMA, "machine": machine(device), "checks": bench.checks}
+    for part in (rates, nccl, exact, contest, microbatches, piggyback, sampling, kernels, profile, logits, attention):
+        name = part.__name__
+        figures: Figures = {}
+        document[name] = figures
+        if clock.now() > bench.end_s:
+            figures["left_out"] = f"the {budget_s:g} s were over"
+        else:
+            say(name)
+            _run(part, bench, figures)
+        document["took_s"] = clock.now() - begin_s
+        save(document)
+    return document
+
+
+def _run(part: Callable[[Bench, Figures], None], bench: Bench, figures: Figures) -> None:
+    begin_s = bench.clock.now()
+    try:
+        part(bench, figures)
+    except Exception as error:  # the other parts are measured all the same, and this one's error is a result
+        figures |= {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        bench.check(f"{part.__name__} runs", False, True)
+    figures["took_s"] = bench.clock.now() - begin_s
+
+
+def machine(device: torch.device) -> Figures:
+    found: Figures = {"device": "cpu", "sarathi_pp": sarathi_pp.__version__, "torch": torch.__version__}
+    for name in ("transformers", "triton", "flash_attn"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "processors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    found["attention"] = {name: why_not(name, device, None) for name in BACKENDS}
+    return found
+
+
+def rates(bench: Bench, figures: Figures) -> None:
+    """What the device sustains: large products in the dtype, and reading memory."""
+    size, device = bench.sizes.matrix, bench.device
+    left, right = (torch.randn(size, size, device=device, dtype=bench.dtype) for _ in range(2))
+    (product,) = bench.seconds(lambda: functional.linear(left, right))
+    array = torch.ones(bench.sizes.array_bytes // 4, device=device)
+    (read,) = bench.seconds(array.sum)
+    del array
+    give_back()  # other processes use this device next
+    bench.rates = {"flops": 2 * size**3 / product["s"], "bytes_per_s": bench.sizes.array_bytes / read["s"]}
+    figures |= {**bench.rates, "product": product, "read": read}
+
+
+def nccl(bench: Bench, figures: Figures) -> None:
+    """Between ranks it cannot run on one GPU; that it starts can be seen."""
+    if not bench.on_gpu:
+        figures["left_out"] = "NCCL runs between GPUs"
+        return
+    figures["sum"] = start_nccl_alone(bench.device, "lo")
+    bench.check("NCCL starts, and sums up a 1", figures["sum"] == 1.0, True)
+
+
+def profile(bench: Bench, figures: Figures) -> None:
+    """What `simulate` needs of this device: its speed as measured, and what that makes of the large model's stages."""
+    shape, sizes = bench.sizes.large, bench.sizes
+    itemsize = bench.dtype.itemsize
+    # Shares that the parts before have measured; those of estimates where they have failed.
+    met = {check["what"]: check["seen"] for check in bench.checks}
+    product_share = met.get(f"{sizes.prefill} prompt tokens: share of the products' rate", PREFILL_SHARE)
+    read_share = met.get(f"{sizes.decodes} decodes: share of the rate of reading", DECODE_SHARE)
+    speed = DeviceSpeed(
+        {itemsize: product_share * bench.rates["flops"], 2: product_share * bench.rates["flops"]},
+        read_share * bench.rates["bytes_per_s"],
+        tile=128 if bench.on_gpu else 1,
+        layer_s=0.0,  # inside of both shares
+    )
+    cost = estimate_cost(
+        [(0, shape.num_layers)],
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        weight_bytes=itemsize,
+        speed=speed,
+    )
+    figures |= {
+        "flops": speed.flops[2],
+        "bytes_per_s": speed.bytes_per_s,
+        "tile": speed.tile,
+        "stages": [asdict(stage) for stage in cost.stages],
+    }

@@ -1,0 +1,209 @@
+"""A cost model with what it was measured on: profile.json, and what is checked when it is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.errors import InputError
+
+SCHEMA = "sarathi-pp/profile/1"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How a stage's speed moves while it runs: coefficient of variation, and seconds in which its correlation falls
+    to 1/e. cv 0: not at all.
+    """
+
+    cv: float = 0.0
+    seconds: float = 1.0
+
+
+NO_DRIFT = Drift()
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLink:
+    """One way over one edge. added_latency_s: what emulated stages wait beyond what their own transport takes."""
+
+    latency_s: float
+    bytes_per_s: float
+    added_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A cost model with what it was measured on: profile.json.
+
+    link_latency_s, link_bytes_per_s: one way between neighbouring stages. links: the same of each edge by itself, in
+    the order of `wire.order.edges`, the return edge last; empty where all are alike. Those of these stages: another
+    number of stages has the one link. jitter_cv: coefficient of variation of equal microbatches near each other; drift:
+    of the stages' speed; both without what all stages share, where there are several. host_s: from when a stage could
+    begin with a microbatch until it computes. pages: KV pages of the stage that holds fewest, each of page_size tokens.
+    tensor_parallel_size: ranks that held each stage together; times contain their sums, and pages are of one of them.
+    error: mean absolute relative error of the fit, None where it was not fitted.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    hidden_size: int
+    num_layers: int
+    cost: CostModel
+    link_latency_s: float
+    link_bytes_per_s: float
+    jitter_cv: float
+    pages: int
+    max_num_seqs: int
+    error: float | None = None
+    drift: Drift = NO_DRIFT
+    page_size: int = 16
+    links: tuple[EdgeLink, ...] = ()
+    tensor_parallel_size: int = 1
+    host_s: float = 0.0
+
+    def edge_links(self, num_stages: int) -> tuple[EdgeLink, ...]:
+        """One for each edge of a pipeline of so many stages."""
+        if len(self.links) == num_stages:
+            return self.links
+        return (EdgeLink(self.link_latency_s, self.link_bytes_per_s),) * num_stages
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "device": self.device,
+            "dtype": self.dtype,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "tile": self.cost.tile,
+            "ridge": self.cost.ridge,
+            "stages": [{**asdict(stage), "layers": list(stage.layers)} for stage in self.cost.stages],
+            "link": {"latency_s": self.link_latency_s, "bytes_per_s": self.link_bytes_per_s},
+            "jitter_cv": self.jitter_cv,
+            "drift": asdict(self.drift),
+            "host_s": self.host_s,
+            "pages": self.pages,
+            "page_size": self.page_size,
+            "max_num_seqs": self.max_num_seqs,
+            "error": self.error,
+            **({"links": [asdict(link) for link in self.links]} if self.links else {}),
+            **({"tensor_parallel_size": self.tensor_parallel_size} if self.tensor_parallel_size > 1 else {}),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Profile:
+        """The inverse of `to_json`. Raises InputError naming the key, its value and what it must be."""
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"the profile's schema is {found!r}; this version reads {SCHEMA!r}")
+        stages = data.get("stages")
+        if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or not stages:
+            raise InputError("the profile's 'stages' must be a list with one object for each stage")
+        link = data.get("link")
+        if not isinstance(link, dict):
+            raise InputError("the profile's 'link' must be an object with latency_s and bytes_per_s")
+        profile = cls(
+            model=_text(data, "model"),
+            device=_text(data, "device"),
+            dtype=_dtype(data),
+            hidden_size=_whole(data, "hidden_size"),
+            num_layers=_whole(data, "num_layers"),
+            cost=CostModel(
+                _whole(data, "tile"),
+                tuple(_stage(stage) for stage in stages),
+                ridge=_whole(data, "ridge", least=0) if "ridge" in data else 0,
+            ),
+            link_latency_s=_real(link, "latency_s"),
+            link_bytes_per_s=_real(link, "bytes_per_s", above=0.0),
+            jitter_cv=_real(data, "jitter_cv"),
+            pages=_whole(data, "pages"),
+            max_num_seqs=_whole(data, "max_num_seqs"),
+            error=None if data.get("error") is None else _real(data, "error"),
+            drift=_drift(data.get("drift")),
+            page_size=_whole(data, "page_size") if "page_size" in data else 16,
+            links=_links(data.get("links", []), len(stages)),
+            tensor_parallel_size=_whole(data, "tensor_parallel_size") if "tensor_parallel_size" in data else 1,
+            host_s=_real(data, "host_s") if "host_s" in data else 0.0,
+        )
+        _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
+        return profile
+
+
+def _stage(data: Mapping[str, Any]) -> StageCost:
+    layers = data.get("layers")
+    if not isinstance(layers, list) or len(layers) != 2 or not all(type(bound) is int for bound in layers):
+        raise InputError(f"a stage's 'layers' is {layers!r}; it must be [first, end)")
+    a0, a1, a2, a3, a4 = (_real(data, name) for name in ("a0", "a1", "a2", "a3", "a4"))
+    head_s = _real(data, "head_s") if "head_s" in data else 0.0
+    page_bytes = _whole(data, "page_bytes", least=0) if "page_bytes" in data else 0
+    return StageCost((layers[0], layers[1]), a0, a1, a2, a3, a4, head_s, page_bytes)
+
+
+def _links(data: object, num_stages: int) -> tuple[EdgeLink, ...]:
+    """Profiles whose edges are all alike need none."""
+    if not isinstance(data, list) or not all(isinstance(link, dict) for link in data):
+        raise InputError("the profile's 'links' must be a list with one object for each edge")
+    if len(data) not in (0, num_stages):
+        raise InputError(
+            f"the profile's 'links' has {len(data)} entries; {num_stages} stages have {num_stages}: from each to the "
+            f"next, and from the last to the first"
+        )
+    return tuple(
+        EdgeLink(
+            _real(link, "latency_s"),
+            _real(link, "bytes_per_s", above=0.0),
+            _real(link, "added_latency_s") if "added_latency_s" in link else 0.0,
+        )
+        for link in data
+    )
+
+
+def _drift(data: object) -> Drift:
+    """Profiles written by hand need not have one."""
+    if data is None:
+        return NO_DRIFT
+    if not isinstance(data, dict):
+        raise InputError(f"the profile's 'drift' is {data!r}; it must be an object with cv and seconds")
+    return Drift(_real(data, "cv"), _real(data, "seconds", above=0.0))
+
+
+def _require_contiguous(layers: Sequence[tuple[int, int]], num_layers: int) -> None:
+    bounds = [0, *(end for _, end in layers)]
+    if [first for first, _ in layers] != bounds[:-1] or bounds[-1] != num_layers or sorted(set(bounds)) != bounds:
+        raise InputError(f"the profile's stages have the layers {list(layers)}; they must cover [0, {num_layers})")
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str):
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be a string")
+    return value
+
+
+def _dtype(data: Mapping[str, Any]) -> str:
+    value = _text(data, "dtype")
+    if value not in _DTYPES:
+        raise InputError(f"the profile's 'dtype' is {value!r}; it must be one of {', '.join(_DTYPES)}")
+    return value
+
+
+def _whole(data: Mapping[str, Any], key: str, *, least: int = 1) -> int:
+    value = data.get(key)
+    if type(value) is not int or value < least:
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be an integer of at least {least}")
+    return value
+
+
+def _real(data: Mapping[str, Any], key: str, *, above: float | None = None) -> float:
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be a number of at least 0")
+    if above is not None and value <= above:
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be above {above:g}")
+    return float(value)

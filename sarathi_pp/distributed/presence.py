@@ -1,0 +1,166 @@
+"""Which ranks are alive, and get on, while a run is set up: slow is not dead.
+
+    each rank, every second          alive/3 = beat 41, work 970, "loading the layers"          in the store
+    who waits for rank 3             reads it: no new beat for so long: stopped.  no new work for so long: hangs.
+
+A rank that loads from a cold disk, scans an input or compiles may take any time. Work is processor time and bytes read,
+so a thread that waits for ever is noticed although its process lives.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sarathi_pp.errors import PeerLostError
+from sarathi_pp.process.timeout import within
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.wire.torch_channel import heartbeat_s
+
+# Less than this is what a process takes that only waits.
+_WORK_S = 0.05
+_WORK_BYTES = 1 << 20
+# How long a store may take to answer: that of a host which is gone would take for ever.
+_ANSWER_S = 2.0
+# Threads of libraries that wake up, or answer other ranks, in a process that hangs too.
+_IDLE_THREADS = ("gloo", "pt_tcpstore", "pt_nccl")
+
+
+class Store(Protocol):
+    """What is used of torch's stores."""
+
+    def check(self, keys: list[str]) -> bool: ...
+    def get(self, key: str) -> bytes: ...
+    def set(self, key: str, value: str) -> None: ...
+
+
+class Presence:
+    """This rank's heartbeats in the store, and what it last saw of the others.
+
+    Args:
+        store: of this start alone.
+        names: of all ranks, for messages.
+        patience_s: how long a rank may be silent, or may do nothing.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[str], patience_s: float, clock: Clock) -> None:
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self._patience_s = patience_s
+        self._clock = clock
+        self.every_s = heartbeat_s(patience_s)
+        self._phase = "starting"
+        self._seen: dict[int, _Seen] = {}
+        self._ended = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Tell the others what this rank does while inside; name: continues "while it was ...", such as "loading"."""
+        before, self._phase = self._phase, name
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def wait_anew(self) -> None:
+        """Begin to wait: what was seen before says nothing about a rank that waited for this one."""
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Stop the heartbeats: from now on edges have their own."""
+        self._ended = True
+        self._wake.set()
+        self._thread.join(_ANSWER_S)
+
+    def check(self, ranks: Collection[int]) -> None:
+        """Look at ranks that this one waits for.
+
+        Raises:
+            PeerLostError: one of them is silent, or does nothing, for too long.
+        """
+        nothing: dict[int, tuple[str, str, str]] = {}
+        beats = within(_ANSWER_S, lambda: self._read(ranks), late=nothing)
+        now_s = self._clock.now()
+        for rank in ranks:
+            beat, work, phase = beats.get(rank, ("", "", ""))
+            seen = self._seen.setdefault(rank, _Seen(heard_s=now_s, worked_s=now_s))
+            if beat not in ("", seen.beat):
+                seen.beat, seen.heard_s, seen.phase = beat, now_s, phase
+            if work not in ("", seen.work):
+                seen.work, seen.worked_s = work, now_s
+            where = f" while it was {seen.phase}" if seen.phase else ""
+            if now_s - seen.heard_s > self._patience_s:
+                raise PeerLostError(
+                    f"{self._names[rank]} has been silent for more than {self._patience_s:g} s{where}: it is stopped, "
+                    f"or its host or network is gone"
+                )
+            if now_s - seen.worked_s > self._patience_s:
+                raise PeerLostError(
+                    f"{self._names[rank]} has neither computed nor read anything for more than "
+                    f"{self._patience_s:g} s{where}: it hangs"
+                )
+
+    def _read(self, ranks: Collection[int]) -> dict[int, tuple[str, str, str]]:
+        found = {}
+        for rank in ranks:
+            if self._store.check([f"alive/{rank}"]):
+                beat, work, phase = self._store.get(f"alive/{rank}").decode().split("\n")
+                found[rank] = beat, work, phase
+        return found
+
+    def _run(self) -> None:
+        beat = 0
+        with suppress(RuntimeError):  # of a store that is gone: the rank that holds it has left
+            while not self._ended:
+                beat += 1
+                self._store.set(f"alive/{self._rank}", f"{beat}\n{_work(beat)}\n{self._phase}")
+                self._wake.wait(self.every_s)
+                self._wake.clear()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A rank's last beat, work and phase, and when beat and work were first seen."""
+
+    heard_s: float
+    worked_s: float
+    beat: str = ""
+    work: str = ""
+    phase: str = ""
+
+
+def _work(beat: int) -> str:
+    """Return a text that changes while this process works. Without /proc a beat has to do."""
+    if not Path("/proc/self/task").is_dir():
+        return str(beat)
+    seconds, num_read = _done()
+    return f"{int(seconds / _WORK_S)} {num_read // _WORK_BYTES}"
+
+
+def _done() -> tuple[float, int]:
+    """Return the seconds computed and the bytes read by this process's threads.
+
+    Not by this one, nor by those of libraries that are busy whatever the rank does.
+    """
+    ticks = num_read = 0
+    threads: list[str] = []
+    with suppress(OSError):
+        threads = os.listdir("/proc/self/task")
+    for thread in threads:
+        with suppress(OSError, ValueError, IndexError):
+            folder = Path("/proc/self/task", thread)
+            name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            if not any(idle in name for idle in _IDLE_THREADS) and int(thread) != threading.get_native_id():
+                ticks += sum(map(int, fields.split()[11:13]))  # utime and stime
+                num_read += int((folder / "io").read_text().split()[1])  # rchar
+    return ticks / os.sysconf("SC_CLK_TCK"), num_read

@@ -1,0 +1,206 @@
+"""Ranks find each other in a store that may hold what an earlier start has left.
+
+torchrun's static rendezvous keeps one store over its restarts, and the ranks of a second start would read addresses of
+processes that have ended (torch 2.13; they then wait for ever). So rank 0 draws a name for each start, every other rank
+answers with a token of its own, and what rank 0 writes down at the end of it shows a rank whether it was meant:
+
+    rank 0   name = N                         all there?   N/met = [B, C]
+    rank 1            N/1 = B                                             B is in it: go on below N
+    rank 2            N/2 = C    (of an old N: C is not in it, so look for a new name)
+
+Answers say how many ranks each was told of, and where it talks. Where these do not fit, N/met says so to all. So it
+does where a rank comes only to say why it does not take part: its host cannot read the model, say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+import sarathi_pp
+from sarathi_pp.distributed.environment import INTERFACE_VARIABLE
+from sarathi_pp.distributed.network_interface import Interface
+from sarathi_pp.errors import ConfigError, SarathiError, error_class
+from sarathi_pp.process.timeout import within
+from sarathi_pp.trace.clock import Clock
+
+_LOOK_S = 0.02
+_HEARD_S = 2.0
+# For ranks that are not there yet when one does not take part: a job's ranks begin within seconds of each other.
+_PATIENCE_S = 30.0
+# For a store that has not answered when there is no more time.
+_SILENT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """An error as it travels. agreed: who has it has said it."""
+
+    kind: str
+    message: str
+    agreed: bool = False
+
+    def error(self) -> SarathiError:
+        error = error_class(self.kind)(self.message)
+        error.agreed = self.agreed
+        return error
+
+
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    end_s: float,
+    clock: Clock,
+    interface: Interface,
+    refusal: SarathiError | None = None,
+) -> Store:
+    """The part of the store that belongs to this start alone; returns when all ranks are there, until end_s.
+
+    refusal: why this rank does not take part; it comes to say so. Raises ConfigError, with the ranks that are missing,
+    or why those that came do not fit, or what a rank refuses with; on every rank that rank 0 has heard of by then. And
+    where the store falls silent: whoever holds it is stopped, or its host is.
+    """
+    shared = PrefixStore("sarathi_pp", store)
+    mine = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
+    mine["reach"], mine["refusal"] = _reach(interface), None
+    if refusal is not None:
+        where = f"rank {rank} on {socket.gethostname()}"
+        mine["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
+    # Rank 0 knows who is missing, and tells those who still listen.
+    end_s += _HEARD_S if rank else 0.0
+    find = _call if rank == 0 else _answer
+    patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
+    name = within(patience_s, lambda: find(shared, mine, lambda: clock.now() < end_s, clock), late="")
+    if not name:
+        raise ConfigError(
+            f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "
+            f"the process that holds it, on rank 0's host, stopped or cut off?"
+        )
+    return PrefixStore(name, shared)
+
+
+def _reach(interface: Interface) -> str:
+    """What has to be the same where two ranks are to hear each other: on loopback the host, and its namespace."""
+    if not interface.is_loopback:
+        return ""
+    try:
+        booted, space = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()
+    return f"{booted.strip()} {space}"
+
+
+def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
+    name, world_size = secrets.token_hex(8), mine["world_size"]
+    store.set("name", json.dumps({"name": name, "world_size": world_size}))
+    ranks = [str(rank) for rank in range(1, world_size)]
+    came: dict[str, dict[str, Any]] = {}
+    told_s: float | None = None
+    while not came.keys() >= set(ranks):
+        on_time = in_time()
+        # All of them again: one that has given up takes its answer back.
+        strangers = [f"stranger/{number}" for number in range(1, 1 + store.add(f"{name}/strangers", 0))]
+        keys = [key for key in (*ranks, *strangers) if store.check([f"{name}/{key}"])]
+        answers = {key: store.get(f"{name}/{key}") for key in keys}
+        came = {key: json.loads(answer) for key, answer in answers.items() if answer}
+        refusal = next(filter(None, (_misfit(mine, other) for other in came.values())), None)
+        missing = [rank for rank in ranks if rank not in came]
+        if mine["refusal"] is not None:
+            refusal = _Refusal(**mine["refusal"])
+        if refusal is not None and refusal.agreed and missing and on_time:
+            # Those that have not come yet are to hear it too.
+            told_s = told_s or clock.now() + _PATIENCE_S
+            if clock.now() < told_s:
+                clock.sleep(_LOOK_S)
+                continue
+        if refusal is None and missing and not on_time:
+            refusal = _no_fit(
+                f"{world_size - len(missing)} of {world_size} ranks have come within --join-timeout, missing: "
+                f"{', '.join(missing)}; were all started, with the same rendezvous?"
+            )
+        if refusal is not None:
+            _tell(store, name, came, refusal)
+            _wait_until_heard(store, name, came, clock)
+            raise replace(refusal, agreed=False).error()
+        if missing:
+            clock.sleep(_LOOK_S)
+    _tell(store, name, came, None)
+    return name
+
+
+def _tell(store: Store, name: str, came: dict[str, dict[str, Any]], refusal: _Refusal | None) -> None:
+    tokens = [one["token"] for one in came.values()]
+    said = None if refusal is None else asdict(refusal)
+    store.set(f"{name}/met", json.dumps({"tokens": tokens, "refusal": said}))
+
+
+def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], clock: Clock) -> None:
+    """The store may end with this rank."""
+    end_s = clock.now() + _HEARD_S
+    while clock.now() < end_s and not store.check([f"{name}/heard/{one['token']}" for one in came.values()]):
+        clock.sleep(_LOOK_S)
+
+
+def _no_fit(message: str) -> _Refusal:
+    return _Refusal(ConfigError.__name__, message)
+
+
+def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
+    """Why these cannot be two ranks of one run."""
+    rank = other["rank"]
+    if other.get("version") != first["version"]:
+        return _no_fit(
+            f"rank {rank} has sarathi_pp {other.get('version')}, rank 0 {first['version']}: install one version on all"
+        )
+    if other["world_size"] != first["world_size"]:
+        return _no_fit(
+            f"rank {rank} was started as one of {other['world_size']} ranks, rank 0 as one of {first['world_size']}; "
+            f"start all with the same number"
+        )
+    if other.get("refusal") is not None:
+        return _Refusal(**other["refusal"])
+    if other["reach"] != first["reach"]:
+        here, there = (f"{one['name']} ({one['address']})" for one in (first, other))
+        return _no_fit(
+            f"rank 0 talks on {here}, rank {rank} on {there}, and they do not reach each other; give an address of "
+            f"rank 0's host that is no loopback address (torchrun: --master-addr, --local-addr), or name interfaces in "
+            f"{INTERFACE_VARIABLE}"
+        )
+    return None
+
+
+def _answer(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
+    token = secrets.token_hex(8)
+    answered: dict[str, str] = {}  # under which key, by name
+    while in_time():
+        call = json.loads(store.get("name")) if store.check(["name"]) else None
+        if call is not None and call["name"] not in answered:
+            # A rank of another run may have a number that rank 0 does not wait for.
+            name = call["name"]
+            alike = mine["world_size"] == call["world_size"]
+            key = mine["rank"] if alike else f"stranger/{store.add(f'{name}/strangers', 1)}"
+            answered[name] = f"{name}/{key}"
+            store.set(answered[name], json.dumps({**mine, "token": token}))
+        if call is not None and store.check([f"{call['name']}/met"]):
+            met = json.loads(store.get(f"{call['name']}/met"))
+            if token in met["tokens"] and met["refusal"] is None:
+                return str(call["name"])
+            if token in met["tokens"]:
+                store.set(f"{call['name']}/heard/{token}", "")
+                raise _Refusal(**met["refusal"]).error()
+        clock.sleep(_LOOK_S)
+    for key in answered.values():
+        store.set(key, "")
+    raise ConfigError(
+        f"rank {mine['rank']} of {mine['world_size']} was not met by rank 0 within --join-timeout; was that one "
+        f"started, and all others?"
+    )

@@ -1,0 +1,43 @@
+"""A worker that ends before it has joined is reported in its place, so that the others do not wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from sarathi_pp.distributed.launcher import Workers
+from sarathi_pp.distributed.refusal import report_refusal
+from sarathi_pp.errors import PeerLostError, SarathiError
+
+_LOOK_S = 0.1
+
+
+@contextmanager
+def watching_start(workers: Workers, join_timeout_s: float) -> Iterator[None]:
+    """While inside, tell the ranks that join which workers have ended. Rank 0 then raises PeerLostError."""
+    joined = threading.Event()
+    thread = threading.Thread(target=_watch, args=(workers, join_timeout_s, joined), name="watch workers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        joined.set()
+
+
+def _watch(workers: Workers, join_timeout_s: float, joined: threading.Event) -> None:
+    reported: set[int] = set()
+    while not joined.wait(_LOOK_S):
+        for rank, how in workers.ended().items():
+            if rank not in reported:
+                reported.add(rank)
+                # Reporting waits for rank 0, which may wait for other ranks that have ended too.
+                threading.Thread(
+                    target=_report, args=(workers, rank, how, join_timeout_s), name="report a worker", daemon=True
+                ).start()
+
+
+def _report(workers: Workers, rank: int, how: str, join_timeout_s: float) -> None:
+    error = PeerLostError(f"its process {how} before it had joined the others; what it said is on stderr")
+    with suppress(SarathiError, RuntimeError):
+        report_refusal(error, workers.place(rank), join_timeout_s)

@@ -1,0 +1,82 @@
+"""The store in which ranks find each other: our launcher's file, torchrun's, or rank 0's own."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, Place
+from sarathi_pp.distributed.network_interface import Target, addresses_of, choose_interface, first_that_works
+from sarathi_pp.errors import ConfigError
+
+
+def open_store(place: Place, timeout: timedelta) -> Store:
+    """Raises ConfigError where it is not to be had within that time."""
+    if place.store is not None:
+        return FileStore(place.store, place.world_size)
+    if place.master is None:
+        raise ConfigError(
+            f"RANK={place.rank} and WORLD_SIZE={place.world_size} are set, MASTER_ADDR and MASTER_PORT are not: where "
+            f"is rank 0 met?"
+        )
+    host, port = place.master
+    address, listener = host, None
+    if place.rank == 0 and not place.agent_store:
+        address, listener = _listen(place, host, port)
+    try:
+        # Who has come is counted afterwards, by meet, which can say who has not. Rank 0 connects too.
+        return TCPStore(
+            address,
+            port,
+            is_master=listener is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"rank {place.rank} of {place.world_size} could not reach MASTER_ADDR={host} MASTER_PORT={port} within "
+            f"--join-timeout {timeout.total_seconds():g} s: was rank 0 started there, and can this host reach it?"
+        ) from error
+
+
+def _listen(place: Place, host: str, port: int) -> tuple[str, int]:
+    """The one address at which rank 0 is met, and the socket there. By itself TCPStore listens at all of the host's."""
+    named = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    try:
+        found = addresses_of(host, port)
+        if place.local_world_size < place.world_size and _leads_astray(host, found[0]):
+            if place.interface is None:
+                raise ConfigError(
+                    f"{named}: on rank 0's own host that name is {found[0][1][0]}, which no other host reaches; give "
+                    f"an address, or rank 0's interface in {INTERFACE_VARIABLE}, or LOCAL_WORLD_SIZE where all ranks "
+                    f"are on this one"
+                )
+            found = addresses_of(choose_interface(place).address, port)
+        listener = first_that_works(found, lambda family, target: _listener(named, family, target))
+        return listener.getsockname()[0], listener.detach()
+    except OSError as error:
+        astray = error.errno == errno.EADDRNOTAVAIL
+        remedy = "that is no address of rank 0's host; give one that all ranks reach" if astray else error.strerror
+        raise ConfigError(f"{named}: {remedy}") from error
+
+
+def _listener(named: str, family: int, target: Any) -> socket.socket:
+    try:
+        return socket.create_server(target, family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # Not at another address of that name: the others may come to this one.
+        raise ConfigError(f"{named}: another process listens there; give another MASTER_PORT") from error
+
+
+def _leads_astray(host: str, found: Target) -> bool:
+    """Whether the host's own name was meant, which Debian writes down as 127.0.1.1."""
+    address = found[1][0]
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in (address, "localhost")

@@ -1,0 +1,128 @@
+"""How activations go from stage to stage, chosen once from where the stages compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sarathi_pp.distributed.devices import Standing
+from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE, variable
+from sarathi_pp.stages.cuda_timer import CudaMark, CudaTimer
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.wire.channel import Landing
+from sarathi_pp.wire.group import Group
+from sarathi_pp.wire.nccl_channel import SideStream
+
+# What a lost peer means is told by the edge beside the lane. Left alone, a thread of torch's would abort the process
+# before it has said so, and another one a process whose device is slow.
+_NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# For a communicator of one rank, which waits for none.
+_ALONE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """name: "nccl" or "gloo". reason: why not the other one."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What lanes are made of: a backend of torch.distributed, and a new stream beside the one that computes."""
+
+    backend: str
+    device: torch.device
+    new_stream: Callable[[], SideStream]
+
+
+def choose_transport(standings: Sequence[Standing], wish: str = "auto") -> Transport:
+    """NCCL where every rank has a GPU to itself, which it insists on; the host's memory and gloo otherwise."""
+    if len(standings) == 1:
+        return Transport("gloo", "one stage sends nothing")
+    if wish == "gloo":
+        return Transport("gloo", "--transport gloo")
+    seen: dict[tuple[str, str], int] = {}
+    for rank, standing in enumerate(standings):
+        if standing.gpu is None:
+            return Transport("gloo", f"rank {rank} computes on CPU")
+        if not standing.nccl:
+            return Transport("gloo", f"the torch of rank {rank} has no NCCL")
+        other = seen.setdefault((standing.host, standing.gpu), rank)
+        if other != rank:
+            return Transport("gloo", f"ranks {other} and {rank} share a GPU")
+    return Transport("nccl", "every rank has a GPU to itself")
+
+
+def has_gloo() -> bool:
+    return dist.is_gloo_available()
+
+
+def has_nccl() -> bool:
+    return dist.is_nccl_available()
+
+
+def nccl_lanes(device: torch.device, clock: Clock) -> Lanes:
+    return Lanes("nccl", device, lambda: CudaSideStream(device, clock))
+
+
+def start_nccl_alone(device: torch.device, interface: str) -> float:
+    """Opens a communicator of this process alone, all that one GPU allows, and returns its sum of a single 1."""
+    with surrounded("nccl", interface, None):
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        group = Group(store, 0, 1, _ALONE_S, "nccl")
+        try:
+            one = torch.ones(1, device=device)
+            group.all_reduce(one)
+            return float(one)
+        finally:
+            group.close()
+
+
+def surroundings(backend: str, interface: str, nccl_interface: str | None) -> Mapping[str, str]:
+    """The environment in which a communicator is to be made, so that it listens on this interface alone.
+
+    nccl_interface: what the user said, in NCCL's own words.
+    """
+    if backend != "nccl":
+        return {INTERFACE_VARIABLE: interface}
+    # "=": the name as it stands, and not all that begin with it.
+    return {NCCL_INTERFACE_VARIABLE: nccl_interface or f"={interface}", **_NCCL_WATCHED_ELSEWHERE}
+
+
+@contextmanager
+def surrounded(backend: str, interface: str, nccl_interface: str | None) -> Iterator[None]:
+    """See `surroundings`."""
+    with ExitStack() as stack:
+        for name, value in surroundings(backend, interface, nccl_interface).items():
+            stack.enter_context(variable(name, value))
+        yield
+
+
+class CudaSideStream:
+    """See SideStream. Of the device, and beside whatever stream is the caller's current one."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with self.entered():
+            self._timer = CudaTimer(clock)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def after_computing(self) -> None:
+        """Inside `entered` the current stream is this one; computing is on the device's default stream."""
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+
+    def mark(self) -> Landing:
+        return self._timer.mark()
+
+    def before_computing(self, mark: Landing) -> None:
+        assert isinstance(mark, CudaMark), "a mark of this stream's own"
+        mark.hold(torch.cuda.default_stream(self._device))

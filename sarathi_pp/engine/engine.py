@@ -1,0 +1,412 @@
+"""The loop on rank 0: rows in, microbatches through the first stage, results back, answers out.
+
+    source --rows--> coordinator --microbatch--> stage 0 ...> last stage --tokens--> coordinator --> sink
+                                                                   `--rows--> head on stage 0 --tokens--^
+
+One thread does all of it in turn, so the coordinator needs no lock; reading and tokenising, writing and
+syncing, and the wire have threads of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from sarathi_pp.core.coordinator import Coordinator, IdleReason
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.head_placement import HeadPlacement
+from sarathi_pp.core.plan import MicroBatch, StepResult
+from sarathi_pp.core.policy.view import Limits, Policy
+from sarathi_pp.core.request import MAX_WAITING_TOKENS, Completion, Request
+from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.errors import PeerLostError, ProtocolError, RowError, StoppedError
+from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.source import Source, kv_cache_exhausted
+from sarathi_pp.outputs.sink import Sink
+from sarathi_pp.process.signals import Asked
+from sarathi_pp.stages.runner import StageRunner
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.trace.events import Issued, RequestArrived, Returned, RowRefused, Starved, Totals
+from sarathi_pp.trace.latency import RequestLatency
+from sarathi_pp.trace.recorder import Recorder
+from sarathi_pp.trace.timer import Instant
+from sarathi_pp.trace.token_times import TokenTimes
+from sarathi_pp.wire.channel import Message, Receiver
+from sarathi_pp.wire.codec import HeadFrame, MicroBatchFrame, ResultFrame
+
+_OBSERVE_EVERY_S = 0.2
+# How long the engine sleeps for new rows when nothing at all is in flight.
+_IDLE_WAIT_S = 1.0
+# How often it looks for new rows while microbatches are in flight and another one could be.
+_ARRIVAL_CHECK_S = 0.005
+# How often it looks for a signal while only a result can help.
+_SIGNAL_CHECK_S = 0.2
+# Told to stop, it gives up what is in flight where no result has come for so long, and for three times as long as the
+# longest wait for one before.
+_SILENT_S = 5.0
+# Rows taken from the source at a time; the waiting tokens are counted in between.
+_ROWS_AT_A_TIME = 16
+
+
+class StopChecker(Protocol):
+    def push(self, token_id: int) -> bool: ...
+
+
+StopCheckers = Callable[[Request], "StopChecker | None"]
+
+
+@dataclass(slots=True)
+class _Live:
+    """One unfinished request and when its tokens came."""
+
+    row: Row
+    stop_checker: StopChecker | None
+    times: TokenTimes = field(default_factory=TokenTimes)
+
+
+class Engine:
+    """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
+
+    After any exception of `run` the next call begins anew, or raises PeerLostError at once if the pipeline is lost.
+
+    stop_checkers: makes the checker for a request's stop strings. cost: of the stages, as far as is known; results
+    refine it. heads: which of them the first stage computes. warn: told what a user should know while the run goes on.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        runner: StageRunner,
+        results: Receiver[Tensor],
+        recorder: Recorder,
+        clock: Clock,
+        *,
+        eos_token_ids: Collection[int],
+        stop_checkers: StopCheckers,
+        observe: Callable[[Snapshot], None] = lambda snapshot: None,
+        cost: CostModel | None = None,
+        heads: HeadPlacement | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._coordinator = Coordinator(
+            limits,
+            policy,
+            eos_token_ids=eos_token_ids,
+            stop_rule=self._token_came,
+            clock=clock.now,
+            cost=cost,
+            heads=heads,
+        )
+        self._runner = runner
+        self._results = results
+        self._recorder = recorder
+        self._clock = clock
+        self._stop_checkers = stop_checkers
+        self._observe = observe
+        self._warn = warn
+        self._live: dict[int, _Live] = {}
+        self._token_s = 0.0  # when the result came that the coordinator is taking in
+        self._starved: IdleReason | None = None
+        self._started_s = clock.now()
+        self._observed_s = self._started_s
+        self._requests_seen = self._requests_done = self._requests_failed = 0
+        self._prompt_tokens = self._output_tokens = 0
+        self._stage_compute_s = (0.0,) * limits.num_stages
+        self._observed_compute_s = self._stage_compute_s
+        self._first_issue_s = math.inf
+        self._last_result_s = 0.0
+        self._longest_wait_s = 0.0  # between two results
+        self._shrunk_at = 0  # microbatches from here on were issued after it
+        self._inflight: deque[MicroBatch] = deque()  # those that were really sent
+        self._cause: BaseException | None = None
+        self._chunks_done = 0
+
+    def run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None] = lambda: None) -> Asked | None:
+        """Answer every row of the source. Raises what ended the run early: a lost peer, a full disk.
+
+        asked: whether, and when, the run was told to stop. Nothing is begun then, and what runs is finished, unless
+        that takes longer than there is time for: StoppedError. Returned where it was.
+        """
+        if self._cause is not None:
+            what = f"{type(self._cause).__name__}: {self._cause}"
+            raise PeerLostError(f"this pipeline was lost in an earlier call ({what}); start a new one") from self._cause
+        try:
+            return self._run(source, sink, asked)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an exception has ended the pipeline for good."""
+        return self._cause is not None
+
+    def _abort(self, error: BaseException) -> None:
+        """Forget every request of this call. Results of what was sent are dropped when they come."""
+        if isinstance(error, (PeerLostError, ProtocolError)) or not self._runner.in_step:
+            self._cause = error
+        self._live.clear()
+        self._starved = None
+        self._coordinator.abort(self._inflight)
+
+    def _run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None]) -> Asked | None:
+        told: Asked | None = None
+        while True:
+            before, told = told, asked()
+            if told is not None:
+                if before is None:
+                    self._withdraw(source)
+            self._admit(source, sink)
+            self._collect(sink, timeout_s=0)
+            if told is not None and self._coordinator.unfinished and self._clock.now() > self._given_up_s(told):
+                unfinished = self._coordinator.num_running
+                raise StoppedError.by(told.number, f"the run, with {unfinished} requests unfinished,")
+            if self._issue():
+                continue
+            if self._coordinator.num_inflight:
+                self._collect(sink, timeout_s=self._patience_s(source))
+            elif self._coordinator.unfinished:
+                raise AssertionError(f"work is left, nothing is in flight: {self._coordinator.idle_reason}")
+            elif source.exhausted:
+                pool = self._coordinator.pool
+                assert pool.num_free == pool.num_pages, f"{pool.num_free} of {pool.num_pages} pages came back"
+                return told
+            else:
+                source.wait(_IDLE_WAIT_S)
+                self._tell(force=False)
+
+    def _patience_s(self, source: Source) -> float:
+        """How long to wait for a result."""
+        return _SIGNAL_CHECK_S if self._coordinator.idle_reason == "full" or source.exhausted else _ARRIVAL_CHECK_S
+
+    def close(self) -> None:
+        """Send the stages home and wait for the last one's goodbye."""
+        end_s = self._clock.now() + _SILENT_S
+        while self._inflight and self._clock.now() < end_s:  # of a call that ended by an exception
+            if (message := self._receive(_SIGNAL_CHECK_S)) is not None:
+                self._take(message)
+        self._tell(force=True)
+        self._recorder.record(self._totals())
+        self._runner.close()
+        self._results.close()
+
+    def _totals(self) -> Totals:
+        ran = self._last_result_s > 0
+        return Totals(
+            microbatches=self._coordinator.num_issued,
+            requests=self._requests_seen,
+            completed=self._requests_done,
+            failed=self._requests_failed,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            first_issue_s=self._first_issue_s if ran else None,
+            last_result_s=self._last_result_s if ran else None,
+        )
+
+    def _given_up_s(self, told: Asked) -> float:
+        """When no more results are waited for."""
+        return min(told.until_s, max(told.at_s, self._last_result_s) + max(_SILENT_S, 3 * self._longest_wait_s))
+
+    def _withdraw(self, source: Source) -> None:
+        source.close()
+        for request in self._coordinator.withdraw():
+            del self._live[request.index]
+
+    def _admit(self, source: Source, sink: Sink) -> None:
+        """Take rows that have arrived: as many as may run at once, and no more tokens than may wait."""
+        room = self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
+        while room > 0 and self._coordinator.waiting_tokens < MAX_WAITING_TOKENS:
+            rows = source.take(limit := min(room, _ROWS_AT_A_TIME))
+            for row in rows:
+                self._admit_row(row, sink)
+            if len(rows) < limit:
+                return
+            room -= limit
+
+    def _admit_row(self, row: Row, sink: Sink) -> None:
+        self._requests_seen += 1
+        if row.request is None:
+            assert row.error is not None
+            self._refuse(row, row.error, sink)
+            return
+        request = row.request
+        self._recorder.record(RequestArrived(request.index, request.arrival_s, len(request.prompt_token_ids)))
+        self._live[request.index] = _Live(row, self._stop_checkers(request) if request.sampling.stop else None)
+        answered = self._coordinator.submit(request)
+        if answered is not None:
+            self._finish(answered, self._clock.now(), sink)
+
+    def _issue(self) -> bool:
+        """Run the next microbatch through the first stage; False where there is none."""
+        microbatch = self._coordinator.next_microbatch()
+        if microbatch is None:
+            if self._starved != self._coordinator.idle_reason:
+                self._starved = self._coordinator.idle_reason
+                self._recorder.record(Starved(self._clock.now(), self._starved))
+            return False
+        self._starved = None
+        pool = self._coordinator.pool
+        pages_used, held = pool.num_pages - pool.num_free, self._coordinator.held_tokens
+        for chunk in microbatch.chunks:
+            if chunk.decode:
+                break  # prompts come first
+            if chunk.start == 0:
+                self._live[chunk.sequence].times.issued(microbatch.issued_s)
+        self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
+        num_sent = self._runner.num_sent
+        try:
+            self._runner.run(MicroBatchFrame(microbatch), None, Instant(microbatch.issued_s))
+        finally:
+            if self._runner.num_sent > num_sent:
+                self._inflight.append(microbatch)
+        # Afterwards: one that was never sent gives its index to another. Printing a schedule takes longer with every
+        # sequence in it.
+        self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
+        return True
+
+    def _collect(self, sink: Sink, timeout_s: float) -> None:
+        """Take in the results that are here, or that come within that time."""
+        while (message := self._receive(timeout_s)) is not None:
+            for completion in self._take(message):
+                self._finish(completion, self._last_result_s, sink)
+            self._tell(force=False)
+            timeout_s = 0
+
+    def _receive(self, timeout_s: float) -> Message[Tensor] | None:
+        try:
+            return self._results.receive(timeout_s)
+        except BaseException as error:  # nobody knows which results are left
+            self._cause = error
+            raise
+
+    def _take(self, message: Message[Tensor]) -> list[Completion]:
+        """Take in the result of the oldest microbatch; returns the requests that it finished."""
+        microbatch = self._inflight.popleft() if self._inflight else None
+        head_s, arrived_s = 0.0, message.arrived_s
+        try:
+            if isinstance(message.frame, HeadFrame):
+                result, head_s, arrived_s = self._compute_head(message.frame, microbatch, message)
+            else:
+                assert isinstance(message.frame, ResultFrame), message.frame
+                result = message.frame.result
+                if microbatch is None or microbatch.head_on_first:
+                    due = "a head was left to the first stage" if microbatch else "nothing is in flight"
+                    raise ProtocolError(f"result {result.index} came where {due}")
+            if len(result.stage_times) != len(self._stage_compute_s):
+                raise ProtocolError(
+                    f"result {result.index} has times of {len(result.stage_times)} stages, not of "
+                    f"{len(self._stage_compute_s)}"
+                )
+        finally:
+            message.release()
+        assert microbatch is not None, "a result without one was refused"
+        self._chunks_done += sum(not chunk.decode for chunk in microbatch.chunks)
+        # Behind a head that came before it, it is heeded no sooner.
+        return self._complete(result, head_s, max(arrived_s, self._last_result_s))
+
+    def _compute_head(
+        self, frame: HeadFrame, microbatch: MicroBatch | None, message: Message[Tensor]
+    ) -> tuple[StepResult, float, float]:
+        if microbatch is None or not microbatch.head_on_first or frame.index != microbatch.index:
+            raise ProtocolError(f"{frame} was left to the first stage, which waits for {microbatch or 'nothing'}")
+        if frame.num_rows != microbatch.num_drawn:
+            raise ProtocolError(f"{frame} came with {frame.num_rows} rows, not {microbatch.num_drawn}")
+        return self._runner.finish(frame, microbatch, message.payload, message.arrived_s)
+
+    def _complete(self, result: StepResult, head_s: float, arrived_s: float) -> list[Completion]:
+        self._recorder.record(Returned(result.index, arrived_s))
+        first, *others = (time.seconds for time in result.stage_times)
+        computed_s = first + head_s, *others
+        self._stage_compute_s = tuple(
+            total + seconds for total, seconds in zip(self._stage_compute_s, computed_s, strict=True)
+        )
+        self._longest_wait_s = max(self._longest_wait_s, arrived_s - max(self._last_result_s, self._first_issue_s))
+        self._last_result_s = self._token_s = arrived_s
+        completions = self._coordinator.complete(result, head_s)
+        if result.short and result.index >= self._shrunk_at:
+            limits = self._coordinator.shrink()
+            self._shrunk_at = self._coordinator.num_issued
+            self._warn(
+                f"a stage had no memory for microbatch {result.index} at first; from here on chunks of "
+                f"{limits.chunk_size} tokens, where the policy has any, and {limits.max_num_seqs} running sequences"
+            )
+        return completions
+
+    def _token_came(self, request: Request, token_id: int) -> bool:
+        """The coordinator's stop rule: told every token that counts, stale ones never."""
+        live = self._live[request.index]
+        live.times.token_came(self._token_s)
+        return live.stop_checker is not None and live.stop_checker.push(token_id)
+
+    def _finish(self, completion: Completion, at_s: float, sink: Sink) -> None:
+        request = completion.request
+        live = self._live.pop(request.index)
+        num_prompt, num_output = len(request.prompt_token_ids), len(completion.token_ids)
+        finished = live.times.finished(completion, at_s)
+        self._recorder.record(finished)
+        if completion.finish_reason == "error":
+            self._requests_failed += 1
+            sink.fail(live.row, self._error(completion))
+            return
+        self._requests_done += 1
+        self._prompt_tokens += num_prompt
+        self._output_tokens += num_output
+        sink.finish(live.row, completion, asdict(RequestLatency.of(finished)))
+
+    def _error(self, completion: Completion) -> RowError:
+        num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
+        if completion.error_code == "kv_cache_exhausted":
+            pool = self._coordinator.pool
+            needed = f"the prompt has {num_prompt} tokens and its output {num_output} so far"
+            return kv_cache_exhausted(needed, pool.num_pages, pool.page_size)
+        return RowError("non_finite_logits", _not_finite(num_output + 1, completion.first_bad))
+
+    def _refuse(self, row: Row, error: RowError, sink: Sink) -> None:
+        self._recorder.record(RowRefused(self._clock.now(), error.code))
+        self._requests_failed += 1
+        sink.fail(row, error)
+
+    def _tell(self, *, force: bool) -> None:
+        now = self._clock.now()
+        since_s = now - self._observed_s
+        if not force and since_s < _OBSERVE_EVERY_S:
+            return
+        computed_s = [
+            total - before for total, before in zip(self._stage_compute_s, self._observed_compute_s, strict=True)
+        ]
+        self._observed_s, self._observed_compute_s = now, self._stage_compute_s
+        self._observe(
+            Snapshot(
+                elapsed_s=now - self._started_s,
+                requests_done=self._requests_done,
+                requests_failed=self._requests_failed,
+                running=self._coordinator.num_running,
+                waiting=self._coordinator.num_waiting,
+                prompt_tokens=self._prompt_tokens,
+                output_tokens=self._output_tokens,
+                chunks_done=self._chunks_done,
+                stage_busy=tuple(min(1.0, seconds / since_s) if since_s > 0 else 0.0 for seconds in computed_s),
+                stage_compute_s=self._stage_compute_s,
+                window_s=max(0.0, self._last_result_s - self._first_issue_s),
+                kv_fragmentation=self._kv_fragmentation(),
+            )
+        )
+
+    def _kv_fragmentation(self) -> float | None:
+        pool = self._coordinator.pool
+        room = (pool.num_pages - pool.num_free) * pool.page_size
+        return 1 - self._coordinator.held_tokens / room if room else None
+
+
+def _not_finite(token: int, first_bad: int) -> str:
+    text = f"token {token} had NaN or infinite logits"
+    if first_bad < 0:
+        return f"{text}; --debug-nan tells at which stage they begin"
+    return f"{text}; stage {first_bad} was the first with such values"

@@ -1,0 +1,102 @@
+"""A replica whose rows come from rank 0 and go back there: what its engine takes for a source and a sink.
+
+The replica's leader alone has them. One thread, the engine's, uses both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sarathi_pp.core.request import Completion
+from sarathi_pp.engine.messages import Abort, Answer, Ask, Failure, Stop, Watch, decode, encode
+from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.errors import ProtocolError, RowError
+from sarathi_pp.inputs.parse import Row
+from sarathi_pp.process.signals import Asked
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.wire.byte_stream import PostReceiver, PostSender
+
+
+class AbortedError(Exception):
+    """Rank 0 wants no answer to what it has asked so far."""
+
+
+class RemoteSource:
+    """See Source. offset_s: rank 0's time = this rank's + offset_s."""
+
+    def __init__(self, errands: PostReceiver, clock: Clock, offset_s: float) -> None:
+        self._errands = errands
+        self._clock = clock
+        self._offset_s = offset_s
+        self._rows: deque[Row] = deque()
+        self._asked: Asked | None = None
+        self._aborted = False
+
+    @property
+    def exhausted(self) -> bool:
+        """Told to stop, it gives what it has to nobody."""
+        return not self._rows and (self._errands.ended or self._asked is not None)
+
+    def take(self, limit: int) -> list[Row]:
+        self._read(0)
+        if self._aborted:  # what came afterwards is for the engine's next run
+            return []
+        return [self._rows.popleft() for _ in range(min(limit, len(self._rows)))]
+
+    def wait(self, timeout_s: float | None) -> None:
+        if not self._rows:
+            self._read(timeout_s)
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    def asked(self) -> Asked | None:
+        """Return whether rank 0 was told to stop. Raises AbortedError once for an Abort."""
+        self._read(0)
+        if self._aborted:
+            self._aborted = False
+            raise AbortedError
+        return self._asked
+
+    def _read(self, timeout_s: float | None) -> None:
+        while (text := self._errands.read(timeout_s)) is not None:
+            timeout_s = 0
+            match decode(text):
+                case Ask(request) if self._asked is None:
+                    request = replace(request, arrival_s=request.arrival_s - self._offset_s)
+                    self._rows.append(
+                        Row(request.index + 1, request.index, "own", request, arrival_s=request.arrival_s)
+                    )
+                case Stop(number, left_s):
+                    now_s = self._clock.now()
+                    self._asked = Asked(number, now_s, math.inf if left_s is None else now_s + left_s)
+                case Abort():
+                    self._rows.clear()
+                    self._aborted = True
+                case Ask():
+                    pass  # it crossed what told us to stop
+                case other:
+                    raise ProtocolError(f"a {type(other).__name__} for a replica")
+
+
+class RemoteSink:
+    """See Sink."""
+
+    def __init__(self, errands: PostSender) -> None:
+        self._errands = errands
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        self._errands.write(encode(Answer.of(completion, metrics)))
+
+    def fail(self, row: Row, error: RowError) -> None:
+        assert row.request is not None, "who has asked knows of what cannot run"
+        self._errands.write(encode(Failure(row.request.index, error.code, error.message)))
+
+    def observe(self, snapshot: Snapshot) -> None:
+        self._errands.write(encode(Watch(snapshot)))
+
+    def close(self) -> None:
+        self._errands.close()

@@ -1,0 +1,221 @@
+"""Where the tensors of a checkpoint lie: file, place and shape of each, from safetensors headers. No torch.
+
+    8 bytes      N bytes                       the rest of the file
+    N (LE u64)   JSON: name -> dtype, shape,   tensors, each at its [begin, end), no gaps
+                 data_offsets [begin, end)
+
+Reading headers is enough to refuse a bad checkpoint, to size a stage and to fingerprint a model before any
+worker starts. A path named in a checkpoint is untrusted: it must stay inside the model's directory, or be
+the blob link of a Hugging Face hub cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError
+from sarathi_pp.model.checkpoint.kind import INDEX_FILE, SINGLE_FILE, check_weights
+
+# Other types (safetensors has more, and gains some) are taken as they are: their size is what the header says.
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+_MAX_HEADER_BYTES = 100_000_000
+# What a clone has in the place of a large file that was not fetched.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One stored tensor. begin: byte in the file at which its data starts. dtype: safetensors' name."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All tensors of a model by stored name, and its files with their header bytes, sorted by file name."""
+
+    tensors: Mapping[str, TensorEntry]
+    headers: Mapping[str, bytes]
+
+
+@contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """What the system says against reading inside, as an InputError that names the file; not that there is none."""
+    try:
+        yield
+    except (SarathiError, FileNotFoundError):  # some of the former are the system's errors too
+        raise
+    except OSError as error:
+        raise InputError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Read the headers of every safetensors file of the model.
+
+    Raises MissingError where a file or an indexed tensor is not there, InputError where a file cannot be read, is not
+    well-formed safetensors or is cut short, UnsafeError for pickled weights and for paths that escape.
+    """
+    with reading(directory):
+        return _open_checkpoint(directory)
+
+
+def _open_checkpoint(directory: Path) -> Checkpoint:
+    placed = _weight_map(directory)
+    names = sorted(set(placed.values())) if placed is not None else [SINGLE_FILE]
+    headers: dict[str, bytes] = {}
+    stored: dict[str, dict[str, TensorEntry]] = {}
+    for name in names:
+        file = safe_path(directory, name)
+        if not file.is_file():
+            raise MissingError(f"{directory}: weight file {name} is not there; download the model again")
+        headers[name] = _read_header(file)
+        stored[name] = _parse_header(file, headers[name])
+    if placed is None:
+        return Checkpoint(stored[SINGLE_FILE], headers)
+    tensors = {}
+    for key, name in placed.items():
+        if key not in stored[name]:
+            raise MissingError(f"{directory}: {INDEX_FILE} says {key} is in {name}, which does not hold it")
+        tensors[key] = stored[name][key]
+    return Checkpoint(tensors, headers)
+
+
+def safe_path(directory: Path, name: str) -> Path:
+    """The file `name` of a model directory, links followed. Raises UnsafeError where it is elsewhere.
+
+    A hub cache keeps files as links `<repo>/snapshots/<revision>/<name> -> ../../blobs/<hash>`: links into
+    that `blobs` folder are the one way out of the directory that is allowed.
+    """
+    root = directory.resolve()
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name or "\0" in name:
+        raise UnsafeError(f"{directory}: refused path {name!r}: it must be relative and stay inside the model")
+    path = (root / name).resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(path.is_relative_to(folder) for folder in allowed):
+        raise UnsafeError(f"{directory}: refused {name}: it is a link to {path}, outside the model")
+    return path
+
+
+def read_json(directory: Path, name: str) -> dict[str, object]:
+    """One JSON object of the model directory. Raises MissingError, InputError or UnsafeError."""
+    path = safe_path(directory, name)
+    try:
+        with reading(directory):
+            content = path.read_bytes()
+        _refuse_pointer(path, content)
+        value = json.loads(content)
+    except FileNotFoundError:
+        raise MissingError(f"{directory}: {name} is not there; is this a model directory?") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def refuse_pointers(directory: Path) -> None:
+    """Raise InputError if a small file of the model, such as its tokenizer, is a Git LFS pointer."""
+    for path in sorted(directory.iterdir()):
+        small = path.suffix in (".json", ".model", ".txt", ".jinja") and path.is_file()
+        if small and path.stat().st_size <= _POINTER_BYTES:
+            _refuse_pointer(path, path.read_bytes())
+
+
+def _refuse_pointer(path: Path, content: bytes) -> None:
+    if content.startswith(_POINTER):
+        raise InputError(
+            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}, or download the "
+            f"model again"
+        )
+
+
+def indexed_files(directory: Path) -> list[str]:
+    """Return the weight files that the index names, sorted. Raises InputError or MissingError."""
+    return sorted(set(_read_index(directory).values()))
+
+
+def _weight_map(directory: Path) -> dict[str, str] | None:
+    """Stored name -> file name, or None where the model is one file. The single file wins, as in transformers."""
+    check_weights(str(directory), [path.name for path in directory.iterdir()])
+    if (directory / SINGLE_FILE).exists() or (directory / SINGLE_FILE).is_symlink():
+        return None
+    return _read_index(directory)
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    placed = read_json(directory, INDEX_FILE).get("weight_map")
+    if not isinstance(placed, dict) or not placed or not all(isinstance(v, str) for v in placed.values()):
+        raise InputError(f"{directory / INDEX_FILE}: weight_map must be an object of tensor name to file name")
+    return placed
+
+
+def _read_header(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if _POINTER.startswith(prefix) and prefix:
+            _refuse_pointer(file, prefix + stream.read(_POINTER_BYTES))
+        if len(prefix) < 8:
+            raise InputError(f"{file}: {len(prefix)} bytes are too short for a safetensors file; download it again")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > _MAX_HEADER_BYTES:
+            raise InputError(f"{file}: header of {length} bytes; the limit is {_MAX_HEADER_BYTES}: not safetensors")
+        header = stream.read(length)
+    if len(header) < length:
+        raise InputError(f"{file}: cut short inside its header of {length} bytes; download it again")
+    return header
+
+
+def _parse_header(file: Path, header: bytes) -> dict[str, TensorEntry]:
+    try:
+        described = json.loads(header)
+        described.pop("__metadata__", None)
+        entries = {key: _entry(file, 8 + len(header), value) for key, value in described.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(f"{file}: malformed safetensors header: {error}") from None
+    end = 8 + len(header)
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+        if entry.begin != end:
+            raise InputError(f"{file}: tensor {key} begins at byte {entry.begin}, expected {end}: gap or overlap")
+        end += entry.num_bytes
+    size = file.stat().st_size
+    if size != end:
+        kind = "cut short" if size < end else "too long"
+        raise InputError(f"{file}: {kind}: {size} bytes, its header describes {end}; download it again")
+    return entries
+
+
+def _entry(file: Path, data_start: int, described: Mapping[str, Any]) -> TensorEntry:
+    dtype, shape = str(described["dtype"]), tuple(described["shape"])
+    begin, end = described["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"shape {shape} and data_offsets must be whole numbers of at least 0")
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - begin
+    if num_bytes < 0 or end - begin != num_bytes:
+        raise ValueError(f"shape {shape} of {dtype} is {num_bytes} bytes, its data_offsets span {end - begin}")
+    return TensorEntry(file, dtype, shape, data_start + begin, num_bytes)

@@ -1,0 +1,70 @@
+"""Build transformers' config object from config.json, and say which key it does not accept.
+
+transformers checks types strictly, and its model classes find the rest: activations, rope parameters, ids beyond the
+vocabulary. What they raise names neither the file nor, often, the key. Here both are found out: of each key in turn,
+would the model without weights be made if the key were left out? That costs no memory, and only after an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+from sarathi_pp.errors import InputError
+from sarathi_pp.model.checkpoint.files import read_json
+from sarathi_pp.model.checkpoint.support import ConfigFile, find_family
+from sarathi_pp.model.families import Family
+
+# They decide which class is made, or nothing.
+_KEPT = ("architectures", "model_type", "transformers_version")
+
+
+def load_config(directory: Path) -> tuple[Family, Any]:
+    """Return the family and transformers' config object. Raises InputError that names the key and its value."""
+    file = ConfigFile(directory, read_json(directory, "config.json"))
+    family = find_family(file)
+    try:
+        config = _make(family, file.values)
+    except Exception as error:  # whatever the library raises, the file is the cause
+        raise refuse_config(directory, error) from error
+    kinds = getattr(config, "layer_types", None) or ()
+    if family.windows == "by_type" and "sliding_attention" in kinds and config.sliding_window is None:
+        raise InputError(f"{file.path}: sliding_window is null, and layer_types has layers of sliding_attention")
+    return family, config
+
+
+def refuse_config(directory: Path, error: Exception) -> InputError:
+    """Return the error for a config.json of which no config object or no model is made, which raised `error`."""
+    file = ConfigFile(directory, read_json(directory, "config.json"))
+    family, reason = find_family(file), _last_line(error)
+    keys = [key for key in file.values if key not in _KEPT]
+    keys.sort(key=lambda key: key not in reason)  # most errors name it
+    for key in keys:
+        if _makes_model(family, {name: value for name, value in file.values.items() if name != key}):
+            return InputError(f"{file.path}: {key} is {file.values[key]!r:.200}, which transformers refuses: {reason}")
+    return InputError(f"{file.path}: transformers refuses it: {reason}")
+
+
+def _make(family: Family, values: Mapping[str, object]) -> Any:
+    return CONFIG_MAPPING[family.model_type].from_dict(dict(values))
+
+
+def _makes_model(family: Family, values: Mapping[str, object]) -> bool:
+    try:
+        with torch.device("meta"):
+            getattr(transformers, family.architecture)(_make(family, values))
+    except Exception:
+        return False
+    return True
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line of what an error says, which names its cause, without a full stop."""
+    lines = str(error).strip().splitlines()
+    text = lines[-1].strip().rstrip(".") if lines else ""
+    return text if len(lines) > 1 or (text and isinstance(error, ValueError)) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,346 @@
+"""Can this model be run exactly? Answered from its files alone, without torch, before any worker starts.
+
+What is not proven is refused: a wrong answer that looks like text is worse than none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsafeError, UnsupportedModelError
+from sarathi_pp.model.checkpoint.files import (
+    Checkpoint,
+    TensorEntry,
+    open_checkpoint,
+    read_json,
+    reading,
+    refuse_pointers,
+    safe_path,
+)
+from sarathi_pp.model.checkpoint.kind import (
+    ADAPTER_FILE,
+    MODALITIES,
+    check_kind,
+    check_weights,
+    refuse_class,
+    refuse_path,
+)
+from sarathi_pp.model.checkpoint.ranges import check_ranges
+from sarathi_pp.model.checkpoint.surplus import needed_tensors, refuse_types, surplus_note
+from sarathi_pp.model.families import FAMILIES, Family
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Dynamic and longrope rotate by the longest position of the whole batch, so a sequence's result would depend
+# on its batch mates; the others are fixed tables.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Of each tensor, for the fingerprint.
+_SAMPLE_BYTES = 256
+# No kernel here computes in float64; float32 holds what a language model's weights have to say.
+_DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What planning needs to know of a model.
+
+    num_heads, num_kv_heads, head_dim: of the attention. softcap: it bounds its scores; sinks: it has one more logit a
+    head. max_position_embeddings: most tokens of prompt and
+    output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
+    fingerprint: hex, equal for equal config.json, equal tensor names, types, shapes and files, and equal samples of
+    what the files hold. head_size: of the rows that the head takes, where that is not hidden_size.
+    note: a sentence about stored tensors that are left aside, None if there are none.
+    """
+
+    model_type: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    dtype: str
+    tie_word_embeddings: bool
+    fingerprint: str
+    softcap: bool = False
+    sinks: bool = False
+    head_size: int | None = None
+    note: str | None = None
+
+    def max_model_len(self, asked: int | None) -> int:
+        """Most tokens of prompt and output together in a run. Raises ConfigError for more than there are positions."""
+        if asked is not None and asked > self.max_position_embeddings:
+            raise ConfigError(f"--max-model-len is {asked}; the model has {self.max_position_embeddings} positions")
+        return asked or self.max_position_embeddings
+
+    def sharded(self, size: int) -> ModelFacts:
+        """Of one of so many tensor shards, which `check_shards` accepts: each has as many of the heads."""
+        return replace(self, num_heads=self.num_heads // size, num_kv_heads=self.num_kv_heads // size)
+
+
+def check_model(directory: Path) -> ModelFacts:
+    """The facts of a supported model.
+
+    Raises MissingError (no such directory, config.json, weight file or tensor), InputError (a file that
+    cannot be read), UnsupportedModelError (another kind of model, or not proven exact) or UnsafeError (custom code,
+    pickled weights, paths that escape).
+    """
+    with reading(directory):
+        names = _file_names(directory)
+        config, family = _check_config(directory, names)
+        refuse_pointers(directory)
+        check_weights(str(directory), names)
+        return _find_facts(config, family, open_checkpoint(directory))
+
+
+def check_config(directory: Path, names: Collection[str]) -> None:
+    """Raise what `check_model` would raise for a model's config.json and file names, before its weights are there.
+
+    names: all files of the model, those in folders with their path.
+    """
+    with reading(directory):
+        _find_sizes(*_check_config(directory, names))
+        check_weights(str(directory), names)
+
+
+def _file_names(directory: Path) -> list[str]:
+    """The names of a directory's files, and of the config.json files in its folders."""
+    if directory.is_file():
+        raise refuse_path(str(directory), directory.suffix)
+    if not directory.is_dir():
+        raise MissingError(f"{directory} is not a directory; give a model directory with a config.json")
+    names = []
+    for path in directory.iterdir():
+        if not os.path.isdir(path):  # of os.path, which raises nothing for what may not be looked at
+            names.append(path.name)
+        elif os.path.isfile(path / "config.json"):
+            names.append(f"{path.name}/config.json")
+    return names
+
+
+def _check_config(directory: Path, names: Collection[str]) -> tuple[ConfigFile, Family]:
+    adapter = read_json(directory, ADAPTER_FILE) if (directory / ADAPTER_FILE).is_file() else {}
+    check_kind(str(directory), names, adapter.get("base_model_name_or_path"))
+    config = ConfigFile(directory, read_json(directory, "config.json"))
+    _refuse_quantised(config)
+    family = find_family(config)
+    _refuse_features(config)
+    _refuse_rope(config)
+    return config, family
+
+
+def _find_sizes(config: ConfigFile, family: Family) -> dict[str, int]:
+    """What config.json says of the model's sizes, by the names of ModelFacts. Raises InputError."""
+    check_ranges(config.path, config.values)
+    num_layers = config.size(family.keys.get("num_hidden_layers", "num_hidden_layers"))
+    _refuse_layer_types(config, num_layers)
+    hidden_size = config.size(family.keys.get("hidden_size", "hidden_size"))
+    num_heads, num_kv_heads = _heads(config, family)
+    return {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads,
+        "vocab_size": config.size("vocab_size"),
+        "max_position_embeddings": config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
+    }
+
+
+def _find_facts(config: ConfigFile, family: Family, checkpoint: Checkpoint) -> ModelFacts:
+    sizes = _find_sizes(config, family)
+    tensors = needed_tensors(checkpoint)
+    refuse_types(tensors)
+    return ModelFacts(
+        model_type=family.model_type,
+        architecture=family.architecture,
+        **sizes,
+        dtype=_stored_dtype(config.directory, tensors),
+        tie_word_embeddings=config.flag("tie_word_embeddings", family.tied),
+        fingerprint=_fingerprint(config.directory, checkpoint),
+        softcap=family.softcap is not None and config.values.get(family.softcap, True) is not None,
+        sinks=family.sinks,
+        head_size=config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
+        note=surplus_note(checkpoint),
+    )
+
+
+def check_shards(directory: Path, size: int) -> None:
+    """Whether the layers of a model that `check_model` accepts can be split over so many ranks, from config.json alone.
+
+    Raises UnsupportedModelError where that is not proven exact, ConfigError where `size` does not divide what is split.
+    """
+    assert size > 0, f"{size} shards"
+    if size == 1:
+        return
+    config = ConfigFile(directory, read_json(directory, "config.json"))
+    family = find_family(config)
+    if family.widths is None:
+        raise UnsupportedModelError(
+            f"{directory}: {family.architecture} is not proven exact in tensor shards, given --tensor-parallel-size "
+            f"{size}; `sarathi-pp doctor --models` lists what is\n  try  without --tensor-parallel-size, with "
+            "more --stages"
+        )
+    num_heads, num_kv_heads = _heads(config, family)
+    split = {"KV heads": num_kv_heads, "attention heads": num_heads}
+    split |= {name: width for name in family.widths if (width := config.optional_size(name, None)) is not None}
+    most = math.gcd(*split.values())
+    for name, number in split.items():
+        if number % size:
+            fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            raise ConfigError(
+                f"--tensor-parallel-size is {size}; the model has {number} {name}, which is no multiple of it: every "
+                f"shard holds as many\n  try  --tensor-parallel-size {fits}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """config.json, with errors that name the file."""
+
+    directory: Path
+    values: dict[str, object]
+
+    def size(self, key: str) -> int:
+        """A count that has to be there. Raises InputError."""
+        value = self.optional_size(key, None)
+        if value is None:
+            raise InputError(f"{self.path}: {key} is missing")
+        return value
+
+    def optional_size(self, key: str, default: int | None) -> int | None:
+        """A count; null means None, and an absent key the default. Raises InputError."""
+        value = self.values.get(key, default)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(f"{self.path}: {key} is {value!r:.100}; expected an integer of at least 1")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false; an absent key means the default. Raises InputError."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise InputError(f"{self.path}: {key} is {value!r:.100}; expected true or false")
+        return value
+
+    @property
+    def path(self) -> Path:
+        return self.directory / "config.json"
+
+    def refuse(self, what: str) -> UnsupportedModelError:
+        """An error that says what is not supported."""
+        return UnsupportedModelError(f"{self.path}: {what}")
+
+
+def find_family(config: ConfigFile) -> Family:
+    """The proven family a config.json names. Raises UnsupportedModelError that names the nearest one."""
+    model_type = config.values.get("model_type")
+    named = config.values.get("architectures")
+    if not named:  # old files name no architecture; the type decides, as in transformers
+        named = [f.architecture for f in FAMILIES.values() if f.model_type == model_type]
+    architecture = named[0] if isinstance(named, list) and named else None
+    family = FAMILIES.get(str(architecture))
+    if family is None:
+        raise refuse_class(str(config.directory), str(architecture or model_type), config.values)
+    if family.model_type != model_type:
+        raise config.refuse(f"{architecture} has model_type {model_type!r:.100}; expected {family.model_type!r}")
+    return family
+
+
+def _heads(config: ConfigFile, family: Family) -> tuple[int, int]:
+    """Attention heads, and KV heads."""
+    num_heads = config.size(family.keys.get("num_attention_heads", "num_attention_heads"))
+    return num_heads, config.optional_size("num_key_value_heads", family.kv_heads) or num_heads
+
+
+def _refuse_features(config: ConfigFile) -> None:
+    """Raise for whatever would change the result or run code that is not transformers' own."""
+    values = config.values
+    if values.get("auto_map"):
+        raise UnsafeError(
+            f"{config.directory}: config.json has an auto_map, which names Python code of the model's author. If "
+            f"transformers' own {values.get('model_type')} is meant, remove auto_map from a copy of it"
+        )
+    if config.flag("is_encoder_decoder"):
+        raise config.refuse("is_encoder_decoder is true, and encoder-decoder models are not supported")
+    for key in MODALITIES:
+        if values.get(key):
+            raise config.refuse(f"multi-modal models ({key}) are not supported; use the text model alone")
+    for key in ("add_cross_attention", "use_bidirectional_attention"):
+        if values.get(key):
+            raise config.refuse(f"{key} is {values[key]!r:.100}, and only causal decoders can run in a pipeline")
+    if values.get("per_layer_config"):
+        raise config.refuse("per_layer_config gives layers sizes of their own, which is not supported")
+
+
+def _refuse_quantised(config: ConfigFile) -> None:
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if quantised := config.values.get(key):
+            method = quantised.get("quant_method", key) if isinstance(quantised, dict) else quantised
+            raise config.refuse(f"quantised weights ({method!s:.100}) are not supported; use the unquantised model")
+
+
+def _refuse_rope(config: ConfigFile) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        for rope_type in _rope_types(config.values.get(key)):
+            if rope_type not in _ROPE_TYPES:
+                raise config.refuse(
+                    f"rope type {rope_type!r} in {key} is not one of {', '.join(_ROPE_TYPES)}: it would make a "
+                    "sequence depend on those it is batched with"
+                )
+
+
+def _rope_types(scaling: object) -> Iterator[object]:
+    """Every rope type named in a rope dictionary, per layer type or not, under its old or its new key."""
+    if not isinstance(scaling, Mapping):
+        return
+    yield from (scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None)
+    for nested in scaling.values():
+        yield from _rope_types(nested)
+
+
+def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
+    layer_types = config.values.get("layer_types")
+    if layer_types is None:
+        return
+    if not isinstance(layer_types, list) or len(layer_types) < num_layers:
+        raise InputError(f"{config.path}: layer_types must list {num_layers} layers, has {layer_types!r}")
+    for index, layer_type in enumerate(layer_types):
+        if layer_type not in _LAYER_TYPES:
+            raise config.refuse(
+                f"layer {index} is {layer_type!r}; only {' and '.join(_LAYER_TYPES)} keep their state in pages"
+            )
+
+
+def _stored_dtype(directory: Path, tensors: Mapping[str, TensorEntry]) -> str:
+    """The float type that holds most bytes: a checkpoint may keep a few tensors in another."""
+    held: dict[str, int] = {}
+    for entry in tensors.values():
+        if entry.dtype in _DTYPE_NAMES:
+            held[entry.dtype] = held.get(entry.dtype, 0) + entry.num_bytes
+    if not held:
+        raise InputError(f"{directory}: the checkpoint holds no weights of type {', '.join(_DTYPE_NAMES)}")
+    return _DTYPE_NAMES[max(held, key=lambda name: held[name])]
+
+
+def _fingerprint(directory: Path, checkpoint: Checkpoint) -> str:
+    """Over config.json, every weight file's name, header and size, and some bytes from the middle of every tensor.
+
+    Training changes all values of a tensor, so that few tell; a single changed value is missed.
+    """
+    digest = hashlib.sha256(safe_path(directory, "config.json").read_bytes())
+    for name, header in sorted(checkpoint.headers.items()):
+        file = safe_path(directory, name)
+        size = file.stat().st_size
+        digest.update(b"%d %d %d\n" % (len(name.encode()), len(header), size) + name.encode() + header)
+        stored = sorted((entry.begin, entry.num_bytes) for entry in checkpoint.tensors.values() if entry.file == file)
+        with file.open("rb") as stream:
+            for begin, num_bytes in stored:
+                stream.seek(begin + num_bytes // 2)
+                digest.update(stream.read(min(_SAMPLE_BYTES, num_bytes - num_bytes // 2)))
+    return digest.hexdigest()

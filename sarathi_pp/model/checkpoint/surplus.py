@@ -1,0 +1,67 @@
+"""Tell stored tensors that no causal language model computes with from those that it does. No torch.
+
+Published checkpoints hold tables that a model makes itself (rotary tables, causal masks), heads of another task that
+a training left behind, and counts. They decide no logit, so they are left in their file. Anything else without a place
+in the model is an error, since it may be what makes this model another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from sarathi_pp.errors import UnsupportedModelError
+from sarathi_pp.model.checkpoint.files import Checkpoint, TensorEntry
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+# By the whole stored name. No tensor that a supported family computes with has such a name, which a test checks.
+_KINDS = (
+    ("rotary tables", re.compile(r"(^|\.)rotary_emb\.|(^|\.)(inv_freq|cos_cached|sin_cached)$")),
+    ("causal masks", re.compile(r"(^|\.)(attn|attention|self_attn)\.masked_bias$")),
+    ("position ids", re.compile(r"(^|\.)position_ids$")),
+    ("scales of a quantised KV cache", re.compile(r"\.[kv]_scale$")),
+    ("heads of another task", re.compile(r"^(v_head|value_head|reward_head|score|classifier)\.")),
+)
+_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")
+_IN_LAYER = re.compile(r"(^|\.)\d+\.")
+
+
+def surplus_kind(key: str, entry: TensorEntry) -> str | None:
+    """Return what a stored tensor is that decides nothing, or None if the model may compute with it."""
+    for kind, names in _KINDS:
+        if names.search(key):
+            return kind
+    if _MASK.search(key) and len(entry.shape) == 4:
+        return "causal masks"
+    if entry.dtype not in FLOATS and not _IN_LAYER.search(key) and not key.endswith((".weight", ".bias")):
+        return "statistics"
+    return None
+
+
+def needed_tensors(checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
+    """Return the tensors without those that decide nothing."""
+    return {key: entry for key, entry in checkpoint.tensors.items() if surplus_kind(key, entry) is None}
+
+
+def refuse_types(tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise UnsupportedModelError for the first tensor that is not stored as a float type that is computed in."""
+    for key, entry in tensors.items():
+        if entry.dtype not in FLOATS:
+            raise UnsupportedModelError(
+                f"{entry.file}: tensor {key} is stored as {entry.dtype}; weights are read from {', '.join(FLOATS)}. "
+                f"Quantised weights are not supported; use the unquantised model"
+            )
+
+
+def surplus_note(checkpoint: Checkpoint) -> str | None:
+    """Return a sentence that says which tensors are left aside, or None if there are none."""
+    found: dict[str, list[str]] = {}
+    for key, entry in checkpoint.tensors.items():
+        if (kind := surplus_kind(key, entry)) is not None:
+            found.setdefault(kind, []).append(key)
+    if not found:
+        return None
+    named = "; ".join(
+        f"{kind} ({keys[0]}{f' and {len(keys) - 1} more' if keys[1:] else ''})" for kind, keys in found.items()
+    )
+    return f"tensors that decide no token are not loaded: {named}"

@@ -1,0 +1,218 @@
+"""Reads the tensors of one stage, or a shard's parts of them, and no byte of the others.
+
+Each tensor is read into memory of its own instead of being mapped: the first microbatch then pays no page
+faults, a file that is rewritten during a run cannot crash it, and the peak is the slice itself. The headers
+were checked when the checkpoint was opened, so a tensor is a seek and a read, and a part of one as many as it has
+pieces: columns are a piece a row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import RawIOBase
+from threading import Lock
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.errors import InputError
+from sarathi_pp.model.checkpoint.files import Checkpoint, TensorEntry
+from sarathi_pp.model.checkpoint.surplus import needed_tensors
+from sarathi_pp.model.families import Family
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+BLOCK_BYTES = 8 << 20
+
+
+class ReadCount:
+    """Bytes of tensor data read so far, counted over threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Part `index` of `size` equal ones of a dimension; of each of its `blocks` blocks where it has several.
+
+    blocks 2, size 2, index 0:   gate gate . . up up . .
+    """
+
+    dim: int
+    blocks: int
+    index: int
+    size: int
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's shape."""
+        assert shape[self.dim] % (self.blocks * self.size) == 0, f"{shape}, {self}"
+        return (*shape[: self.dim], shape[self.dim] // self.size, *shape[self.dim + 1 :])
+
+    def piece(self, shape: tuple[int, ...]) -> int:
+        """Numbers that the part has without a gap; from piece to piece it is `size` times as far."""
+        return shape[self.dim] // (self.blocks * self.size) * math.prod(shape[self.dim + 1 :])
+
+
+class Arrived:
+    """A tensor that was read, on its way to a device. `to` is all that transformers' loader asks of it.
+
+    The loader places every tensor in the host's memory, unless accelerate is there to tell it of another. A stage would
+    then lie there in whole before it moves; so what is read goes on at once, and a few tensors are there at a time.
+    """
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self._host = host
+        self._device = device
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        return self._host.to(self._device, dtype)
+
+
+class StoredTensor:
+    """A tensor that is still in its file; `[...]` reads it, into new memory each time.
+
+    This is the form in which transformers' loader takes tensors that it places one at a time, in a few
+    threads. dtype: the float type the loader is going to want. device: where it is to be, whatever the loader says. A
+    tensor larger than BLOCK_BYTES is converted block by block while it is read, so that it is never held in both types;
+    smaller ones are left as stored, because transformers keeps some (gpt_oss's norms) in float32 whatever is asked for.
+    """
+
+    def __init__(
+        self,
+        entry: TensorEntry,
+        count: ReadCount,
+        dtype: torch.dtype,
+        cut: Cut | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._entry = entry
+        self._count = count
+        self._dtype = dtype
+        self._cut = cut
+        self._device = device
+        self.shape = entry.shape if cut is None else cut.of(entry.shape)
+
+    def cut(self, cut: Cut) -> StoredTensor:
+        """A part of it, of which alone bytes are read."""
+        assert self._cut is None, "cut once"
+        return StoredTensor(self._entry, self._count, self._dtype, cut, self._device)
+
+    def num_bytes(self) -> int:
+        """In memory, as the type that the loader wants."""
+        stored = _DTYPES[self._entry.dtype]
+        return math.prod(self.shape) * (self._dtype if stored.is_floating_point else stored).itemsize
+
+    def __getitem__(self, everything: EllipsisType) -> Tensor | Arrived:
+        """All of it. Raises InputError where the file is shorter than it was."""
+        host = self.read()
+        return host if self._device is None or self._device.type == "cpu" else Arrived(host, self._device)
+
+    def read(self) -> Tensor:
+        """In the host's memory."""
+        stored = _DTYPES[self._entry.dtype]
+        num_bytes = math.prod(self.shape) * stored.itemsize
+        convert = stored.is_floating_point and stored != self._dtype and num_bytes > BLOCK_BYTES
+        target = torch.empty(self.shape, dtype=self._dtype if convert else stored)
+        with self._entry.file.open("rb", buffering=0) as stream:
+            pieces = _Pieces(stream, self._entry, self._cut, stored.itemsize)
+            if convert:
+                flat, block = target.view(-1), BLOCK_BYTES // stored.itemsize
+                scratch = torch.empty(block, dtype=stored)
+                for start in range(0, flat.numel(), block):
+                    part = scratch[: flat.numel() - start]
+                    self._fill(part, pieces)
+                    flat[start : start + block].copy_(part)
+            elif num_bytes:
+                self._fill(target.view(-1), pieces)
+        return target
+
+    def _fill(self, flat: Tensor, pieces: _Pieces) -> None:
+        view = flat.view(torch.uint8).numpy().data
+        pieces.fill(view)
+        self._count.add(len(view))
+
+
+class _Pieces:
+    """The bytes of a stored tensor, or of a part of it, one after the other."""
+
+    def __init__(self, stream: RawIOBase, entry: TensorEntry, cut: Cut | None, item_bytes: int) -> None:
+        self._stream = stream
+        self._file = entry.file
+        if cut is None:
+            self._piece_bytes = self._step_bytes = entry.num_bytes
+            self._next = entry.begin
+        else:
+            self._piece_bytes = cut.piece(entry.shape) * item_bytes
+            self._step_bytes = self._piece_bytes * cut.size
+            self._next = entry.begin + self._piece_bytes * cut.index
+        self._left = 0  # of the piece in which the stream is
+
+    def fill(self, view: memoryview) -> None:
+        filled = 0
+        while filled < len(view):
+            if self._left == 0:
+                self._stream.seek(self._next)
+                self._next += self._step_bytes
+                self._left = self._piece_bytes
+            num_bytes = self._stream.readinto(view[filled : filled + self._left])
+            if not num_bytes:
+                raise InputError(f"{self._file}: ends inside a tensor; it was cut after loading began")
+            filled += num_bytes
+            self._left -= num_bytes
+
+
+def stage_tensors(
+    checkpoint: Checkpoint,
+    family: Family,
+    layers: tuple[int, int],
+    num_layers: int,
+    tied: bool,
+    dtype: torch.dtype,
+    count: ReadCount,
+    device: torch.device | None = None,
+) -> dict[str, StoredTensor]:
+    """The stored tensors of the layers [first, end), and of the embedding or the head at either end.
+
+    A name that belongs to no layer and to no module of the first stage goes to the last stage, a layer past
+    the model's end too: there the loader knows what transformers ignores and reports what is unexpected. Of no layer at
+    the end there is the head alone.
+    """
+    first, end = layers
+    in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")
+    before_head = {family.norm, family.project_out} if first == end else set()
+    chosen = {}
+    for key, entry in needed_tensors(checkpoint).items():
+        match = in_layer.search(key)
+        if match is not None:
+            layer = int(match[1])
+            wanted = first <= layer < end or (first < end == num_layers <= layer)
+        else:
+            parts = key.split(".")
+            wanted = end == num_layers and before_head.isdisjoint(parts)
+            if any(name in parts for name in family.first_modules):
+                wanted = first == 0 or (end == num_layers and tied and family.embed in parts)
+        if wanted:
+            chosen[key] = StoredTensor(entry, count, dtype, device=device)
+    return chosen

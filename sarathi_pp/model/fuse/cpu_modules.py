@@ -1,0 +1,179 @@
+"""What rewrite.py puts in the place of a model's own modules: the same values with fewer passes over them.
+
+Every rounding to bfloat16 stays where the model has it. All take bfloat16 on CPU. The last product keeps its name: what
+tensor shards add up behind it is found by that (tensor_parallel.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from torch import Tensor, nn
+
+from sarathi_pp.model.attention.adapter import PagedCall
+from sarathi_pp.model.fuse.packed_linear import PanelLinear
+
+# Rows below which threads are not worth their waking.
+_ROWS_A_THREAD = 32
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) for bfloat16 x (..., hidden_size)."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.cpu import row_ops
+
+        self._kernel = row_ops
+        self.width = mlp.up_proj.out_features
+        self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
+        mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next is packed
+        self.down_proj = PanelLinear(mlp.down_proj)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate_up(x)
+        gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
+        num_rows = gated.numel() // self.width
+        share_out([partial(self._gate, both, gated, rows) for rows in shares(num_rows, _ROWS_A_THREAD)])
+        return self.down_proj(gated)  # type: ignore[no-any-return]
+
+    def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
+        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width)
+
+
+class RowNorm(nn.Module):
+    """weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width); the quotient is rounded, then the product."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.cpu import row_ops
+
+        self._kernel = row_ops
+        self.weight = norm.weight
+        self.epsilon = float(norm.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.bfloat16, f"fused for bfloat16, called with {x.dtype}"
+        x, width = x.contiguous(), x.shape[-1]
+        out = torch.empty_like(x)
+        share_out([partial(self._norm, x, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        return out
+
+    def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
+        width = x.shape[-1]
+        weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
+        self._kernel.rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
+
+    def after(self, x: Tensor, added: Tensor) -> Tensor:
+        """The norm of x + added; `added` becomes that sum."""
+        assert x.dtype == added.dtype == torch.bfloat16 and x.shape == added.shape, (
+            f"{x.dtype} {x.shape}, {added.shape}"
+        )
+        assert added.is_contiguous()
+        x = x.contiguous()
+        width, out = x.shape[-1], torch.empty_like(added)
+        share_out([partial(self._add_norm, x, added, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        return out
+
+    def _add_norm(self, x: Tensor, added: Tensor, out: Tensor, rows: range) -> None:
+        width = x.shape[-1]
+        weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
+        self._kernel.add_rms_norm(
+            x.data_ptr(),
+            added.data_ptr(),
+            weight,
+            out.data_ptr(),
+            rows.start,
+            rows.stop,
+            width,
+            self.epsilon,
+            scratch,
+        )
+
+
+class RotaryAttention(nn.Module):
+    """Attention with rotary embedding: one product for query, key and value, and one pass that rotates and writes.
+
+    with_norms: the heads of queries and keys go through attention.q_norm and k_norm before, RMSNorms of head_dim.
+    """
+
+    def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.cpu import row_ops
+
+        self._kernel = row_ops
+        self.layer_idx = attention.layer_idx
+        self.head_dim = attention.head_dim
+        self.scaling = attention.scaling
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.qkv = PanelLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        attention.q_proj = attention.k_proj = attention.v_proj = None
+        self.o_proj = PanelLinear(attention.o_proj)
+        self.query_norm = attention.q_norm.weight if with_norms else None
+        self.key_norm = attention.k_norm.weight if with_norms else None
+        self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        paged: PagedCall,
+        attention_mask: Tensor | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        """hidden_states: (1, T, hidden_size). position_embeddings: cosines and sines, (1, T, head_dim) each."""
+        assert attention_mask is None, "a mask was made; it would be T x T"
+        rows = self.qkv(hidden_states)[0]
+        cos, sin = (one.contiguous() for one in position_embeddings)
+        # The pass goes by addresses: nothing behind it would notice.
+        expected = (1, paged.inputs.num_tokens, self.head_dim)
+        assert cos.shape == sin.shape == expected and len(rows) == expected[1], f"{cos.shape}, {sin.shape}, {expected}"
+        assert cos.dtype == sin.dtype == paged.kv.dtype == torch.bfloat16, f"{cos.dtype}, {paged.kv.dtype}"
+        assert (paged.kv.num_kv_heads, paged.kv.head_dim) == (self.num_kv_heads, self.head_dim)
+        pieces = shares(rows.shape[0], _ROWS_A_THREAD)
+        share_out([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
+        query = rows.view(rows.shape[0], -1, self.head_dim)[:, : self.num_heads]
+        attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
+        return self.o_proj(attended.reshape(1, rows.shape[0], -1)), None
+
+    def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor, paged: PagedCall, piece: range) -> None:
+        kv, inputs = paged.kv, paged.inputs
+        self._kernel.rotate_and_write(
+            rows.data_ptr(),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            kv.keys(self.layer_idx).data_ptr(),
+            kv.values(self.layer_idx).data_ptr(),
+            inputs.write_pages.data_ptr(),
+            inputs.write_offsets.data_ptr(),
+            kv.page_size,
+            piece.start,
+            piece.stop,
+            self.query_norm.data_ptr() if self.query_norm is not None else 0,
+            self.key_norm.data_ptr() if self.key_norm is not None else 0,
+            self.epsilon,
+            scratch_of_thread(self.head_dim).data_ptr(),
+        )
+
+
+class Block(nn.Module):
+    """A decoder layer: attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = layer.self_attn
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+
+    def forward(self, hidden_states: Tensor, **call: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **call)
+        normed = self.post_attention_layernorm.after(hidden_states, attended)
+        return attended + self.mlp(normed)  # type: ignore[no-any-return]

@@ -1,0 +1,122 @@
+"""What rewrite.py puts in the place of a model's own modules on CUDA: the same operations in fewer launches.
+
+Products stay torch's own, merged where they have the same input; the library may sum a wider one in another order.
+What lies between them is Triton's (sarathi_pp_kernels), with every rounding where the model has it, but for the order
+of sums and the last bit of exp and rsqrt. bfloat16, float16 or float32. The last product keeps its name: what tensor
+shards add up behind it is found by that (tensor_parallel.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sarathi_pp.model.attention.adapter import PagedCall
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def can_merge(*linears: nn.Module) -> bool:
+    """Whether one product can do for all, which have the same input: floats of one dtype, all with a bias or none."""
+    if not all(type(one) is nn.Linear and one.weight.dtype in DTYPES for one in linears):
+        return False
+    kinds = {(one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
+    return len(kinds) == 1
+
+
+class MergedLinear(nn.Module):
+    """The outputs of several linear layers with the same input, side by side."""
+
+    def __init__(self, *linears: Any) -> None:
+        super().__init__()
+        biases = [one.bias for one in linears if one.bias is not None]
+        self.weight = nn.Parameter(torch.cat([one.weight for one in linears]), requires_grad=False)
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) for x (..., hidden_size)."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.triton.gate import silu_multiply  # triton is not everywhere
+
+        self._gate = silu_multiply
+        self.gate_up = MergedLinear(mlp.gate_proj, mlp.up_proj)
+        mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next are merged
+        self.down_proj = mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._gate(self.gate_up(x)))  # type: ignore[no-any-return]
+
+
+class RowNorm(nn.Module):
+    """weight * x / sqrt(mean(x * x) + eps) for x (..., width); the quotient is rounded, then the product."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.triton.norm import add_rms_norm, rms_norm  # triton is not everywhere
+
+        self._norm, self._add_norm = rms_norm, add_rms_norm
+        self.weight = norm.weight
+        self.epsilon = float(norm.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x, self.weight, self.epsilon)
+
+    def after(self, x: Tensor, added: Tensor) -> Tensor:
+        """The norm of x + added; `added` becomes that sum."""
+        return self._add_norm(x, added, self.weight, self.epsilon)
+
+
+class RotaryAttention(nn.Module):
+    """Attention with rotary embedding: one product for query, key and value, and one launch that rotates and writes.
+
+    with_norms: the heads of queries and keys go through attention.q_norm and k_norm before, RMSNorms of head_dim.
+    """
+
+    def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.triton.rotary import rotate_and_write  # triton is not everywhere
+
+        self._rotate = rotate_and_write
+        self.layer_idx = attention.layer_idx
+        self.scaling = attention.scaling
+        self.qkv = MergedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        attention.q_proj = attention.k_proj = attention.v_proj = None
+        self.o_proj = attention.o_proj
+        self.query_norm = attention.q_norm.weight if with_norms else None
+        self.key_norm = attention.k_norm.weight if with_norms else None
+        self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        paged: PagedCall,
+        attention_mask: Tensor | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        """hidden_states: (1, T, hidden_size). position_embeddings: cosines and sines, (1, T, head_dim) each."""
+        assert attention_mask is None, "a mask was made; it would be T x T"
+        cos, sin = (one[0].contiguous() for one in position_embeddings)
+        query = self._rotate(
+            self.qkv(hidden_states)[0],
+            cos,
+            sin,
+            paged.inputs.write_pages,
+            paged.inputs.write_offsets,
+            paged.kv.keys(self.layer_idx),
+            paged.kv.values(self.layer_idx),
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+            epsilon=self.epsilon,
+        )
+        attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
+        return self.o_proj(attended.reshape(1, query.shape[0], -1)), None

@@ -1,0 +1,227 @@
+"""Linear layers in bfloat16 on CPU, with weights laid out as the product that reads them wants it.
+
+A plain linear repacks its weight at every call, which doubles the time of a product with few rows, that is of a decode.
+There are two products that do not: our own (gemm.py), where numba and the processor allow it, and oneDNN's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages
+from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from torch import Tensor, nn
+from torch.nn import functional
+
+# oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
+# where they are no multiple of 16. So rows are multiplied in blocks of so many, which is also what a packed layout is
+# tuned for, and what is left over is filled up to a multiple of the step: no more than 16 numbers of rows in all.
+_BLOCK_ROWS = 256
+_ROW_STEP = 16
+
+# Numbers of rows at which kinds of tiles are compared, so many times, on layers that together have so many bytes, one
+# of each shape that finds room before any shape again, small ones first: weights come from memory then and not from a
+# cache, and large models, and those with a large head, take no longer. With more than _READING_ROWS computing takes
+# longer than reading, and fewer bytes will do.
+_TIMED_ROWS = (4, 8, 16, 28, 56, 112)
+_TIMES = 3
+_TIMED_BYTES = 64 * 2**20
+_READING_ROWS = 16
+
+Pack = Callable[[nn.Linear], nn.Module]
+
+
+def packing(linear: nn.Linear) -> Pack | None:
+    """What packs it; None where nothing does."""
+    if linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu":
+        return None
+    if fits_panels(linear):
+        return PanelLinear
+    return OneDnnLinear if has_onednn() else None
+
+
+def fits_panels(linear: nn.Linear) -> bool:
+    """Whether our own product takes it here."""
+    bf16 = linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu"
+    return bf16 and linear.in_features % 2 == 0 and linear.out_features % 16 == 0 and has_panels()
+
+
+def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) -> None:
+    """Bear what would stop a stage later: build the kernels for microbatches of up to that many rows, choose tiles.
+
+    now: seconds, to tell which tiles are faster.
+    """
+    shapes = {
+        (child.in_features, child.out_features, child.bias is None): child
+        for child in module.modules()
+        if isinstance(child, OneDnnLinear)
+    }
+    for rows in range(_ROW_STEP, min(most_rows + _ROW_STEP, _BLOCK_ROWS + 1), _ROW_STEP):
+        for linear in shapes.values():
+            linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
+    panels = [child for child in module.modules() if isinstance(child, PanelLinear)]
+    if panels:
+        most_high_rows = _most_high_rows(panels, now)
+        for child in panels:
+            child.most_high_rows = most_high_rows
+
+
+def _timed(linears: Sequence[PanelLinear], rows: int) -> list[PanelLinear]:
+    """Those that are timed with so many rows."""
+    left = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
+    of_shape: Counter[tuple[int, int]] = Counter()
+    turns = []
+    for linear in linears:
+        shape = linear.in_features, linear.out_features
+        turns.append((of_shape[shape], linear.num_bytes()))
+        of_shape[shape] += 1
+    chosen: list[PanelLinear] = []
+    for at in sorted(range(len(linears)), key=turns.__getitem__):
+        if not chosen or linears[at].num_bytes() <= left:
+            chosen.append(linears[at])
+            left -= linears[at].num_bytes()
+    return chosen
+
+
+def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) -> int:
+    """Up to how many rows high tiles are the faster ones on this machine.
+
+    The bound that costs least over all the numbers of rows that are tried, each counting as much: one of them that was
+    disturbed does not decide.
+    """
+    losses: list[tuple[float, float]] = []  # of high tiles and of wide ones, as shares of what the faster kind takes
+    for rows in _TIMED_ROWS:
+        timed = _timed(linears, rows)
+        x = [torch.zeros(rows, linear.in_features, dtype=torch.bfloat16) for linear in timed]
+        seconds = {most: math.inf for most in (rows, 0)}
+        for most in (rows, 0) * _TIMES:
+            begin_s = now()
+            for linear, one in zip(timed, x, strict=True):
+                linear.most_high_rows = most
+                linear(one)
+            seconds[most] = min(seconds[most], now() - begin_s)
+        losses.append((seconds[rows] / min(seconds.values()), seconds[0] / min(seconds.values())))
+    bounds = range(len(_TIMED_ROWS) + 1)
+    best = min(bounds, key=lambda count: sum(h for h, _ in losses[:count]) + sum(w for _, w in losses[count:]))
+    return (0, *_TIMED_ROWS)[best]
+
+
+class PanelLinear(nn.Module):
+    """x @ weight.T + bias for bfloat16 x (..., in_features): summed in float32, rounded once.
+
+    Of several linear layers with the same input, the outputs are side by side. A row's result depends on nothing but
+    the row. Threads, as many as torch computes with, share the outputs out. most_high_rows: see gemm.py.
+    """
+
+    most_high_rows = 28
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.cpu import gemm
+
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        self._kernel = gemm
+        # Neither is a buffer: the layout can be neither moved nor saved.
+        shape = self.out_features // 16, self.in_features // 2, 16
+        self._panels = empty_in_large_pages(shape, torch.int32)
+        of_each = torch.split(self._panels, [linear.out_features // 16 for linear in linears])
+        for linear, panels_of_it in zip(linears, of_each, strict=True):
+            panels_of_it.copy_(to_panels(linear.weight.detach()))
+        self._begin = torch.cat(
+            [
+                torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
+                for linear in linears
+            ]
+        )
+
+    def num_bytes(self) -> int:
+        return self._panels.numel() * self._panels.itemsize
+
+    def addresses(self) -> tuple[int, int]:
+        """Of the panels, and of the (out_features,) float32 that sums begin with."""
+        return self._panels.data_ptr(), self._begin.data_ptr()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"
+        rows, words = x.reshape(-1, self.in_features).contiguous(), self.in_features // 2
+        num_rows = rows.shape[0]
+        out = torch.empty(self._kernel.padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
+        if num_rows:
+            tiles, high = scratch_of_thread(out.shape[0] * words), num_rows <= self.most_high_rows
+            self._kernel.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
+            pieces = shares(self.out_features // 16, 2)
+            share_out([partial(self._multiply, tiles, out, num_rows, high, piece) for piece in pieces])
+        return out[:num_rows].view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:
+        self._kernel.multiply(
+            tiles.data_ptr(),
+            self._panels.data_ptr(),
+            self._begin.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            self.in_features // 2,
+            panels.start,
+            panels.stop,
+            self.out_features,
+            high,
+        )
+
+
+def to_panels(weight: Tensor) -> Tensor:
+    """(N, K) bfloat16, N a multiple of 16 and K of 2, as (N / 16, K / 2, 16) int32 (lanes): a view, strided."""
+    outputs, inputs = weight.shape
+    words = weight.contiguous().view(torch.int32).view(outputs // 16, 16, inputs // 2)
+    return words.permute(0, 2, 1)
+
+
+class OneDnnLinear(nn.Module):
+    """x @ weight.T + bias for bfloat16 x (..., in_features), bit for bit what nn.Linear gives."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        # Not a buffer: the opaque layout can neither be moved nor saved.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _BLOCK_ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = [self._multiply(block) for block in torch.split(x.reshape(-1, self.in_features), _BLOCK_ROWS)]
+        y = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """x: (rows, in_features), at most a block."""
+        num_rows = x.shape[0]
+        if num_rows == 0:
+            return x.new_empty(0, self.out_features)
+        if num_rows % _ROW_STEP:
+            x = functional.pad(x, (0, 0, 0, -num_rows % _ROW_STEP))
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return y[:num_rows]
+
+
+@functools.cache
+def has_panels() -> bool:
+    """Whether numba can be had, an optional package and a slow import, and the processor is able."""
+    try:
+        from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+    except ImportError:  # not there, or not for this numpy
+        return False
+    return has_lanes()
+
+
+def has_onednn() -> bool:
+    """These operators are not public: where a torch release lacks them, plain linears do."""
+    operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    present = all(hasattr(torch.ops.mkldnn, name) for name in operators)
+    return bool(present and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,167 @@
+"""Rewrites of a loaded stage that make it faster. Applied from outside: no model knows of them.
+
+In bfloat16 on CPU, where our own products run (packed_linear.py), gated MLPs, RMSNorms, attention with rotary embedding
+and the layers made of them become those of cpu_modules.py. Then every other linear layer is packed. On CUDA, where
+Triton's kernels run, the same modules in any float dtype become those of cuda_modules.py. Which modules those are is
+read off their code: one whose `forward` is Llama's own, instruction by instruction, does what Llama's does, whatever
+its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from sarathi_pp.model.fuse import cuda_modules
+from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.fuse.packed_linear import fits_panels, has_panels, packing
+from sarathi_pp.model.triton_available import has_kernels
+
+Rewrite = Callable[[Any], nn.Module]
+# A parent, the name of its child, and what that child becomes.
+Place = tuple[nn.Module, str, Rewrite]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kit:
+    """The modules that are put in, and what they take."""
+
+    gated_mlp: Rewrite
+    row_norm: type[nn.Module]
+    attention: Callable[..., nn.Module]
+    takes_products: Callable[..., bool]
+    takes_norm: Callable[[Tensor], bool]
+    head_step: int  # head_dim must be a multiple of it
+
+
+def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
+    """Replaces what can be replaced; returns how many modules. Attention then needs a PagedCall.
+
+    by_kernels: whether Triton's kernels run what is fused; None asks the device of the weights.
+
+    One weight at a time is held twice; gate and up are one, and so are query, key and value. Weights that
+    another module shares (tied embeddings) stay as they are, since packing would copy them; no module that is fused
+    shares any.
+    """
+    if by_kernels is None:
+        by_kernels = any(has_kernels(parameter.device) for parameter in module.parameters())
+    rewrites: list[Callable[[nn.Module], Rewrite | None]] = [partial(_part, _CUDA if by_kernels else _CPU), _layer]
+    if not by_kernels:
+        rewrites.append(_packed(module))
+    count = 0
+    for rewrite in rewrites:
+        places = list(_places(module, rewrite))
+        for parent, name, make in places:
+            setattr(parent, name, make(getattr(parent, name)))
+        count += len(places)
+    return count
+
+
+def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -> Iterator[Place]:
+    """What can be rewritten, and nothing inside of it. No module that is: they would keep their weights alive."""
+    parents = [module]
+    seen = set(parents)
+    while parents:
+        parent = parents.pop()
+        for name, child in parent.named_children():
+            make = rewrite(child)
+            if make is not None:
+                yield parent, name, make
+            elif child not in seen:
+                parents.append(child)
+                seen.add(child)
+
+
+def _part(kit: _Kit, child: Any) -> Rewrite | None:
+    """Of a layer."""
+    if runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
+        fits = kit.takes_products(child.gate_proj, child.up_proj) and kit.takes_products(child.down_proj)
+        return kit.gated_mlp if fits else None
+    if _is_row_norm(kit, child):
+        return kit.row_norm
+    # All but Llama's hand a window to the attention function too, which knows it from the stage.
+    if any(runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
+        return kit.attention if _fits_one_pass(kit, child) else None
+    if runs(child, Qwen3Attention):
+        norms = child.q_norm, child.k_norm
+        fits = all(_is_row_norm(kit, norm) and norm.weight.numel() == child.head_dim for norm in norms)
+        same = norms[0].variance_epsilon == norms[1].variance_epsilon
+        return partial(kit.attention, with_norms=True) if fits and same and _fits_one_pass(kit, child) else None
+    return None
+
+
+def _is_row_norm(kit: _Kit, child: Any) -> bool:
+    return runs(child, llama.LlamaRMSNorm) and kit.takes_norm(child.weight)
+
+
+def _layer(child: Any) -> Rewrite | None:
+    fits = runs(child, llama.LlamaDecoderLayer) and type(child.post_attention_layernorm) in (
+        RowNorm,
+        cuda_modules.RowNorm,
+    )
+    return Block if fits else None
+
+
+def _packed(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
+    owners: dict[int, int] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+
+    def rewrite(child: nn.Module) -> Rewrite | None:
+        return packing(child) if type(child) is nn.Linear and owners[id(child.weight)] == 1 else None
+
+    return rewrite
+
+
+def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
+    """Whether its products are the kit's, and its rotation is Llama's, of heads that the kit takes."""
+    inputs, out = (attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj
+    if not kit.takes_products(*inputs) or not kit.takes_products(out) or attention.head_dim % kit.head_step:
+        return False
+    names = inspect.unwrap(type(attention).forward).__globals__
+    return all(_same_code(names[name], getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half"))
+
+
+def runs(module: nn.Module, known: type[nn.Module]) -> bool:
+    """Whether a module's forward is that of a known one, instruction by instruction."""
+    return _same_code(type(module).forward, known.forward)
+
+
+def _same_code(ours: Any, theirs: Any) -> bool:
+    ours, theirs = inspect.unwrap(ours), inspect.unwrap(theirs)
+    names = ("co_code", "co_names", "co_consts")
+    return hasattr(ours, "__code__") and all(
+        getattr(ours.__code__, name) == getattr(theirs.__code__, name) for name in names
+    )
+
+
+def _all_fit(*linears: nn.Module) -> bool:
+    return all(type(one) is nn.Linear and fits_panels(one) for one in linears)
+
+
+def _fits_lanes(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_panels()
+
+
+# Heads fill registers on CPU.
+_CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_lanes, head_step=32)
+_CUDA = _Kit(
+    cuda_modules.GatedMLP,
+    cuda_modules.RowNorm,
+    cuda_modules.RotaryAttention,
+    cuda_modules.can_merge,
+    lambda weight: weight.dtype in cuda_modules.DTYPES,
+    head_step=2,
+)

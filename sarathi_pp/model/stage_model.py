@@ -1,0 +1,438 @@
+"""One stage's part of an unmodified transformers model.
+
+The architecture's own `...ForCausalLM` class is subclassed on the fly, and after its constructor has run (on
+the meta device, where it costs nothing) a hole is put in the place of every module the stage does not own:
+
+    stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
+    stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  head
+    the head       -      -       -       -       -       -       -     head
+
+transformers then loads, converts and initialises what is left as usual, so layers keep their global index
+and whatever depends on it. Attention reaches the pages as adapter.py says. Then what is there is rewritten from
+outside: fused and packed (rewrite.py), layers in one call (compiled_layers.py), without what transformers does around
+them (bare_model.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
+
+from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
+from sarathi_pp.model.attention import AttentionBackend
+from sarathi_pp.model.attention.adapter import PAGED, PagedCall
+from sarathi_pp.model.batch_invariant import steady_rows
+from sarathi_pp.model.checkpoint.files import open_checkpoint
+from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
+from sarathi_pp.model.checkpoint.support import check_shards
+from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
+from sarathi_pp.model.families import Family
+from sarathi_pp.model.fuse.bare_model import bare_head, embody
+from sarathi_pp.model.fuse.compiled_layers import stack
+from sarathi_pp.model.fuse.rewrite import fuse
+from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
+from sarathi_pp.model.missing_layer import Hole
+from sarathi_pp.model.tensor_parallel import Split, TensorShard
+
+
+class StageModel:
+    """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the head at the end.
+
+    module: the transformers model with holes, as the rewrites have left it.
+    windows: per global layer, how many tokens back it sees (itself included), None for all.
+    bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
+    steps: (1,) int64, layers computed so far; another thread may read it while a microbatch is computed.
+    bare_head: where there is one, see bare_model.py.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        layers: tuple[int, int],
+        num_layers: int,
+        windows: tuple[int | None, ...],
+        backend: AttentionBackend,
+        bytes_read: int,
+        num_bytes: int = 0,
+        bare_head: nn.Module | None = None,
+    ) -> None:
+        self.module = module
+        self._base = module.base_model
+        self._bare_head = bare_head
+        self.num_bytes = num_bytes
+        self.layers = layers
+        self.num_layers = num_layers
+        self.windows = windows
+        self.backend = backend
+        self.bytes_read = bytes_read
+        self.steps = np.zeros(1, np.int64)
+        self._rows = steady_rows(module.dtype, module.device)
+
+    @property
+    def embed(self) -> bool:
+        return self.layers[0] == 0
+
+    @property
+    def head(self) -> bool:
+        return self.layers[1] == self.num_layers
+
+    @torch.inference_mode()
+    def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None) -> Tensor:
+        """Run one microbatch of T rows: its keys and values go into `kv`, its activations come back.
+
+        x: token ids (T,) int64 where the stage embeds, else hidden states (T, hidden_size).
+        Returns hidden states (T, hidden_size), or logits (n, vocab_size) of `inputs.logit_rows` where the
+        stage has the head; n may be 0. All in the model's dtype. backend: in the place of the stage's own.
+        In float32 on CPU, with numba's attention, what a
+        row gives depends on its own sequence alone, to the last bit.
+        """
+        call = self._call(x, inputs, kv, backend)
+        with self._rows:
+            if self.head and self._bare_head is not None:
+                rows = self._drawn(self._base(**call).last_hidden_state[0], inputs)
+                return cast(Tensor, self._bare_head(rows[None])[0])
+            if self.head:
+                # 0 is for all of them, and takes no index.
+                kept = 0 if inputs.all_logits else inputs.logit_rows
+                return cast(Tensor, self.module(**call, logits_to_keep=kept).logits[0])
+            return cast(Tensor, self._base(**call).last_hidden_state[0])
+
+    @torch.inference_mode()
+    def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
+        """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
+        with self._rows:
+            return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
+
+    def _drawn(self, rows: Tensor, inputs: StageInputs) -> Tensor:
+        return rows if inputs.all_logits else rows.index_select(0, inputs.logit_rows)
+
+    def _call(
+        self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None
+    ) -> dict[str, Any]:
+        return {
+            "input_ids" if self.embed else "inputs_embeds": x[None],
+            "position_ids": inputs.position_ids[None],
+            "use_cache": False,
+            "paged": PagedCall(backend or self.backend, kv, inputs, self.windows, self.steps),
+        }
+
+
+class Head:
+    """The head of a model by itself. size: of the rows that it takes. The rest as for StageModel."""
+
+    def __init__(
+        self,
+        module: Any,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bytes_read: int,
+        bare_head: nn.Module | None = None,
+    ) -> None:
+        self.module = module
+        self._bare_head = bare_head
+        self.size = size
+        self.bytes_read = bytes_read
+        self._rows = steady_rows(dtype, device)
+
+    @torch.inference_mode()
+    def forward(self, rows: Tensor) -> Tensor:
+        """(n, vocab_size) logits of (n, size) rows, bit for bit what the last stage gives for them."""
+        with self._rows:
+            if self._bare_head is not None:
+                return cast(Tensor, self._bare_head(rows[None])[0])
+            positions = torch.arange(rows.shape[0], device=rows.device)
+            found = self.module(inputs_embeds=rows[None], position_ids=positions[None], use_cache=False)
+        return cast(Tensor, found.logits[0])
+
+
+def load_stage(
+    directory: Path,
+    layers: tuple[int, int],
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    room_bytes: int | None = None,
+    shard: TensorShard | None = None,
+) -> StageModel:
+    """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
+
+    room_bytes: what the weights may take. shard: which part of the layers, where several ranks share them; all of them
+    then run every microbatch, each with as large a part of the KV heads.
+    Raises MissingError naming tensors that are not in the checkpoint, InputError for tensors that have no
+    place in the model or the wrong shape, ConfigError where `num_layers` is not the model's or it has no such shards,
+    CapacityError where the weights do not fit.
+    """
+    first, end = layers
+    family, config = load_config(directory)
+    if config.num_hidden_layers != num_layers or not 0 <= first < end <= num_layers:
+        raise ConfigError(
+            f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
+        )
+    count = ReadCount()
+    module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
+    stack(getattr(module.get_submodule(family.base), family.layers))
+    embody(module, family.base)
+    windows = layer_windows(config, family)
+    head = bare_head(module, family.head)
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, head)
+
+
+def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> Head:
+    """Load the head of a model that `check_model` accepts, beside layers of another end. Raises as `load_stage`."""
+    family, config = load_config(directory)
+    count, end = ReadCount(), config.num_hidden_layers
+    module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
+    embody(module, family.base)
+    size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
+    return Head(module, size, dtype, device, count.num_bytes, bare_head(module, family.head))
+
+
+def _load(
+    directory: Path,
+    family: Family,
+    config: Any,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    room_bytes: int | None,
+    shard: TensorShard | None,
+    count: ReadCount,
+) -> tuple[Any, int]:
+    """The transformers model with holes, its weights in place and fused, and their bytes. count: told what is read."""
+    num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
+    config.output_router_logits = False  # it would compute a training loss over layers that are not here
+    tensors, split = _stored(directory, family, config, layers, dtype, device, shard, count)
+    needed = _num_bytes(tensors)
+    if room_bytes is not None and needed > room_bytes:
+        raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
+    architecture = getattr(transformers, family.architecture)
+    stage_class = _with_holes(directory, architecture, family, layers, num_layers, tied, split)
+    with _quiet() as said:
+        try:
+            module, loaded = stage_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=PAGED,
+                ignore_mismatched_sizes=True,  # they are reported by name below
+                output_loading_info=True,
+            )
+            _require_complete(directory, layers, module, loaded)
+            module.to(device)  # what is no weight
+        except (RuntimeError, MemoryError) as error:
+            reports = [line for text in said for line in text.splitlines() if tells_of_memory(line)]
+            if is_out_of_memory(error) or reports:
+                raise _too_large(layers, needed, reports[-1].strip() if reports else _first_line(error)) from error
+            raise InputError(f"{directory}: the weights do not fit config.json: {error}") from error
+    if device.type == "cpu" and _has_experts(config):
+        # The default, a grouped product, takes nothing but bf16 on CPU in the older torch releases supported.
+        module.set_experts_implementation("eager")
+    module.requires_grad_(False)
+    fuse(module)
+    if split is not None:
+        split.join(getattr(module.get_submodule(family.base), family.layers))
+    if device.type == "cuda":
+        give_back()  # what was merged
+    return module, needed
+
+
+def stage_bytes(directory: Path, layers: tuple[int, int], dtype: torch.dtype, shard: TensorShard | None = None) -> int:
+    """Return the bytes of weights that `load_stage` takes for the layers [first, end), from headers alone."""
+    family, config = load_config(directory)
+    return _num_bytes(_stored(directory, family, config, layers, dtype, None, shard, ReadCount())[0])
+
+
+def _stored(
+    directory: Path,
+    family: Family,
+    config: Any,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device | None,
+    shard: TensorShard | None,
+    count: ReadCount,
+) -> tuple[dict[str, StoredTensor], Split | None]:
+    """Return the stored tensors of some layers, or of a shard's part of them, and how that is split."""
+    num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
+    tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count, device)
+    if shard is None or shard.size == 1:
+        return tensors, None
+    check_shards(directory, shard.size)
+    split = Split(config.base_model_tp_plan, family, layers, shard)
+    return split.take(tensors), split
+
+
+def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(tensor.num_bytes() for tensor in tensors.values())
+
+
+def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
+    """Per layer, how many tokens back it sees, itself included; None for all. As the model's masks say."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds: Any = getattr(config, "layer_types", None)
+    return tuple(
+        window
+        if family.windows == "every" or (family.windows == "by_type" and kinds[i] == "sliding_attention")
+        else None
+        for i in range(config.num_hidden_layers)
+    )
+
+
+class _NoPositions(nn.Module):
+    """In the place of learned positions on a stage that does not embed: adds nothing."""
+
+    def forward(self, like: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return torch.zeros((), device=like.device)
+
+
+def _with_holes(
+    directory: Path,
+    architecture: Any,
+    family: Family,
+    layers: tuple[int, int],
+    num_layers: int,
+    tied: bool,
+    split: Split | None,
+) -> Any:
+    """A subclass of the architecture whose instances hold only the stage's modules, and a shard's part of them."""
+    first, end = layers
+    embeds, ends, alone = first == 0, end == num_layers, first == end
+
+    def construct(self: Any, config: Any) -> None:
+        try:
+            architecture.__init__(self, config)
+        except Exception as error:  # nothing of the weights is read yet: config.json is the cause
+            raise refuse_config(directory, error) from error
+        base = self.get_submodule(family.base)
+        blocks = getattr(base, family.layers)
+        for index in range(num_layers):
+            if not first <= index < end:
+                blocks[index] = Hole()
+        if split is not None:
+            split.narrow(blocks)
+        if not embeds:
+            _dig_embedding(base, family, keep_tied=ends and tied)
+        if not ends or alone:
+            _dig_end(self, base, family, keep_head=alone)
+        if alone:
+            setattr(base, family.layers, nn.ModuleList())
+
+    # The same name and module as the parent's: transformers looks weight conversions up by them.
+    namespace: dict[str, Any] = {
+        "__init__": construct,
+        "__module__": architecture.__module__,
+        "__qualname__": architecture.__qualname__,
+    }
+    if not (ends and tied):
+        namespace["_tied_weights_keys"] = {}
+    return type(architecture.__name__, (architecture,), namespace)
+
+
+def _dig_end(model: Any, base: Any, family: Family, *, keep_head: bool) -> None:
+    """Take out what turns activations into logits, or all of that but the head."""
+    setattr(base, family.norm, Hole())
+    if family.project_out is not None:
+        setattr(base, family.project_out, None)
+    if not keep_head:
+        setattr(model, family.head, Hole())
+
+
+def _dig_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
+    """Take out what turns token ids into activations; a tied head still needs the embedding's weight."""
+    if not keep_tied:
+        setattr(base, family.embed, Hole())
+    if family.positions is not None:
+        setattr(base, family.positions, _NoPositions())
+    if family.project_in is not None:
+        setattr(base, family.project_in, None)
+    for factor in family.once:
+        assert hasattr(base, factor), f"{family.architecture} no longer has {factor}"
+        setattr(base, factor, 1.0)
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+
+
+def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Module, loaded: Mapping[str, Any]) -> None:
+    """Nothing random, nothing left over: transformers itself only warns of either."""
+    where = f"{directory}: layers [{layers[0]}, {layers[1]})"
+    if loaded["missing_keys"]:
+        raise MissingError(f"{where}: the checkpoint does not hold {_some(loaded['missing_keys'])}")
+    if loaded["mismatched_keys"]:
+        name, stored, asked = min(loaded["mismatched_keys"])
+        raise InputError(
+            f"{where}: tensor {name} has the shape {list(stored)}, and config.json asks for {list(asked)}; config.json "
+            "and weights are of different models"
+        )
+    if loaded.get("error_msgs"):
+        raise InputError(f"{where}: {_some(loaded['error_msgs'])} do not fit")
+    if loaded["unexpected_keys"]:
+        raise InputError(
+            f"{where}: the model has no place for {_some(loaded['unexpected_keys'])}; config.json and weights "
+            "are of different models"
+        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        assert not tensor.is_meta, f"{name} was never loaded"
+
+
+def _too_large(layers: tuple[int, int], needed: int, why: str) -> CapacityError:
+    first, end = layers
+    what = f"layers [{first}, {end}) have" if first < end else "the head, beside other layers, has"
+    return CapacityError(
+        f"{what} {in_gib(needed)} of weights: {why}\n  try  more --stages, or a "
+        f"--layer-split that gives this one fewer layers"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _some(names: Any) -> str:
+    listed = sorted(map(str, names))
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """Loading without transformers' progress bar and report: what matters in it is raised.
+
+    Gives what is said meanwhile: an error while experts are put together is told there alone.
+    """
+    said, theirs = _Said(), logging.getLogger("transformers")
+    before = theirs.level, theirs.handlers, theirs.propagate
+    bars = transformers_logging.is_progress_bar_enabled()
+    theirs.setLevel(logging.WARNING)
+    theirs.handlers, theirs.propagate = [said], False
+    transformers_logging.disable_progress_bar()
+    try:
+        yield said.texts
+    finally:
+        level, theirs.handlers, theirs.propagate = before
+        theirs.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,177 @@
+"""One of several shards of a stage's layers: every shard holds a part of each large product and all of the rest.
+
+Which products those are, the configuration's `base_model_tp_plan` says:
+
+    colwise           x -> outputs [i/T, (i+1)/T)        query, key, value, gate, up: whole heads, whole channels
+    rowwise           inputs [i/T, (i+1)/T) -> a summand  what follows them; the shards' summands are added up
+    packed_colwise    two colwise ones in one tensor      gate and up of all experts
+    moe_tp_experts    experts that give summands          added up once, behind all experts
+
+So hidden states are whole on every shard, and the same to the last bit. Embedding, norms, routers, shared experts and
+head are whole on every shard too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from sarathi_pp.errors import ConfigError, UnsupportedModelError
+from sarathi_pp.model.checkpoint.weights import Cut, StoredTensor
+from sarathi_pp.model.families import Family
+
+# The last is for training: these are whole on every shard, and computed alike.
+_STYLES = ("colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce")
+_OF_EMBEDDING = "embedding_rowwise"
+
+# Mixtral's checkpoints and others' call the parts of an expert so; transformers puts them into one tensor.
+_OF_ONE_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)$")
+_EXPERT_STYLES = {
+    "w1": "colwise",
+    "w3": "colwise",
+    "gate_proj": "colwise",
+    "up_proj": "colwise",
+    "w2": "rowwise",
+    "down_proj": "rowwise",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """Which of `size` shards this is, and how the stage's shards add up what each has.
+
+    all_reduce: the sum of the shards' tensors, which have one shape and dtype; in place where it can be, and the same
+    bits on every shard. All shards call it alike, in the same order. In which order the shards are added must not
+    depend on the place in the tensor or on its shape: what a row gives would depend on what ran beside it. (gloo's
+    all-reduce of three or more does; gathering the parts and adding them in the order of their indices does not.)
+    """
+
+    index: int
+    size: int
+    all_reduce: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < self.size, f"shard {self.index} of {self.size}"
+
+
+class Summed(nn.Module):
+    """A module of whose output each shard has a summand."""
+
+    def __init__(self, summand: nn.Module, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.summand = summand
+        self._all_reduce = all_reduce
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._all_reduce(self.summand(*args, **kwargs))
+
+
+class Split:
+    """What a shard has of the layers [first, end). First `take` and `narrow`, in any order; `join` when all is loaded.
+
+    plan: the configuration's base_model_tp_plan. Raises UnsupportedModelError where it asks for what is not known here.
+    """
+
+    def __init__(
+        self, plan: Mapping[str, str] | None, family: Family, layers: tuple[int, int], shard: TensorShard
+    ) -> None:
+        prefix = f"{family.layers}.*."
+        # Of a model whose head is its embedding, releases of transformers before 5.21 split it: here it stays whole.
+        splits = {name: style for name, style in (plan or {}).items() if (name, style) != (family.embed, _OF_EMBEDDING)}
+        unknown = {name: style for name, style in splits.items() if style not in _STYLES}
+        unknown |= {name: style for name, style in splits.items() if not name.startswith(prefix)}
+        if unknown or not splits:
+            raise UnsupportedModelError(
+                f"{family.architecture}: this release of transformers splits {unknown or 'nothing'}; only "
+                f"{', '.join(_STYLES)} of layers are known\n  try  without --tensor-parallel-size"
+            )
+        self._styles = {name.removeprefix(prefix): style for name, style in splits.items()}
+        self._in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.\d+\.(.+)$")
+        self._layers = layers
+        self._shard = shard
+        self._sums: list[tuple[int, str]] = []
+
+    def take(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """This shard's part of stored tensors, by their stored names. Raises ConfigError where there is no such part.
+
+        A bias behind a sum is added once: the first shard has it.
+        """
+        taken = {}
+        for key, tensor in tensors.items():
+            style, is_bias = self._style(key)
+            if style == "rowwise" and is_bias:
+                if self._shard.index == 0:
+                    taken[key] = tensor
+            elif style in ("colwise", "rowwise", "packed_colwise"):
+                taken[key] = tensor.cut(self._cut(key, style, tensor.shape))
+            else:
+                taken[key] = tensor
+        return taken
+
+    def narrow(self, layers: nn.ModuleList) -> None:
+        """Make the modules of the stage's layers, which hold nothing yet, as large as their parts."""
+        for index in range(*self._layers):
+            for name, style in self._styles.items():
+                part = _find(layers[index], name)
+                if isinstance(part, nn.Parameter):
+                    parent, _, leaf = name.rpartition(".")
+                    setattr(layers[index].get_submodule(parent), leaf, self._narrowed(name, style, part))
+                elif isinstance(part, nn.Linear):
+                    self._narrow_linear(name, style, part)
+                if isinstance(part, nn.Module) and style in ("rowwise", "moe_tp_experts"):
+                    self._sums.append((index, name))
+
+    def join(self, layers: nn.ModuleList) -> None:
+        """Add up behind every module that gives a summand. Fused and packed ones have kept its name."""
+        assert self._sums, "nothing was split"
+        for index, name in self._sums:
+            parent, _, leaf = name.rpartition(".")
+            owner = layers[index].get_submodule(parent)
+            setattr(owner, leaf, Summed(getattr(owner, leaf), self._shard.all_reduce))
+
+    def _style(self, key: str) -> tuple[str | None, bool]:
+        """Of a stored name, and whether it is a bias."""
+        match = self._in_layer.search(key)
+        if match is None:
+            return None, False
+        module, _, leaf = match[1].rpartition(".")
+        if leaf not in ("weight", "bias"):  # experts in one tensor
+            module = match[1]
+        expert = _OF_ONE_EXPERT.match(module)
+        if expert is not None and "mlp.experts" in self._styles:
+            return _EXPERT_STYLES.get(expert[1]), leaf == "bias"
+        return self._styles.get(module), leaf == "bias"
+
+    def _cut(self, what: str, style: str, shape: tuple[int, ...]) -> Cut:
+        """Outputs are a tensor's last dimension but one, the only one of a bias; inputs are its last."""
+        dim = len(shape) - 1 if style == "rowwise" else max(len(shape) - 2, 0)
+        blocks = 2 if style == "packed_colwise" else 1
+        if shape[dim] % (blocks * self._shard.size):
+            raise ConfigError(
+                f"--tensor-parallel-size is {self._shard.size}; {what} has {shape[dim] // blocks} channels to split, "
+                f"which is no multiple of it\n  try  another --tensor-parallel-size, or more --stages"
+            )
+        return Cut(dim, blocks, self._shard.index, self._shard.size)
+
+    def _narrow_linear(self, name: str, style: str, linear: Any) -> None:
+        linear.weight = self._narrowed(name, style, linear.weight)
+        linear.out_features, linear.in_features = linear.weight.shape
+        if linear.bias is not None and style == "colwise":
+            linear.bias = self._narrowed(name, style, linear.bias)
+        elif style == "rowwise" and self._shard.index > 0:
+            linear.bias = None
+
+    def _narrowed(self, name: str, style: str, whole: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(whole.new_empty(self._cut(name, style, tuple(whole.shape)).of(tuple(whole.shape))))
+
+
+def _find(layer: nn.Module, name: str) -> Any:
+    """None where this layer has none: dense layers beside those with experts."""
+    found: Any = layer
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,48 @@
+"""Whether the Triton kernels of sarathi_pp_kernels are what runs on a device."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+# Below it tensor cores know no bfloat16 and no kernel here was ever compiled.
+_LEAST_CAPABILITY = (8, 0)
+
+_log = logging.getLogger(__name__)
+
+
+def has_kernels(device: torch.device) -> bool:
+    return why_no_kernels(device) is None
+
+
+@cache
+def why_no_kernels(device: torch.device) -> str | None:
+    """None where they run; else what Triton lacks or needs, and torch's own operations do the work.
+
+    Triton comes with torch's builds for CUDA, but it compiles on the machine that runs it: one kernel is tried, since a
+    C compiler or headers that are not there would otherwise end a run at its first microbatch.
+    """
+    if device.type != "cuda":
+        return "runs on cuda"
+    if find_spec("triton") is None:
+        return "is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return f"needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
+    try:
+        _try_one(device)
+    except Exception as error:  # of the compiler, of the driver: whatever it is, there is another way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        _log.warning("Triton compiles no kernels here (%s); torch's own operations are used, which are slower", reason)
+        return f"compiles no kernels here: {reason}"
+    return None
+
+
+def _try_one(device: torch.device) -> None:
+    from sarathi_pp_kernels.triton.gate import silu_multiply  # triton is not everywhere
+
+    silu_multiply(torch.zeros(1, 2, device=device))
+    torch.cuda.synchronize(device)

@@ -1,0 +1,290 @@
+"""Where finished rows go: one line each, appended and synced, so that what is on disk is what is done.
+
+    engine -> finish() / fail() -> bounded queue -> [writer thread: text, JSON, append, sync] -> journal
+
+Syncs are shared by the rows of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import stat
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from sarathi_pp.core.request import Completion
+from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
+from sarathi_pp.inputs.parse import Row
+from sarathi_pp.outputs.journal import Journal, LateJournal, Start
+from sarathi_pp.text.tokenizer import Tokenizer
+from sarathi_pp.trace.clock import Clock
+
+GROUP_ROWS = 256
+GROUP_S = 0.2
+_QUEUE_ROWS = 4 * GROUP_ROWS
+
+
+class OutputClosedError(OutputError):
+    """The reader of our output went away, as `| head` does: the run ends, and there is nothing to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """How a row ended: a completion with its text (None without a tokenizer), or an error."""
+
+    row: Row
+    completion: Completion | None = None
+    text: str | None = None
+    metrics: Mapping[str, object] | None = None
+    error: RowError | None = None
+
+
+class Sink(Protocol):
+    """What the engine hands ended rows to. Both calls may wait for room and raise OutputError for an earlier row.
+
+    metrics: seconds and counts of this request, finite or None, for its output line. close: everything handed
+    over is synced when it returns.
+    """
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None: ...
+    def fail(self, row: Row, error: RowError) -> None: ...
+    def close(self) -> None: ...
+
+
+def check_output(path: str, input_path: str, start: Start) -> None:
+    """Refuses an output that cannot be written, before anything is loaded; touches nothing.
+
+    Raises ConfigError (a directory, the input itself, there already, not to be resumed) or OutputError (cannot be
+    written).
+    """
+    if path == "-":
+        if start == "resume":
+            raise ConfigError("--resume needs an --output file: what was printed cannot be read again")
+        return
+    if os.path.isdir(path):
+        raise ConfigError(f"--output {path} is a directory; name a file")
+    there = _stat(path)
+    read = _stat(sys.stdin.fileno() if _stdin_open() and input_path == "-" else input_path)
+    if there and read and os.path.samestat(there, read):
+        raise ConfigError(f"--output {path} is the same file as --input {input_path}; name another")
+    if there and stat.S_ISREG(there.st_mode) and start == "new":
+        raise ConfigError(
+            f"--output {path} exists; name another file, go on with it by --resume, or replace it with --overwrite"
+        )
+    if there and not stat.S_ISREG(there.st_mode) and start == "resume":
+        raise ConfigError(f"--resume: --output {path} is no file, and what was written to it cannot be read again")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise OutputError(f"--output {path}: there is no directory {folder}; make it first")
+    if not os.access(path if there else folder, os.W_OK):
+        raise OutputError(f"--output {path} cannot be written: no permission, or a read-only file system")
+
+
+class FileSink:
+    """Appends a line for each row to a journal, which it closes in the end.
+
+    model: the name that OpenAI lines report. num_finished, num_failed: lines of each kind that are synced.
+    """
+
+    def __init__(self, journal: Journal | LateJournal, *, tokenizer: Tokenizer, clock: Clock, model: str) -> None:
+        self._journal = journal
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._model = model
+        self._created = int(clock.wall())
+        self._queue: queue.Queue[FinishedRow | None] = queue.Queue(_QUEUE_ROWS)
+        self._failure: BaseException | None = None
+        self._raised = False
+        self._closed = False
+        self._drained = False
+        self._unsynced = [0, 0]
+        self.num_finished = 0
+        self.num_failed = 0
+        self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
+        self._thread.start()
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        self._hand_over(FinishedRow(row, completion, metrics=metrics))
+
+    def fail(self, row: Row, error: RowError) -> None:
+        self._hand_over(FinishedRow(row, error=error))
+
+    def close(self) -> None:
+        """Writes and syncs what is left, and lets go of the file. Raises OutputError unless a call already did."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+            self._journal.close()
+        if not self._raised:
+            self._raise_failure()
+
+    def _hand_over(self, finished: FinishedRow) -> None:
+        assert not self._closed, "the sink is closed"
+        self._raise_failure()
+        self._queue.put(finished)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._raised = True
+            raise self._failure
+
+    def _write_all(self) -> None:
+        """The writer thread. After a failure it goes on emptying the queue, so that nobody waits for room."""
+        try:
+            self._write_groups()
+        except BrokenPipeError:
+            self._failure = OutputClosedError(f"--output {self._journal.path} was closed by its reader")
+        except PeerLostError as error:  # the file is another start's now
+            self._failure = error
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._sync()
+            self._failure = OutputError(
+                f"--output {self._journal.path} cannot be written: {error}; the lines already there are whole"
+            )
+        except BaseException as error:  # raised by the next call, in the thread that can do something about it
+            self._failure = error
+        while not self._drained:
+            self._drained = self._queue.get() is None
+
+    def _write_groups(self) -> None:
+        sync_s = self._clock.now()
+        while not self._drained:
+            group = self._next_group(sync_s)
+            if group and not sum(self._unsynced):
+                sync_s = self._clock.now() + GROUP_S
+            self._journal.append(b"".join(map(self._line, group)))
+            for finished in group:
+                self._unsynced[finished.error is not None] += 1
+            due = sum(self._unsynced) >= GROUP_ROWS or self._clock.now() >= sync_s
+            if due or self._drained:
+                self._sync()
+
+    def _next_group(self, sync_s: float) -> list[FinishedRow]:
+        """The rows that wait now, at least one unless a sync falls due first or there will be no more."""
+        left_s = max(0.0, sync_s - self._clock.now()) if sum(self._unsynced) else None
+        group: list[FinishedRow] = []
+        try:
+            finished = self._queue.get(timeout=left_s)
+            while finished is not None and len(group) < GROUP_ROWS - 1:
+                group.append(finished)
+                finished = self._queue.get_nowait()
+        except queue.Empty:
+            return group
+        if finished is not None:
+            group.append(finished)
+        self._drained = finished is None
+        return group
+
+    def _sync(self) -> None:
+        self._journal.sync()
+        self.num_finished += self._unsynced[0]
+        self.num_failed += self._unsynced[1]
+        self._unsynced = [0, 0]
+
+    def _line(self, finished: FinishedRow) -> bytes:
+        row, completion = finished.row, finished.completion
+        record: dict[str, object]
+        if completion is None:
+            assert finished.error is not None, "a row ends with a completion or an error"
+            record = _error_record(row, finished.error)
+        else:
+            text = self._tokenizer.finish(completion)
+            if row.form == "own":
+                record = _own_record(row, completion, text, finished.metrics or {})
+            else:
+                record = _openai_record(row, completion, text, self._model, self._created)
+        if row.extra:
+            record["extra"] = json.loads(row.extra)
+        return encode_line(record)
+
+
+class MemorySink:
+    """Keeps ended rows, in the order in which they ended: the Python API's sink, and the tests'."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.finished: list[FinishedRow] = []
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        text = self._tokenizer.finish(completion)
+        self.finished.append(FinishedRow(row, completion, text, metrics))
+
+    def fail(self, row: Row, error: RowError) -> None:
+        self.finished.append(FinishedRow(row, error=error))
+
+    def close(self) -> None:
+        """Nothing to do: what is in memory is there."""
+
+
+def encode_line(record: Mapping[str, object]) -> bytes:
+    """One JSON line in UTF-8; escaped where an id holds half a surrogate pair, which UTF-8 cannot write."""
+    try:
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _error_record(row: Row, error: RowError) -> dict[str, object]:
+    reason: dict[str, object] = {"code": error.code, "message": error.message}
+    if row.nameless:  # its id is its line number, and may be another row's own
+        reason["line"] = row.line
+    if row.form == "own":
+        return {"id": row.id, "error": reason}
+    return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": None, "error": reason}
+
+
+def _own_record(row: Row, completion: Completion, text: str | None, metrics: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "id": row.id,
+        "text": text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": len(completion.request.prompt_token_ids),
+        "num_output_tokens": len(completion.token_ids),
+        "metrics": metrics,
+    }
+
+
+def _openai_record(row: Row, completion: Completion, text: str | None, model: str, created: int) -> dict[str, object]:
+    """`created` is the unix time at which the run began."""
+    num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
+    chat = row.form == "openai-chat"
+    answer = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    body = {
+        "id": f"chatcmpl-{row.line}" if chat else f"cmpl-{row.line}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [
+            {"index": 0, **answer, "logprobs": None, "finish_reason": completion.finish_reason},
+        ],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        },
+    }
+    response = {"status_code": 200, "request_id": f"req_{row.line}", "body": body}
+    return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": response, "error": None}
+
+
+def _stat(path: str | int) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def _stdin_open() -> bool:
+    try:
+        return sys.stdin is not None and sys.stdin.fileno() >= 0
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,184 @@
+"""Run directories, read for the commands that report on them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sarathi_pp.analysis.replicas import Replica, summarise_replicas
+from sarathi_pp.analysis.summary import read_timeline
+from sarathi_pp.errors import InputError, MissingError
+from sarathi_pp.report.advice import Advice, ComparedRun, advise, advise_comparison
+from sarathi_pp.sim.rerun import CannotTry, Rerun
+
+if TYPE_CHECKING:
+    from sarathi_pp.tuning.fit import Fit
+
+_ATTEMPT = re.compile(r"attempt-\d{4,}")
+_REPLICA = re.compile(r"replica-(\d{4,})")
+_TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
+# What no trace holds, from run.json.
+_NAMES = ("model", "dtype", "attention")
+_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """replicas: those that ran to its end. report: of all of them. fitted: what the first one's microbatches cost; None
+    where there were too few.
+    """
+
+    path: Path
+    replicas: Sequence[Replica]
+    report: dict[str, Any]
+    fitted: Fit | None
+
+    def trial(self) -> Rerun | None:
+        """What tries a change on it; None where nothing can be told. Raises CannotTry as `Rerun.of`."""
+        from sarathi_pp.tuning.fit import fit_links
+
+        if len(self.replicas) > 1:
+            raise CannotTry(f"changes are tried on one pipeline, and the run has {len(self.replicas)}")
+        if self.fitted is None:
+            return None
+        report, timeline = self.report, self.replicas[0].timeline
+        return Rerun.of(
+            timeline,
+            self.fitted.model,
+            fit_links(timeline),
+            max_num_seqs=report.get("max_num_seqs"),
+            max_model_len=report.get("max_model_len"),
+            max_pages=report.get("max_pages"),
+            request_rate=report.get("request_rate"),
+            pages_follow_layers=report.get("attention") != "emulated",
+        )
+
+
+def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) -> Run:
+    """One attempt of a run, the last unless named, folded anew from its traces. advised: with what to change.
+
+    Raises MissingError where the directory holds no traces or not all, InputError for traces that cannot be used.
+    """
+    run = _fold(path, find_traces(path, attempt), _facts(path))
+    return replace(run, report=run.report | _advice(run)) if advised else run
+
+
+def advise_runs(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """What runs show together, by their labels: keys of a comparison."""
+    compared = [ComparedRun(label, run.report, partial(_trial, run)) for label, run in runs.items()]
+    return _looked_for(lambda: advise_comparison(compared), [])
+
+
+def _trial(run: Run) -> Rerun | None:
+    try:
+        return run.trial()
+    except CannotTry:
+        return None
+
+
+def analyse(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+    """The report of a run that has just ended, with causes; and with advice, which takes longer."""
+    run = _fold(traces[0][0].parent, traces, facts)
+    yield run.report | {"advice": []}
+    yield run.report | _advice(run)
+
+
+def _fold(path: Path, traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Run:
+    from sarathi_pp.tuning.fit import fit_cost  # scipy is slow to import, and only a report needs it
+
+    timelines = [read_timeline(of_one) for of_one in traces]
+    fits = [fit_cost(timeline) for timeline in timelines]
+    replicas = [
+        Replica.fold(timeline, lambda _, fitted=fitted: fitted)  # type: ignore[misc]
+        for timeline, fitted in zip(timelines, fits, strict=True)
+    ]
+    return Run(path, replicas, summarise_replicas(replicas) | dict(facts), fits[0])
+
+
+def _advice(run: Run) -> dict[str, Any]:
+    """What to change, the most worthwhile first: keys of a report."""
+    notes: list[str] = list(run.report["notes"])
+
+    def look() -> list[Advice]:
+        try:
+            return advise(run.report, run.trial())
+        except CannotTry as error:
+            notes.append(f"no advice about time: {error}")
+            return advise(run.report)
+
+    return _looked_for(look, notes)
+
+
+def _looked_for(look: Callable[[], list[Advice]], notes: list[str]) -> dict[str, Any]:
+    """Figures must not be lost to what is only said about them: a fault, or who interrupts, ends the looking alone."""
+    try:
+        return {"advice": [asdict(advice) for advice in look()], "notes": notes}
+    except (Exception, KeyboardInterrupt) as error:
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        return {"advice": [], "notes": [*notes, f"no advice: {why}"]}
+
+
+def find_traces(run: Path, attempt: int | None) -> list[list[Path]]:
+    """Of each replica one trace a stage, stage 0 first.
+
+    Raises MissingError where the directory holds none or not all, InputError where it holds those of several runs.
+    """
+    attempts = sorted(path for path in run.glob("attempt-*") if _ATTEMPT.fullmatch(path.name) and path.is_dir())
+    if attempt is not None:
+        attempts = [run / f"attempt-{attempt:04d}"]
+    last = attempts[-1] if attempts else run
+    if not attempts:
+        raise MissingError(f"{last} holds no trace; give the directory of a run")
+    replicas = sorted(path for path in last.glob("replica-*") if path.is_dir())
+    earlier = "; --attempt reads one before it" if len(attempts) > 1 else ""
+    return [_find_replica(run, folder, earlier) for folder in replicas or [last]]
+
+
+def _find_replica(run: Path, folder: Path, earlier: str) -> list[Path]:
+    found = {match.groups(): path for path in folder.glob("trace-*") if (match := _TRACE.fullmatch(path.name))}
+    if not found:
+        raise MissingError(f"{folder} holds no trace; give the directory of a run{earlier}")
+    sizes = sorted({int(size) for _, size in found})
+    if len(sizes) > 1:
+        raise InputError(
+            f"{folder} holds traces of runs of {' and of '.join(map(str, sizes))} stages; keep those of one"
+        )
+    missing = sorted(set(range(sizes[0])) - {int(stage) for stage, _ in found})
+    if missing:
+        raise MissingError(_incomplete(run, folder, sizes[0], missing))
+    return [found[key] for key in sorted(found)]
+
+
+def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
+    """Each host keeps its own stages' traces until the run ends in order, when they come to rank 0."""
+    known, named = _known(run), _REPLICA.fullmatch(attempt.name)
+    hosts, shards = known.get("hosts") or [], known.get("tensor_parallel_size") or 1
+    first = int(named[1]) * expected if named else 0
+    at = {stage: (first + stage) * shards for stage in missing}  # by seat: a replica's stages, a stage's ranks
+    where = [f"{stage} ({hosts[at[stage]]})" if at[stage] < len(hosts) else str(stage) for stage in missing]
+    return (
+        f"{attempt} holds {expected - len(missing)} of {expected} traces; missing: stage {', '.join(where)}"
+        f"\n  try  again once the run has ended; if it was killed, copy the missing ones here, from the run directory"
+        f" on their host"
+    )
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    known = _known(run)
+    names = {name: known[name] for name in _NAMES if isinstance(known.get(name), str)}
+    numbers = {name: known.get(name) for name in _NUMBERS}
+    return names | {name: value for name, value in numbers.items() if isinstance(value, int | float) and value > 0}
+
+
+def _known(run: Path) -> dict[str, Any]:
+    """run.json; empty for a run that was killed early, or traces that were moved: no figure needs it."""
+    try:
+        known = json.loads((run / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

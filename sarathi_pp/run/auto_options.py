@@ -1,0 +1,113 @@
+"""What a measured profile decides of a run, where the user did not. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.core.cost.estimate import DEVICE_SPEEDS, DeviceSpeed, estimate_cost
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.cost.repartition import stage_seconds
+from sarathi_pp.core.cost.sizing import inflight, saturation, typical_load
+from sarathi_pp.core.partition import partition_by_time
+from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.checkpoint.files import read_json
+from sarathi_pp.model.checkpoint.support import ConfigFile, ModelFacts
+from sarathi_pp.outputs.profile_file import read_profile
+
+# Where config.json says how wide a layer's MLP, or one of its experts, is; the first that is there counts.
+_INTERMEDIATE = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
+_EXPERTS = ("num_local_experts", "num_experts")
+# Families whose MLP has two matrices, not three.
+_UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "starcoder2"})
+
+
+def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
+    """The same run with the profile's layer split, chunk size and inflight; as it is where it names no profile.
+
+    Raises ConfigError for another model's profile, and what `read_profile` and `partition_by_time` raise.
+    """
+    if config.profile is None:
+        return config
+    profile = read_profile(config.profile)
+    found, wanted = (profile.num_layers, profile.hidden_size), (facts.num_layers, facts.hidden_size)
+    if found != wanted:
+        raise ConfigError(
+            f"--profile {config.profile} was measured on {profile.model}, of {found[0]} layers and hidden size "
+            f"{found[1]}; this model has {wanted[0]} and {wanted[1]}. Measure it: sarathi-pp profile"
+        )
+    return replace(
+        config,
+        layer_split=config.layer_split or _split(profile, config),
+        chunk_size=config.chunk_size or _chunk_size(profile, config),
+        inflight=config.inflight or inflight(profile, config.policy, config.stages),
+    )
+
+
+def profile_mismatch(config: RunConfig, facts: ModelFacts) -> Iterator[str]:
+    """Why the profile's times may not be this run's."""
+    if config.profile is None:
+        return
+    profile = read_profile(config.profile)
+    dtype = facts.dtype if config.dtype == "auto" else config.dtype
+    if profile.dtype != dtype:
+        yield f"--profile {config.profile} was measured in {profile.dtype}, and this run is in {dtype}"
+    if config.device not in ("auto", profile.device):
+        yield f"--profile {config.profile} was measured on {profile.device}, and this run is on {config.device}"
+    if profile.tensor_parallel_size != config.tensor_parallel_size:
+        yield (
+            f"--profile {config.profile} was measured with --tensor-parallel-size {profile.tensor_parallel_size}, and "
+            f"this run has {config.tensor_parallel_size}"
+        )
+
+
+def estimated_cost(
+    model_dir: Path,
+    facts: ModelFacts,
+    layers: Sequence[tuple[int, int]],
+    *,
+    dtype: str,
+    device: str,
+    page_size: int,
+    speed: DeviceSpeed | None = None,
+    shards: int = 1,
+) -> CostModel:
+    """What the stages of a model that was not measured may cost, from its config.json.
+
+    facts: of the whole model. speed: of the device, where more is known than its kind. shards: ranks that hold each
+    stage together.
+    """
+    config = ConfigFile(model_dir, read_json(model_dir, "config.json"))
+    sizes = (config.optional_size(key, None) for key in _INTERMEDIATE)
+    return estimate_cost(
+        layers,
+        hidden_size=facts.hidden_size,
+        intermediate_size=next(filter(None, sizes), 4 * facts.hidden_size),
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        vocab_size=facts.vocab_size,
+        weight_bytes=4 if dtype == "float32" else 2,
+        speed=speed or DEVICE_SPEEDS[device],
+        mlp_matrices=2 if facts.model_type in _UNGATED else 3,
+        num_experts=next(filter(None, (config.optional_size(key, None) for key in _EXPERTS)), 1),
+        experts_per_token=config.optional_size("num_experts_per_tok", None) or 1,
+        page_size=page_size,
+        shards=shards,
+    )
+
+
+def _split(profile: Profile, config: RunConfig) -> tuple[int, ...]:
+    load = typical_load(config.chunk_size or saturation(profile.cost))
+    layers = partition_by_time(profile.num_layers, config.stages, stage_seconds(profile.cost, load, config.stages))
+    return tuple(end - first for first, end in layers)
+
+
+def _chunk_size(profile: Profile, config: RunConfig) -> int | None:
+    """None for a policy that makes no use of it, or that takes it as a ceiling below which it chooses by itself."""
+    taken = uses_chunk_size(config.policy) and not chooses_chunk_size(config.policy)
+    return saturation(profile.cost) if taken else None

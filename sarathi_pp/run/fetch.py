@@ -1,0 +1,107 @@
+"""From what --model says to a local directory.
+
+Of a Hub repository, config.json comes first: a model that cannot be run is refused before its weights are fetched. Then
+come the small files and the index, and last the weights that a run reads, in one format and of one commit.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Collection
+from pathlib import Path
+
+from sarathi_pp.errors import MissingError, SarathiError
+from sarathi_pp.model.checkpoint.files import indexed_files, reading
+from sarathi_pp.model.checkpoint.kind import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE, check_kind, refuse_path
+from sarathi_pp.model.checkpoint.support import check_config
+
+_ANSWER_S = 10.0
+# Of the files that are no weights; never code. Settings of the tokenizer may be in any of them.
+_SMALL = (".json", ".model", ".txt", ".jinja")
+_FIRST = ("config.json", ADAPTER_FILE)
+
+
+def find_model(name: str) -> Path:
+    """Return the model's directory, or the local cache's copy of a Hub repository, fetched if it is not there.
+
+    Raises:
+        MissingError: there is neither, or the Hub does not hand it out.
+        InputError: it cannot be read, or is a file.
+        UnsupportedModelError: it is another kind of model; of a repository nothing but config.json is fetched then.
+    """
+    path = Path(name)
+    with reading(path):
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise refuse_path(name, path.suffix)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise MissingError(f"--model {name}: there is no such directory")
+    from huggingface_hub import get_session
+
+    session = get_session()
+    before, session.timeout = session.timeout, _ANSWER_S  # its own default is to wait for ever
+    try:
+        return _fetch(name)
+    except SarathiError:
+        raise
+    except Exception as error:  # no network, no such repository, no permission: one answer
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
+        raise MissingError(
+            f"--model {name} is no directory here and could not be fetched from the Hub ({reason}); give a directory, "
+            f"or check the name, the network and `hf auth login`"
+        ) from error
+    finally:
+        session.timeout = before
+
+
+def _fetch(name: str) -> Path:
+    """Return the snapshot of a repository's main branch. Raises what the Hub's client raises."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        info = HfApi().model_info(name, timeout=_ANSWER_S)
+    except Exception as error:  # offline, no answer, or no permission: a copy from before will do
+        try:
+            return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+        except Exception:
+            raise error from None
+    names = _names(info)
+    if "config.json" not in names:
+        check_kind(name, names)  # raises, since it is not there
+    # By the branch's name, so that the cache knows which commit it is; all others by this commit.
+    snapshot = Path(hf_hub_download(name, "config.json")).parent
+    commit = snapshot.name
+    if commit != info.sha:  # the branch has moved in between
+        names = _names(HfApi().model_info(name, revision=commit, timeout=_ANSWER_S))
+    if ADAPTER_FILE in names:
+        _download(name, commit, [ADAPTER_FILE])
+    check_config(snapshot, names)
+    _download(name, commit, [file for file in names if _is_small(file)])
+    if SINGLE_FILE in names:
+        _download(name, commit, [SINGLE_FILE])
+    else:
+        _download(name, commit, indexed_files(snapshot))
+    return snapshot
+
+
+def _names(info: object) -> list[str]:
+    """The names of a repository's files."""
+    return [sibling.rfilename for sibling in getattr(info, "siblings", None) or ()]
+
+
+def _is_small(name: str) -> bool:
+    """Whether it is a file of settings or of the tokenizer, at the root, or a further chat template."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder == "additional_chat_templates" and file.endswith(".jinja")
+    return file.endswith(_SMALL) and (file == INDEX_FILE or not file.endswith(".index.json")) and file not in _FIRST
+
+
+def _download(name: str, commit: str, files: Collection[str]) -> None:
+    """Fetch these files, several at a time; those that are in the cache are not fetched again."""
+    from huggingface_hub import snapshot_download
+
+    if files:
+        snapshot_download(name, revision=commit, allow_patterns=[glob.escape(file) for file in files])

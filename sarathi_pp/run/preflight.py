@@ -1,0 +1,296 @@
+"""What is known, checked and refused of a batch before any process loads a model; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.partition import partition
+from sarathi_pp.core.policy import make_policy, uses_chunk_size
+from sarathi_pp.distributed.environment import Place, rendezvous_of
+from sarathi_pp.errors import ConfigError, InputError
+from sarathi_pp.inputs.done import Done
+from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
+from sarathi_pp.inputs.input_format import InputFormat
+from sarathi_pp.inputs.source import (
+    check_input,
+    check_redirected,
+    count_rows,
+    has_every_row,
+    is_regular,
+    is_stream,
+    scan_input,
+)
+from sarathi_pp.model.checkpoint.checksums import verify_weights
+from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
+from sarathi_pp.outputs.journal import Start, holds_anything, read_done
+from sarathi_pp.outputs.profile_file import read_profile
+from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.outputs.run_identity import Identity, differences, grown_input, identity_of, output_name
+from sarathi_pp.outputs.sink import check_output
+from sarathi_pp.run.auto_options import profile_mismatch, tuned
+from sarathi_pp.run.fetch import find_model
+from sarathi_pp.text.tokenizer import has_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """start: what becomes of an output that is there. retry_errors: when it is resumed, its errors are run again.
+
+    force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
+    weight files are read as a whole and compared with their sums. scratch: a temporary folder that holds this rank's
+    run directory, of which nothing stays; None if the run directory is kept. how_to_resume: for the message of a
+    stopped run. input_format: what the user says that the lines are. lock_patience_s: how long rank 0 waits for the
+    locks of an earlier start.
+    """
+
+    config: RunConfig
+    input_path: str
+    output_path: str
+    start: Start = "new"
+    retry_errors: bool = False
+    force: bool = False
+    strict: bool = False
+    verify: bool = False
+    metrics_port: int | None = None
+    scratch: Path | None = None
+    how_to_resume: str = "to resume, give --resume"
+    input_format: InputFormat = "auto"
+    lock_patience_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What is known of a job before any of its processes starts.
+
+    config: the job's, with what the profile decides. model_dir: None where the stages are emulated by `profile`.
+    identity: of this start, empty where there is no output to go on with.
+    """
+
+    config: RunConfig
+    model_dir: Path | None
+    profile: Profile | None
+    facts: ModelFacts
+    defaults: GenerationDefaults
+    run_dir: RunDirectory
+    warnings: tuple[str, ...] = ()
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+
+def preflight(job: BatchJob) -> Preflight:
+    """Refuse what can be refused quickly, without torch, before a worker starts and before a file is touched."""
+    config = job.config
+    make_policy(config.policy)
+    check_input(job.input_path)
+    if job.strict and not is_regular(job.input_path):
+        raise ConfigError(
+            f"--strict: --input {job.input_path} is a stream, whose lines are not there to be looked at before they "
+            f"run; give a regular file, or leave --strict out"
+        )
+    check_output(job.output_path, job.input_path, job.start)
+    if job.metrics_port is not None:
+        from sarathi_pp.run.metrics import check_port
+
+        check_port(job.metrics_port)
+    run_dir = run_directory(job)
+    RunDirectory.check(run_dir.path, overwrite=job.start == "replace", resume=job.start == "resume")
+    if job.output_path != "-" and Path(job.output_path).resolve().is_relative_to(run_dir.path.resolve()):
+        raise ConfigError(
+            f"--output {job.output_path} lies in the run directory {run_dir.path}, which holds what runs write beside "
+            f"their outputs; name an output outside of it, or another --run-dir"
+        )
+    GenerationDefaults().with_command(config.sampling_overrides)  # raises for a value out of range
+    check_machine(config)
+    config, model_dir, profile, facts = open_model(config)
+    partition(facts.num_layers, config.stages, config.layer_split)
+    facts.max_model_len(config.max_model_len)
+    defaults = _generation_defaults(config, model_dir)
+    defaults = defaults.with_command(config.sampling_overrides)
+    note = () if facts.note is None else (facts.note,)
+    warnings = [*defaults.warnings, *note, *profile_mismatch(config, facts)]
+    if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
+        warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
+    return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
+
+
+def identify(job: BatchJob, checked: Preflight) -> Preflight:
+    """Add the identity of this start, for which the whole input is read. Raises ConfigError if it cannot be resumed."""
+    identity = {
+        **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, job.input_path),
+        "output": output_name(job.output_path, checked.run_dir.path),
+        **({} if job.input_format == "auto" else {"input_format": job.input_format}),
+    }
+    if job.start == "resume" and not job.force:
+        _check_resumable(job, checked.run_dir, identity)
+    return replace(checked, identity=identity)
+
+
+def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Identity) -> None:
+    """Raises ConfigError where what is there answers something else, or nobody knows what."""
+    remedy = "name another --output, or go on all the same with --force"
+    if not is_regular(job.input_path):
+        raise ConfigError(f"--resume needs an --input that can be read again; {job.input_path} is a stream")
+    before = (run_dir.read_run() or {}).get("identity")
+    if not holds_anything(job.output_path):
+        owner = before.get("output") if isinstance(before, dict) else None
+        if owner not in (None, identity["output"]):
+            raise ConfigError(
+                f"--resume: the run directory {run_dir.path} is that of {owner}, not of {identity['output']}; name "
+                f"another --run-dir, or take it all the same with --force"
+            )
+        return
+    if not isinstance(before, dict):
+        raise ConfigError(f"--resume: {run_dir.path}/run.json does not tell what {job.output_path} answers; {remedy}")
+    changed = differences(before, grown_input(before, identity, job.input_path))
+    if changed:
+        raise ConfigError(f"--resume: {job.output_path} answers something else: {'; '.join(changed)}; {remedy}")
+
+
+def finished_before(job: BatchJob) -> Done | None:
+    """Return what the output holds if a run that resumes it has nothing to do, else None. `preflight` has passed.
+
+    Raises InputError.
+    """
+    if job.start != "resume" or not is_regular(job.input_path) or not holds_anything(job.output_path):
+        return None
+    with open(job.output_path, "rb") as stream:
+        if sum(1 for _ in stream) < count_rows(job.input_path):  # counting takes a fraction of the time of parsing
+            return None
+    done = read_done(job.output_path)
+    if done is None or (job.retry_errors and done.num_errors > done.num_duplicates):
+        return None
+    return done if has_every_row(job.input_path, done, job.input_format) else None
+
+
+def check_lines(job: BatchJob, checked: Preflight, warn: Callable[[str], None]) -> None:
+    """Tell what is wrong with the lines of an input file, once and before anything is loaded.
+
+    Raises InputError if no line can run, for what is no file of lines, and under --strict for any line.
+    """
+    if not is_regular(job.input_path):
+        if job.input_path == "-":
+            check_redirected(job.input_format)
+        return
+    has_text = checked.model_dir is not None and has_tokenizer(checked.model_dir)
+    found = scan_input(job.input_path, checked.defaults, asked=job.input_format, has_text=has_text)
+    if not found.num_problems:
+        return
+    more = f"; and {left} more" if (left := found.num_problems - len(found.problems)) else ""
+    problems = "; ".join(found.problems) + more
+    if found.num_problems == found.num_rows:
+        raise InputError(f"--input {job.input_path}: none of its {found.num_rows} rows can run: {problems}")
+    text = f"--input {job.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: {problems}"
+    if job.strict:
+        raise InputError(f"{text}. Without --strict the others are run")
+    warn(f"{text}. Their lines in the output tell more")
+
+
+def check_weights(job: BatchJob) -> None:
+    """Under --verify, once a host. Raises InputError or MissingError."""
+    if job.verify and job.config.emulate is None:
+        verify_weights(find_model(job.config.model))
+
+
+def is_restart(job: BatchJob, place: Place) -> bool:
+    """Whether the run directory is that of an earlier start of this very job.
+
+    torchrun's own count does not tell: a restart because hosts came or went is none to it.
+    """
+    return place.job in run_directory(job).jobs()
+
+
+def is_continuation(job: BatchJob, place: Place) -> bool:
+    """Whether another agent of the same rendezvous had the run directory last, and was lost.
+
+    torchrun numbers ranks anew when hosts come and go: rank 0 may be on one that was not there before. A name that is
+    used again, for a run after one that has ended, is no continuation.
+    """
+    run_dir, rendezvous = run_directory(job), rendezvous_of(place.job)
+    jobs = run_dir.jobs()
+    if not rendezvous or not jobs or place.job in jobs:
+        return False
+    return rendezvous_of(jobs[-1]) == rendezvous and run_dir.is_unfinished()
+
+
+def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> BatchJob:
+    """A run that is started again goes on with what it has answered, however it was started at first.
+
+    Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
+    """
+    if job.scratch is not None and place.restart > 0:
+        raise ConfigError(
+            f"a restart would answer again what went to --output {job.output_path} before it; name an output file"
+        )
+    if job.start == "resume":
+        return job
+    run_dir, continued = run_directory(job), is_continuation(job, place)
+    if not is_restart(job, place) and not continued:
+        if place.restart > 0 and job.start == "replace" and holds_anything(job.output_path):
+            raise ConfigError(
+                f"a restart does not replace {job.output_path}: it may be what this job has answered before it was "
+                f"lost; start it again with --resume or with --overwrite"
+            )
+        return job
+    begun = run_dir.read_run() or {}
+    if begun.get("identity") is not None and begun.get("job") in run_dir.jobs():
+        if continued:
+            warn(
+                f"{job.output_path} is gone on with: an earlier start of the rendezvous {rendezvous_of(place.job)} was "
+                f"lost; a run of its own needs another --rdzv-id (RDZV_ID)"
+            )
+        return replace(job, start="resume")
+    # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
+    # line.
+    return replace(job, start="replace" if job.start == "replace" or not holds_anything(job.output_path) else "new")
+
+
+def is_unkept(output: str) -> bool:
+    """Return whether answers go to a stream: the current folder or /dev is no place for its run directory."""
+    return is_stream(output) or output.startswith(("/dev/", "/proc/"))
+
+
+def run_directory(job: BatchJob) -> RunDirectory:
+    return RunDirectory(job.config.run_dir or RunDirectory.default_path(job.output_path))
+
+
+def follow(job: BatchJob) -> Preflight:
+    """What a rank other than 0 needs to know; it reads no input and writes no output."""
+    config, model_dir, profile, facts = open_model(job.config)
+    defaults = _generation_defaults(config, model_dir)
+    return Preflight(config, model_dir, profile, facts, defaults, run_directory(job))
+
+
+def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:
+    """Return those of the model's files, or none if stages are emulated."""
+    if model_dir is None:
+        return GenerationDefaults()
+    return read_generation_config(model_dir, config.override_generation_config)
+
+
+def check_machine(config: RunConfig) -> None:
+    """Raise if what the options name is not here: a CUDA device, a profile. Before a model is fetched or read."""
+    if config.profile is not None:
+        read_profile(config.profile)
+    if config.emulate is None and config.device == "cuda" and version("torch").endswith("+cpu"):
+        # Only then is torch imported here: of another build each rank finds out soon enough.
+        from sarathi_pp.distributed.devices import choose_device
+
+        choose_device(config.device, Place())
+
+
+def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:
+    """The model's directory, or the profile that stands in for it, and the facts of either."""
+    if config.emulate is None:
+        model_dir = find_model(config.model)
+        facts = check_model(model_dir)
+        check_shards(model_dir, config.tensor_parallel_size)
+        return tuned(config, facts), model_dir, None, facts
+    from sarathi_pp.stages.emulated_stage import emulated_facts, with_profile
+
+    profile = read_profile(config.emulate)
+    facts = emulated_facts(profile, config.page_size)
+    return with_profile(tuned(config, facts), profile), None, profile, facts

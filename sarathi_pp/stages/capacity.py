@@ -1,0 +1,184 @@
+"""How many KV pages each stage can hold, counted before anything runs, and the run that follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.errors import CapacityError
+from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.kv import KVShard, page_bytes
+from sarathi_pp.model.memory import in_gib, is_out_of_memory
+from sarathi_pp.process.host import MemoryPool, host_id, memory_pools
+
+_SEQS_PER_STAGE = 64
+# On CPU the default leaves most of the memory to the rest of the machine, as serving engines do.
+_CPU_SHARE = 0.4
+_CPU_MOST_BYTES = 4 << 30
+
+
+def pools_of(device: torch.device) -> tuple[MemoryPool, ...]:
+    """Return the pools of memory from which a stage on this device takes its weights and its KV shard."""
+    if device.type != "cuda":
+        return memory_pools()
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    free, _ = torch.cuda.mem_get_info(device)
+    return (MemoryPool(f"{host_id()} {gpu}", f"the memory of GPU {gpu}", int(free)),)
+
+
+def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: Mapping[str, int], working_bytes: int = 0) -> int:
+    """Return the bytes that this stage may give its KV shard, after its weights are loaded.
+
+    Args:
+        sharers: ranks that draw on a pool of this device's, by the pool's id; one for a pool that is not in it.
+        working_bytes: what a stage on a GPU needs besides weights and KV.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device.type == "cuda":
+        kept = torch.cuda.mem_get_info(device)[1] * (1 - config.gpu_memory_utilization)
+        (pool,) = pools_of(device)
+        return max(0, int(pool.free_bytes - kept) // sharers.get(pool.id, 1) - working_bytes)
+    budgets = (int(pool.free_bytes * _CPU_SHARE) // sharers.get(pool.id, 1) for pool in pools_of(device))
+    return min(_CPU_MOST_BYTES, *budgets)
+
+
+def room_bytes(device: torch.device) -> int:
+    """Return all that is free now. Ranks that share it need different parts: what is beyond all of it fits none."""
+    return min(pool.free_bytes for pool in pools_of(device))
+
+
+def make_shard(
+    run: ResolvedRun,
+    facts: ModelFacts,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    spare: bool = False,
+) -> KVShard:
+    """The stage's KV pages; spare: see KVShard. Raises CapacityError where there is no room for them, which a system
+    need not tell at once.
+
+    On CPU memory is not taken before pages are written, so it is compared; a GPU says itself that it has none.
+    """
+    needed, room = shard_bytes(run, facts, layers, dtype), room_bytes(device)
+    try:
+        if needed <= room or device.type != "cpu":
+            return KVShard(
+                layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, device, spare=spare
+            )
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    raise CapacityError(
+        f"layers [{layers[0]}, {layers[1]}) need {in_gib(needed)} for {run.num_pages} KV pages of {run.page_size} "
+        f"tokens, and {in_gib(room)} are available\n  try  --kv-cache-memory {max(room >> 20, 1)}MiB or less, more "
+        f"--stages, or a smaller --max-num-seqs or --max-model-len"
+    )
+
+
+def count_pages(
+    budget_bytes: int, facts: ModelFacts, layers: tuple[int, int], page_size: int, dtype: torch.dtype
+) -> int:
+    """Pages of this stage that fit the budget. Raises CapacityError where not even one does."""
+    one = page_bytes(layers[1] - layers[0], page_size, facts.num_kv_heads, facts.head_dim, dtype)
+    if budget_bytes < one:
+        raise CapacityError(
+            f"layers [{layers[0]}, {layers[1]}) need {one} bytes for one KV page of {page_size} tokens, and "
+            f"{budget_bytes} are available.\n  try  a larger --kv-cache-memory, more --stages, or a smaller --page-size"
+        )
+    return budget_bytes // one
+
+
+def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype) -> int:
+    """Return the size of the KV shard of the layers [first, end)."""
+    num_layers = layers[1] - layers[0]
+    return run.num_pages * page_bytes(num_layers, run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+
+
+def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
+    """Of the largest shard."""
+    return max(shard_bytes(run, facts, layers, dtype) for layers in run.layers)
+
+
+def resolve(
+    config: RunConfig,
+    facts: ModelFacts,
+    layers: tuple[tuple[int, int], ...],
+    pages: Sequence[int],
+    *,
+    page_size: int,
+    dtype: str,
+    device: str,
+    attention: str,
+    moves_head: bool = False,
+) -> ResolvedRun:
+    """The run, from what was asked and the pages that each stage can hold. Pure; the same on every rank.
+
+    Raises ConfigError for a --max-model-len beyond the model's positions.
+    """
+    limits = resolve_limits(config, facts, len(layers), pages, page_size)
+    return ResolvedRun(
+        model=config.model,
+        policy=config.policy,
+        layers=layers,
+        chunk_size=limits.chunk_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_microbatch_tokens=make_policy(config.policy).max_tokens(limits),
+        page_size=page_size,
+        num_pages=limits.num_pages,
+        inflight=limits.inflight,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        seed=config.seed,
+        peer_timeout_s=config.peer_timeout_s,
+        request_rate=config.request_rate if math.isfinite(config.request_rate) else None,
+        replicas=config.replicas,
+        tensor_parallel_size=config.tensor_parallel_size,
+        moves_head=moves_head,
+    )
+
+
+def resolve_limits(
+    config: RunConfig, facts: ModelFacts, num_stages: int, pages: Sequence[int], page_size: int
+) -> Limits:
+    """Return what scheduling needs of a run before it is resolved. Raises as `resolve`.
+
+    Args:
+        pages: KV pages that each stage can hold; empty if they are not known, and then no microbatch is larger.
+    """
+    max_model_len = facts.max_model_len(config.max_model_len)
+    max_num_seqs = config.max_num_seqs or _SEQS_PER_STAGE * num_stages
+    useful = max_num_seqs * -(-max_model_len // page_size)
+    num_pages = min(*pages, useful) if pages else useful
+    return Limits(
+        num_stages=num_stages,
+        # Every token computed has a place in the pool, so no microbatch is larger than that.
+        chunk_size=min(config.chunk_size or auto_chunk_size(config.policy), num_pages * page_size),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        inflight=config.inflight or auto_inflight(config.policy, num_stages),
+    )
+
+
+def limits_of(run: ResolvedRun) -> Limits:
+    """What scheduling needs of a resolved run."""
+    return Limits(
+        num_stages=run.num_stages,
+        chunk_size=run.chunk_size,
+        max_num_seqs=run.max_num_seqs,
+        max_model_len=run.max_model_len,
+        page_size=run.page_size,
+        num_pages=run.num_pages,
+        inflight=run.inflight,
+    )

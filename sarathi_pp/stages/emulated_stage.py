@@ -1,0 +1,189 @@
+"""A stage that sleeps its modelled time: real coordinator, processes and wire, without a model.
+
+So a pipeline can be run with more stages than there are cores, or as another machine would run it. What it
+passes on has the true size; its tokens are drawn from request and position, as if sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.cost.model import Load
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.plan import MicroBatch, SampledToken
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.sampling import uniform
+from sarathi_pp.stages.stage import Compute, StageOutput
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.wire.channel import Receiver
+from sarathi_pp.wire.delay import DelayedReceiver
+
+# Any id may be in a prompt, since nothing is looked up; drawn ones are below this.
+_LEGAL_IDS = 2**31 - 1
+_DRAWN_IDS = 32_000
+_SHORTEST_SLEEP_S = 0.05
+
+
+def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
+    """The profile's model as far as planning and the wire ask about it; no end of sequence."""
+    return ModelFacts(
+        model_type="emulated",
+        architecture=profile.model,
+        num_layers=profile.num_layers,
+        hidden_size=profile.hidden_size,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        vocab_size=_LEGAL_IDS,
+        max_position_embeddings=profile.pages * (page_size or profile.page_size),
+        dtype=profile.dtype,
+        tie_word_embeddings=False,
+        fingerprint=hashlib.sha256(json.dumps(profile.to_json(), sort_keys=True).encode()).hexdigest(),
+    )
+
+
+class EmulatedStage:
+    """See Stage. Sleeping is not computing, so its CPU time says nothing."""
+
+    counts_cpu = False
+    bytes_read = 0
+    graphed = None
+
+    def __init__(
+        self, profile: Profile, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype, clock: Clock
+    ) -> None:
+        self._cost = recut(profile.cost, run.layers)
+        self._stage = run.layers.index(layers)
+        self._head = layers[1] == profile.num_layers
+        self._num_layers = layers[1] - layers[0]
+        self.steps = 0
+        self._hidden_size = profile.hidden_size
+        self._dtype = dtype
+        self._clock = clock
+
+    def prepare(self, microbatch: MicroBatch) -> Compute:
+        load = Load.of(microbatch)
+        seconds = self._cost.seconds(self._stage, load)
+        if self._head and microbatch.head_on_first:
+            seconds -= self._cost.head_seconds(load)
+        return self._sleeping(seconds, lambda: self._output(microbatch))
+
+    def prepare_head(self, microbatch: MicroBatch) -> Compute:
+        return self._sleeping(self._cost.head_seconds(Load.of(microbatch)), lambda: _drawn(microbatch))
+
+    def _sleeping(self, seconds: float, output_of: Callable[[], StageOutput]) -> Compute:
+        def compute(hidden: Tensor | None) -> StageOutput:
+            begin_s = self._clock.now()
+            output = output_of()
+            for layer in range(1, self._num_layers + 1):
+                share = layer / self._num_layers  # of all layers exactly 1
+                left_s = begin_s + seconds * share - self._clock.now()
+                # Waking up takes time, so short layers are slept through together.
+                if left_s >= _SHORTEST_SLEEP_S or layer == self._num_layers:
+                    self._clock.sleep(max(0.0, left_s))
+                self.steps += 1
+            return output
+
+        return compute
+
+    def warm_up(self, num_tokens: int, num_keys: int) -> None:
+        """Nothing is compiled or allocated on first use."""
+
+    def _output(self, microbatch: MicroBatch) -> StageOutput:
+        if not self._head:
+            return StageOutput(hidden=self._rows(microbatch.num_tokens))
+        return StageOutput(rows=self._rows(microbatch.num_drawn)) if microbatch.head_on_first else _drawn(microbatch)
+
+    def _rows(self, count: int) -> Tensor:
+        return torch.zeros(count, self._hidden_size, dtype=self._dtype)
+
+
+def _drawn(microbatch: MicroBatch) -> StageOutput:
+    return StageOutput(
+        tokens=tuple(
+            SampledToken(
+                chunk.sequence, chunk.epoch, int(_DRAWN_IDS * uniform(chunk.sampling.seed, chunk.sampling.position))
+            )
+            for chunk in microbatch.chunks
+            if chunk.sampling is not None
+        )
+    )
+
+
+class EmulatedStages:
+    """See StageMaker: the stages that a profile describes."""
+
+    attention = "emulated"
+    device_name = "emulated"
+
+    def __init__(self, config: RunConfig, profile: Profile, clock: Clock, *, moves_head: bool) -> None:
+        self.has_head = moves_head
+        self.page_size = config.page_size or profile.page_size
+        self._profile = profile
+        self._clock = clock
+
+    def weight_bytes(self, layers: tuple[int, int]) -> int:
+        return 0
+
+    def load(self, layers: tuple[int, int], room_bytes: int) -> None:
+        """There is nothing to load."""
+
+    def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
+        return self._profile.pages
+
+    def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
+        return 0
+
+    def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> EmulatedStage:
+        return EmulatedStage(self._profile, run, layers, dtype, self._clock)
+
+
+def over_link(
+    upstream: Receiver[Tensor], profile: Profile | None, stage: int, num_stages: int, clock: Clock
+) -> Receiver[Tensor]:
+    """The edge into a stage, as slow as the profile of emulated stages wants it beyond what it is by itself."""
+    if profile is None:
+        return upstream
+    added_s = profile.edge_links(num_stages)[stage - 1].added_latency_s
+    return DelayedReceiver(upstream, added_s, clock.now, clock.sleep) if added_s else upstream
+
+
+def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
+    """What the profile decides where the user did not: the sequences that run at once and the layers of each stage.
+
+    Raises ConfigError for options that ask something of a model or its device.
+    """
+    asked = {
+        "--attention": config.attention != "auto",
+        "--kv-cache-memory": config.kv_cache_memory_bytes is not None,
+        "--device": config.device == "cuda",
+        "--enforce-eager": config.enforce_eager,
+        "--tensor-parallel-size": config.tensor_parallel_size > 1,
+        "--gpu-memory-utilization": config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization,
+    }
+    if any(asked.values()):
+        named = " and ".join(option for option, given in asked.items() if given)
+        raise ConfigError(
+            f"--emulate runs no model, so {named} cannot be honoured; the profile says how many pages fit"
+        )
+    if config.stages != len(profile.cost.stages) and any(link.added_latency_s for link in profile.links):
+        raise ConfigError(
+            f"the profile adds latency to the edges of {len(profile.cost.stages)} stages, and there are "
+            f"{config.stages}; use as many, or leave out its links"
+        )
+    own = tuple(end - first for first, end in (stage.layers for stage in profile.cost.stages))
+    return replace(
+        config,
+        model=profile.model,
+        max_num_seqs=config.max_num_seqs or profile.max_num_seqs,
+        layer_split=config.layer_split or (own if len(own) == config.stages else None),
+    )

@@ -1,0 +1,380 @@
+"""A stage that holds a slice of the model, its KV shard, and the page tables that the coordinator's microbatches build.
+
+MicroBatch -> page tables -> StageInputs -> layers (through paged attention) -> hidden states or token ids
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.errors import CapacityError, ProtocolError
+from sarathi_pp.model.attention import Fixable, Needs, choose_backend
+from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.fuse.packed_linear import warm_linears
+from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
+from sarathi_pp.model.inputs import Span, build_inputs, on_device
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
+from sarathi_pp.model.sampling import sample
+from sarathi_pp.model.stage_model import Head, StageModel, load_head, load_stage, stage_bytes
+from sarathi_pp.model.tensor_parallel import TensorShard
+from sarathi_pp.stages.capacity import count_pages, kv_budget_bytes, make_shard, resolve_limits, shard_bytes
+from sarathi_pp.stages.stage import Compute, StageOutput
+from sarathi_pp.stages.working_memory import (
+    DRAWN,
+    GREEDY,
+    LargestMicrobatch,
+    measure_working_bytes,
+    smaller_options,
+)
+from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.channel import edge_buffers
+
+_log = logging.getLogger(__name__)
+
+
+class ModelStages:
+    """Stages that hold a slice of a model. See StageMaker.
+
+    shard: which part of every layer, where a stage has several ranks; they
+    load and make their stages side by side. facts: of the whole model in any case. moves_head: see ResolvedRun.
+    by_nccl: whether activations are received into memory of the device.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        facts: ModelFacts,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: TensorShard | None = None,
+        *,
+        moves_head: bool = False,
+        by_nccl: bool = False,
+    ) -> None:
+        needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks)
+        backend = choose_backend(config.attention, device, config.page_size, needs)
+        self.page_size = config.page_size or backend.default_page_size
+        self.attention = backend.name
+        self.device_name = device.type
+        self._config = config
+        self._backend = backend
+        self._model_dir = model_dir
+        self._shard = shard
+        self._facts = facts if shard is None else facts.sharded(shard.size)
+        self._dtype = dtype
+        self._device = device
+        self.has_head = moves_head
+        self._by_nccl = by_nccl
+        self._loaded: StageModel | None = None
+        self._head: Head | None = None
+        self._working = 0
+
+    def weight_bytes(self, layers: tuple[int, int]) -> int:
+        return stage_bytes(self._model_dir, layers, self._dtype, self._shard)
+
+    def load(self, layers: tuple[int, int], room_bytes: int) -> None:
+        facts, dtype, device = self._facts, self._dtype, self._device
+        self._loaded = load_stage(
+            self._model_dir, layers, facts.num_layers, dtype, device, self._backend, room_bytes, self._shard
+        )
+        if self.has_head and layers[0] == 0:
+            self._load_head(room_bytes)
+        if device.type == "cuda" and self._config.kv_cache_memory_bytes is None:
+            # Before any rank counts pages: memory in use for a moment must not be missing there.
+            self._working = self._working_bytes(layers)
+
+    def _load_head(self, room_bytes: int) -> None:
+        """Beside the layers, which take their part of the room; without it the last stage computes all heads."""
+        assert self._loaded is not None, "layers come first"
+        left = room_bytes - self._loaded.num_bytes
+        try:
+            self._head = load_head(self._model_dir, self._dtype, self._device, left)
+        except CapacityError as error:
+            _log.warning("the head stays on the last stage: %s", str(error).splitlines()[0])
+            self.has_head = False
+
+    def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
+        budget = kv_budget_bytes(self._config, self._device, sharers, self._working)
+        if budget == 0 and self._working:
+            raise self._no_working_memory(
+                layers, f"it takes {in_gib(self._working)}, which leaves no room for KV pages"
+            )
+        return count_pages(budget, self._facts, layers, self.page_size, self._dtype)
+
+    def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
+        """On a CPU, whose memory is taken only when pages are written."""
+        return shard_bytes(run, self._facts, layers, self._dtype) if self._device.type == "cpu" else 0
+
+    def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
+        facts = self._facts
+        assert self._loaded is not None, "load comes first"
+        warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
+        if self._head is not None:
+            warm_linears(self._head.module, run.max_num_seqs, SystemClock().now)
+        graphed = self._has_graphs()
+        kv = make_shard(run, facts, layers, dtype, self._device, spare=graphed)
+        graphs = self._capture(run, kv) if graphed else None
+        debug_nan = self._config.debug_nan
+        return ModelStage(
+            self._loaded, kv, facts.hidden_size, dtype, self._device, self._head, graphs=graphs, debug_nan=debug_nan
+        )
+
+    def _has_graphs(self) -> bool:
+        if self._device.type != "cuda" or self._config.enforce_eager:
+            return False
+        if self._shard is not None and self._shard.size > 1:
+            _log.info("no CUDA graphs: what tensor shards add up between products is not captured")
+            return False
+        if not isinstance(self._backend, Fixable):
+            _log.info("no CUDA graphs: attention %s cannot be captured", self._backend.name)
+            return False
+        return True
+
+    def _capture(self, run: ResolvedRun, kv: KVShard) -> StageGraphs | None:
+        """None where the model does what no graph can hold, such as asking the device how many tokens an expert got."""
+        facts, pool = self._facts, torch.cuda.graph_pool_handle()
+        shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
+        assert self._loaded is not None, "load comes first"
+        try:
+            graphs = StageGraphs(
+                self._loaded, kv, shapes, facts.hidden_size, facts.num_heads, self._device, lambda: CudaGraph(pool)
+            )
+            _log.info("%d graphs of up to %d tokens", len(shapes), shapes[0].num_tokens)
+            return graphs
+        except RuntimeError as error:
+            _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
+        # Behind the except block: what was captured lives as long as its traceback.
+        give_back()
+        return None
+
+    def _working_bytes(self, layers: tuple[int, int]) -> int:
+        """Return what the stage needs besides weights and KV pages. Raises CapacityError if the GPU has less.
+
+        The shards of a stage measure together. So the microbatch does not depend on how much memory is free.
+        """
+        facts, device = self._facts, self._device
+        limits = self._limits()
+        largest = LargestMicrobatch.of(self._config.policy, limits)
+        assert self._loaded is not None, "load comes first"
+        try:
+            kv = KVShard(layers, 1, self.page_size, facts.num_kv_heads, facts.head_dim, self._dtype, device, spare=True)
+            computing = measure_working_bytes(
+                self._loaded, kv, largest, facts.hidden_size, facts.num_heads, graphed=self._has_graphs()
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._no_working_memory(layers, str(error).splitlines()[0]) from error
+        del kv
+        give_back()
+        if not self._by_nccl:
+            return computing
+        # Activations arrive in buffers on the device, and leave from where they were computed.
+        edges = (layers[0] > 0) + (layers[1] < facts.num_layers)
+        activations = largest.num_tokens * facts.hidden_size * self._dtype.itemsize
+        return computing + edges * edge_buffers(limits.inflight) * activations
+
+    def _limits(self) -> Limits:
+        """Return the limits of a run whose KV pages hold every sequence that may run at once."""
+        return resolve_limits(self._config, self._facts, self._config.stages, (), self.page_size)
+
+    def _no_working_memory(self, layers: tuple[int, int], why: str) -> CapacityError:
+        policy, limits = self._config.policy, self._limits()
+        largest = LargestMicrobatch.of(policy, limits)
+        return CapacityError(
+            f"layers [{layers[0]}, {layers[1]}) have no memory for the largest microbatch of --policy {policy}, of "
+            f"{largest.num_tokens} tokens with {largest.num_rows} drawn: {why}\n  try  a smaller "
+            f"{smaller_options(policy, limits)}, more --stages, or --kv-cache-memory if no microbatch gets that large"
+        )
+
+
+class ModelStage:
+    """A slice of a model and its KV shard; holds nothing that a header did not tell it.
+
+    head: of a first stage that computes it for some microbatches. graphs: of its forward, where there are any.
+    debug_nan: look at every output, so that the first stage with values that are not finite is known.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: KVShard,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        head: Head | None = None,
+        *,
+        graphs: StageGraphs | None = None,
+        debug_nan: bool = False,
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.device = device
+        self._head = head
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._graphs = graphs
+        self._debug_nan = debug_nan
+        self._tables: dict[int, array[int]] = {}
+
+    @property
+    def counts_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def bytes_read(self) -> int:
+        return self.model.bytes_read + (self._head.bytes_read if self._head is not None else 0)
+
+    @property
+    def steps(self) -> int:
+        return int(self.model.steps[0])
+
+    @property
+    def graphed(self) -> tuple[int, int] | None:
+        return None if self._graphs is None else (self._graphs.hits, self._graphs.misses)
+
+    def prepare(self, microbatch: MicroBatch) -> Compute:
+        spans, ids = self._spans(microbatch)
+        drawn = _drawn(microbatch) if self.model.head else []
+        forward = self._forward(microbatch, spans, ids, _last_rows(microbatch) if drawn else ())
+
+        def compute(hidden: Tensor | None) -> StageOutput:
+            y = forward(hidden)
+            if self.model.head:
+                return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn))
+            return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
+
+        return compute
+
+    def prepare_head(self, microbatch: MicroBatch) -> Compute:
+        head, drawn = self._head, _drawn(microbatch)
+        assert head is not None, f"{microbatch}: its head is not here"
+
+        def compute(hidden: Tensor | None) -> StageOutput:
+            assert hidden is not None, "a head gets rows"
+            return StageOutput(tokens=_draw(head.forward(hidden), drawn))
+
+        return compute
+
+    def _forward(
+        self, microbatch: MicroBatch, spans: list[Span], ids: array[int], logit_rows: Sequence[int]
+    ) -> Callable[[Tensor | None], Tensor]:
+        """By a graph where one fits."""
+        graph = self._graphs.prepare(spans, logit_rows, ids) if self._graphs is not None else None
+        if graph is not None:
+            return graph
+        inputs = build_inputs(spans, logit_rows, self.kv.page_size, self.device)
+        token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
+
+        def forward(hidden: Tensor | None) -> Tensor:
+            x = token_ids if hidden is None else hidden
+            assert x is not None, "a stage that does not embed gets activations"
+            if self.model.head and microbatch.head_on_first:
+                return self.model.forward_rows(x, inputs, self.kv)
+            return self.model.forward(x, inputs, self.kv)
+
+        return forward
+
+    def warm_up(self, num_tokens: int, num_keys: int) -> None:
+        """Microbatches of made-up tokens, so that first-call costs (compilation, kernel choice, allocator) fall before
+        the run; and a draw of either kind.
+        """
+        room = self.kv.num_pages * self.kv.page_size
+        on_device = self.device.type != "cpu"
+        for microbatch in warming(min(num_tokens, room), min(num_keys, room), on_device=on_device):
+            spans, rows = [], 0
+            for end, count, prompt in microbatch:
+                # They may share pages: nobody wants what is written there.
+                spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
+                rows += count
+            inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
+            y = self.model.forward(self._made_up(rows), inputs, self.kv)
+        if self._head is not None:
+            y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
+        if self.model.head or self._head is not None:
+            for row in (GREEDY, DRAWN):
+                sample(y, [row])
+
+    def _made_up(self, num_tokens: int) -> Tensor:
+        if self.model.embed:
+            return torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
+
+    def _spans(self, microbatch: MicroBatch) -> tuple[list[Span], array[int]]:
+        """The chunks with their page tables, brought up to date, and their tokens."""
+        tables, num_pages = self._tables, self.kv.num_pages
+        for sequence in microbatch.freed:
+            tables.pop(sequence, None)
+        spans, ids = [], array("q")
+        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _ in microbatch.chunks:
+            table = tables.get(sequence)
+            if table is None:
+                table = tables[sequence] = array("q")
+            if new_pages:
+                if min(new_pages) < 0 or max(new_pages) >= num_pages:
+                    raise ProtocolError(f"{microbatch} brings pages {new_pages} to a KV shard of {num_pages}")
+                table.extend(new_pages)
+            spans.append(Span(start, num_tokens, table, not decode))
+            ids.extend(token_ids)
+        return spans, ids
+
+
+def warming(num_tokens: int, num_keys: int, *, on_device: bool) -> list[list[tuple[int, int, bool]]]:
+    """What to warm up with: of each microbatch the sequences, as the end of their tokens, how many, and whether they
+    are a prompt's.
+
+    A chunk, and a decode behind it. On a device both again behind a long context, which kernels there share out, and
+    the chunk beside such a decode: what is shared out is compiled apart, and so are chunks.
+    """
+    chunk, decode = (num_tokens, num_tokens, True), (num_tokens, 1, False)
+    if not on_device:
+        return [[chunk], [decode]]
+    end = max(num_keys, num_tokens)
+    late = (end, 1, False)
+    return [[chunk], [decode], [(end, num_tokens, True)], [late], [chunk, late]]
+
+
+def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:
+    finite: list[bool] = hidden.isfinite().all(dim=1).tolist()
+    bad, row = [], 0
+    for chunk in microbatch.chunks:
+        if not all(finite[row : row + chunk.num_tokens]):
+            bad.append(chunk.sequence)
+        row += chunk.num_tokens
+    return tuple(bad)
+
+
+def _drawn(microbatch: MicroBatch) -> list[Chunk]:
+    return [chunk for chunk in microbatch.chunks if chunk.sampling is not None]
+
+
+def _last_rows(microbatch: MicroBatch) -> list[int]:
+    """Row of the last token of every chunk that reaches the end of its sequence's known tokens."""
+    rows, end = [], 0
+    for chunk in microbatch.chunks:
+        end += chunk.num_tokens
+        if chunk.sampling is not None:
+            rows.append(end - 1)
+    return rows
+
+
+def _draw(logits: Tensor, chunks: list[Chunk]) -> tuple[SampledToken, ...]:
+    rows = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
+    if not rows:
+        return ()
+    token_ids, failed = sample(logits, rows)
+    return tuple(
+        SampledToken(chunk.sequence, chunk.epoch, token_id, failed=bad)
+        for chunk, token_id, bad in zip(chunks, token_ids, failed, strict=True)
+    )

@@ -1,0 +1,272 @@
+"""What a stage does with a microbatch: compute, record, pass on. The same on every rank.
+
+Rank 0's engine calls a StageRunner for the microbatches it issues; every other rank lets a StageRunner loop
+over what its upstream neighbour sends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
+from sarathi_pp.errors import MemoryLostError
+from sarathi_pp.model.memory import give_back, is_out_of_memory
+from sarathi_pp.stages.stage import Compute, Stage, StageOutput
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.trace.events import Compute as ComputeSpan
+from sarathi_pp.trace.events import Head as HeadSpan
+from sarathi_pp.trace.events import SendWait
+from sarathi_pp.trace.recorder import Recorder
+from sarathi_pp.trace.timer import Instant, Mark, Timer
+from sarathi_pp.wire.channel import Receiver, Sender
+from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, Heartbeat, MicroBatchFrame, ResultFrame
+
+# A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
+_INSTANT_S = 20e-6
+
+
+class _Span(NamedTuple):
+    """A microbatch given to the device. release: of the buffer that its input lies in."""
+
+    microbatch: MicroBatch
+    arrived: Mark
+    start: Mark
+    end: Mark
+    cpu_s: float | None
+    collective_s: float | None
+    release: Callable[[], None]
+
+
+class StageRunner:
+    """timer: of the device that the stage computes on. index, name: of the stage. debug_nan: its outputs are looked at,
+    and whose were not finite first is told. shards: edges to the other ranks of a leader's stage, which compute it with
+    this one. collectives_s: seconds that this rank has spent so far in sums with them; None where it is alone.
+
+    Its times may come later than the output: then a microbatch's span is recorded, and its input released, with one of
+    the next microbatches. Only a result waits for the device. It says that every stage is done with the microbatch, so
+    no more spans are ever unsettled than microbatches are in flight, and as many times behind are those told.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        downstream: Sender[Tensor],
+        recorder: Recorder,
+        clock: Clock,
+        timer: Timer,
+        *,
+        index: int = 0,
+        name: str | None = None,
+        debug_nan: bool = False,
+        shards: Sequence[Sender[Tensor]] = (),
+        collectives_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._stage = stage
+        self._index = index
+        self._name = name or f"stage {index} (rank {index})"
+        self._shards = shards
+        self._collectives_s = collectives_s
+        self._debug_nan = debug_nan
+        self._downstream = downstream
+        self._recorder = recorder
+        self._clock = clock
+        self._timer = timer
+        self._unsettled: deque[_Span] = deque()
+        self._settled: deque[tuple[Callable[[], None], Callable[[], ComputeSpan]]] = deque()
+        self._untold: deque[StageTime] = deque()
+        self._num_done = 0
+        self._busy = False
+        self._in_step = True
+        self._num_sent = 0
+
+    def progress(self) -> Heartbeat:
+        """Return what this rank's heartbeats say now."""
+        return Heartbeat(self._num_done, self._busy, self._stage.steps)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an error has left no microbatch half sent."""
+        return self._in_step
+
+    @property
+    def num_sent(self) -> int:
+        """Microbatches whose output was handed to the next stage."""
+        return self._num_sent
+
+    def run(
+        self,
+        frame: MicroBatchFrame,
+        hidden: Tensor | None,
+        arrived: Mark,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
+        self._busy = True
+        try:
+            self._run(frame, hidden, arrived, release)
+            self._num_done += 1
+        finally:  # a rank whose stage is lost may go on with something else, and does not hang
+            self._busy = False
+
+    def finish(
+        self, frame: HeadFrame, microbatch: MicroBatch, rows: Tensor | None, arrived_s: float
+    ) -> tuple[StepResult, float, float]:
+        """Compute the head that the last stage has left to this one: the result, its seconds, and when it was there.
+
+        Of stages whose times do not come later than their output.
+        """
+        self._busy = True
+        try:
+            clock = self._clock
+            compute = self._stage.prepare_head(microbatch)
+            start_cpu_s, start_s = clock.thread_cpu(), clock.now()
+            output, retried = self._compute(compute, rows, microbatch)
+            end_s = clock.now()
+            cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
+            self._recorder.record(HeadSpan(microbatch.index, min(arrived_s, start_s), start_s, end_s, cpu_s))
+            last = len(frame.stage_times) - 1
+            tokens = _blamed(output.tokens, dict(frame.bad), last) if self._debug_nan else output.tokens
+            short = frame.short or retried
+            return StepResult(microbatch.index, tokens, frame.stage_times, short), end_s - start_s, end_s
+        finally:
+            self._busy = False
+
+    def _run(self, frame: MicroBatchFrame, hidden: Tensor | None, arrived: Mark, release: Callable[[], None]) -> None:
+        clock, microbatch = self._clock, frame.microbatch
+        for shard in self._shards:
+            self._in_step = False
+            shard.reserve()
+            shard.send(frame)
+        compute = self._stage.prepare(microbatch)
+        before_s = self._collectives_s() if self._collectives_s is not None else 0.0
+        start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
+        output, retried = self._compute(compute, hidden, microbatch)
+        short = frame.short or retried
+        end = self._timer.mark()
+        if output.hidden is None:
+            end.wait()
+        cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
+        summed_s = self._collectives_s() - before_s if self._collectives_s is not None else None
+        self._in_step = False
+        self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, summed_s, release))
+        self._settle()
+        own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
+        stage_times = (*frame.stage_times, own)
+        try:
+            self._reserve()
+            self._downstream.send(*self._message(frame, output, stage_times, short))
+            self._num_sent += 1
+            self._in_step = True
+        finally:  # what was computed is in the trace, whoever is lost
+            # Sending may have waited for the device, so that it tells now, with the least room for doubt.
+            self._settle()
+            self._record()
+
+    def _message(
+        self, frame: MicroBatchFrame, output: StageOutput, stage_times: tuple[StageTime, ...], short: bool
+    ) -> tuple[Frame, Tensor | None]:
+        """What goes downstream: activations, the rows of a head that is left to the first stage, or tokens."""
+        microbatch = frame.microbatch
+        if output.hidden is not None:
+            known = {sequence for sequence, _ in frame.bad}
+            bad = (*frame.bad, *((sequence, self._index) for sequence in output.bad if sequence not in known))
+            return MicroBatchFrame(microbatch, stage_times, bad, short), output.hidden
+        if output.rows is not None:
+            return HeadFrame(microbatch.index, len(output.rows), stage_times, frame.bad, short), output.rows
+        tokens = _blamed(output.tokens, dict(frame.bad), self._index) if self._debug_nan else output.tokens
+        return ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)), None
+
+    def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
+        """The output, and whether it took a second attempt: the coordinator then asks for less at a time.
+
+        The same microbatch again writes the same keys and values to the same places. None where other ranks compute it
+        too, who would not know of it. Raises MemoryLostError.
+        """
+        try:
+            return compute(hidden), False
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._collectives_s is not None:
+                raise self._no_memory(microbatch, "", error) from error
+        # Behind the except block: the failed attempt's tensors live as long as its traceback.
+        give_back()
+        try:
+            return compute(hidden), True
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._no_memory(microbatch, ", at a second attempt either", error) from error
+
+    def _no_memory(self, microbatch: MicroBatch, attempts: str, error: RuntimeError) -> MemoryLostError:
+        return MemoryLostError(
+            f"{self._name} has no memory for a microbatch of {microbatch.num_tokens} tokens{attempts}: "
+            f"{str(error).splitlines()[0]}. Try a smaller --chunk-size, --max-num-seqs or --kv-cache-memory, and "
+            f"--resume",
+            at_start=self._num_done == 0,
+        )
+
+    def _settle(self) -> None:
+        """Take the times of the spans that the device has ended."""
+        while self._unsettled:
+            span = self._unsettled[0]
+            start_s, end_s = span.start.at_s(), span.end.at_s()
+            arrived_s = span.arrived.at_s()
+            if arrived_s is None or start_s is None or end_s is None:
+                return
+            self._unsettled.popleft()
+            index, issued_s = span.microbatch.index, span.microbatch.issued_s
+            arrived_s = min(arrived_s, start_s)
+            told = partial(ComputeSpan, index, issued_s, arrived_s, start_s, end_s, span.cpu_s, span.collective_s)
+            self._settled.append((span.release, told))
+            self._untold.append(StageTime(index, end_s - start_s))
+
+    def _record(self) -> None:
+        """What nobody waits for: the next stage has its input by then."""
+        while self._settled:
+            release, told = self._settled.popleft()
+            release()
+            self._recorder.record(told)
+
+    def _reserve(self) -> None:
+        asked_s = self._clock.now()
+        self._downstream.reserve()
+        got_s = self._clock.now()
+        if got_s - asked_s > _INSTANT_S:
+            self._recorder.record(SendWait(asked_s, got_s))
+
+    def close(self) -> None:
+        """Say goodbye downstream, behind everything else that was sent, and record what is left.
+
+        The coordinator ends a run when it has all results, so the device has nothing left to do.
+        """
+        for shard in self._shards:
+            shard.close()
+        self._downstream.close()
+        for span in self._unsettled:
+            span.end.wait()
+        self._settle()
+        self._record()
+
+    def serve(self, upstream: Receiver[Tensor]) -> None:
+        """Run what comes from upstream until it says goodbye, then say goodbye too."""
+        while True:
+            message = upstream.receive()
+            assert message is not None
+            if isinstance(message.frame, Goodbye):
+                break
+            assert isinstance(message.frame, MicroBatchFrame), message.frame
+            arrived = message.landed or Instant(message.arrived_s)
+            self.run(message.frame, message.payload, arrived, message.release)
+        self.close()
+        upstream.close()
+
+
+def _blamed(tokens: tuple[SampledToken, ...], bad: dict[int, int], last: int) -> tuple[SampledToken, ...]:
+    """Where no stage before has noticed anything, it is the last one."""
+    return tuple(token._replace(first_bad=bad.get(token.sequence, last)) if token.failed else token for token in tokens)

@@ -1,0 +1,133 @@
+"""The memory that a stage on a GPU needs besides its weights and KV pages, measured before pages are counted.
+
+It is measured with the largest microbatch that the policy can emit, of which as many rows are drawn as can be:
+
+    sequences    d  d  d  d  [ prompt ......... ]  [ prompt ... ]
+    drawn        x  x  x  x   x
+
+All tokens are synthetic and share one page, so the measurement takes no memory for keys and values.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from sarathi_pp.core.plan import SamplingRow
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.model.graphs import StageGraphs, graph_shapes
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.sampling import sample
+from sarathi_pp.model.stage_model import StageModel
+
+# How synthetic rows are drawn.
+GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LargestMicrobatch:
+    """The largest microbatch of a policy, and the most rows that are drawn from one."""
+
+    num_tokens: int
+    num_rows: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, policy: str, limits: Limits) -> LargestMicrobatch:
+        num_tokens = make_policy(policy).max_tokens(limits)
+        return cls(num_tokens, min(limits.max_num_seqs, num_tokens), limits.max_model_len)
+
+    def spans(self, page_size: int) -> list[Span]:
+        """Return its sequences, which share page 0: decodes, and prompts of at most max_model_len tokens.
+
+        The prompts and a decode are at the end of the longest context; one such decode costs as much as many.
+        """
+        end = self.max_model_len
+        table = array("q", [0]) * -(-end // page_size)
+        decodes = [Span(end - 1, 1, table), *[Span(0, 1, table)] * (self.num_rows - 2)][: self.num_rows - 1]
+        left = self.num_tokens - len(decodes)
+        counts = [end] * (left // end) + [left % end] * (left % end > 0)
+        return [*decodes, *(Span(end - count, count, table, prompt=True) for count in counts)]
+
+
+def smaller_options(policy: str, limits: Limits) -> str:
+    """Return the options that make the largest microbatch smaller, for an error message."""
+    halves = {
+        "--chunk-size": replace(limits, chunk_size=max(1, limits.chunk_size // 2)),
+        "--max-model-len": replace(limits, max_model_len=max(1, limits.max_model_len // 2)),
+    }
+    num_tokens = make_policy(policy).max_tokens(limits)
+    smaller = [option for option, half in halves.items() if make_policy(policy).max_tokens(half) < num_tokens]
+    return " or ".join((*smaller, "--max-num-seqs"))
+
+
+def measure_working_bytes(
+    model: StageModel, kv: KVShard, largest: LargestMicrobatch, hidden_size: int, num_heads: int, *, graphed: bool
+) -> int:
+    """Return the most memory that computing a microbatch takes, drawing included, and that its graphs hold.
+
+    Args:
+        kv: any shard with at least one page, and a spare one for graphs.
+
+    Raises:
+        torch.OutOfMemoryError: the device has less.
+    """
+    device = kv.keys(kv.layers[0]).device
+    with _measured(device) as computing:
+        _compute(model, kv, largest, hidden_size, device)
+    if not graphed:
+        return computing.num_bytes
+    # All graphs share the memory of the largest ones, of which there may be one for decodes alone.
+    shapes = graph_shapes(largest.num_tokens, largest.num_rows)
+    shapes = tuple(shape for shape in shapes if shape.num_tokens == shapes[0].num_tokens)
+    with _measured(device) as capturing:
+        StageGraphs(model, kv, shapes, hidden_size, num_heads, device, _NotCaptured)
+    return computing.num_bytes + capturing.num_bytes
+
+
+def _compute(
+    model: StageModel, kv: KVShard, largest: LargestMicrobatch, hidden_size: int, device: torch.device
+) -> None:
+    inputs = build_inputs(
+        largest.spans(kv.page_size), range(largest.num_rows) if model.head else (), kv.page_size, device
+    )
+    if model.embed:
+        x = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
+    else:
+        x = torch.zeros(largest.num_tokens, hidden_size, dtype=kv.dtype, device=device)
+    y = model.forward(x, inputs, kv)
+    if model.head:
+        # One row that is drawn by chance has the weights of all rows computed.
+        sample(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)])
+
+
+class _NotCaptured:
+    """A graph's work, run at once: it takes the memory that capturing it would."""
+
+    def capture(self, work: Callable[[], None]) -> None:
+        work()
+
+    def replay(self) -> None:
+        raise AssertionError("nothing was captured")
+
+
+@dataclass(slots=True)
+class _Peak:
+    """The most memory that was allocated at once, above what was allocated before."""
+
+    num_bytes: int = 0
+
+
+@contextmanager
+def _measured(device: torch.device) -> Iterator[_Peak]:
+    peak, before = _Peak(), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    peak.num_bytes = torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,303 @@
+"""Text to token ids and back: the tokenizer of one model, with what a batch run needs around it.
+
+A prompt gets the special tokens that the tokenizer puts around text. A chat template writes its own, so its
+text is encoded without any: there is never a second beginning-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.errors import InputError, RowError
+from sarathi_pp.text.chat_template import Renderer
+from sarathi_pp.text.output_text import OutputText, StopChecker, decodes_locally, find_context
+from sarathi_pp.text.tokenizer_backend import load_backend
+
+# A text of fewer characters is encoded as it is, which takes up to some hundred bytes of memory for each of them.
+_PIECE_CHARS = 2**18
+# More tokens than a cut can make where there was none, one of a word too long for a vocabulary of words included.
+_TOKENS_A_CUT = 256
+# What a tokenizer may fold into few tokens, such as white space, is taken up to here whatever the vocabulary.
+_MAX_FOLDED_CHARS = 2**20
+# A directory with none of these holds no tokenizer, whatever its config.json promises.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+# What else decides how text becomes token ids and back.
+_BESIDE_TOKENIZER = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+
+_PARAGRAPH_BREAK = re.compile(r"(?:\r?\n){2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A text's token ids. paragraph_ends: see Request; empty unless asked for and known."""
+
+    token_ids: tuple[int, ...]
+    paragraph_ends: tuple[int, ...] = ()
+
+
+def tokenizer_digest(model_dir: Path) -> str:
+    """Hex, equal for equal tokenizer files and chat template. Raises InputError where one cannot be read."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted((*_TOKENIZER_FILES, *_BESIDE_TOKENIZER)):
+        path = model_dir / name
+        try:
+            content = path.read_bytes() if path.is_file() else None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        if content is not None:
+            digest.update(b"%d %d\n" % (len(name), len(content)) + name.encode() + content)
+    return digest.hexdigest()
+
+
+def has_tokenizer(model_dir: Path) -> bool:
+    """Return whether a model's directory has tokenizer files."""
+    return any((model_dir / name).exists() for name in _TOKENIZER_FILES)
+
+
+class Tokenizer:
+    """The tokenizer of the model in a local directory, checked against the model's embedding.
+
+    vocab_size: rows of the embedding; legal ids are [0, vocab_size). Without tokenizer files it still checks
+    `prompt_token_ids` and finishes requests, with null for their text. Encoding and decoding may run in
+    different threads at once.
+    """
+
+    def __init__(self, backend: Any | None, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        """`backend`: a transformers tokenizer, or None."""
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._special_ids: frozenset[int] = frozenset()
+        self._num_known = 0
+        self._adds_bos = self._decodes_locally = False
+        self._renderer = Renderer()
+        if backend is not None:
+            if backend.vocab_size > vocab_size:
+                raise InputError(
+                    f"the tokenizer has {backend.vocab_size} tokens and the model's embedding {vocab_size} rows: "
+                    f"they belong to different models"
+                )
+            added = backend.added_tokens_decoder.items()
+            self._special_ids = frozenset(backend.all_special_ids) | {number for number, one in added if one.special}
+            self._num_known = len(backend)
+            self._decodes_locally = decodes_locally(backend)
+            # The first call clears truncation that tokenizer.json may ask for; later ones change nothing,
+            # which is what makes them safe beside a decode in another thread.
+            special, plain = (self._encode("a", special=with_them).token_ids for with_them in (True, False))
+            self._adds_bos = special[:1] == (backend.bos_token_id,) != plain[:1]
+
+    @classmethod
+    def load(cls, model_dir: Path, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
+        """Raises InputError for files that make no tokenizer of this model, UnsafeError for remote code."""
+        if not has_tokenizer(model_dir):
+            return cls(None, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        return cls(load_backend(model_dir), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there are tokenizer files, so that text can be read and written."""
+        return self._backend is not None
+
+    def encode_prompt(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        paragraphs: bool = False,
+        most_tokens: int | None = None,
+    ) -> Encoded:
+        """Return a prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
+
+        A text that begins with the BOS token, as one that a chat template wrote, gets no second one.
+
+        Args:
+            add_special_tokens: False takes the text as it is.
+            paragraphs: find out where paragraphs end.
+            most_tokens: what there is room for; a long text that cannot fit is refused before it is encoded, one that
+                might can still turn out to be longer.
+
+        Raises:
+            RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
+                `invalid_parameter` (text that is not Unicode), `context_length_exceeded`.
+        """
+        backend = self._require("a text prompt")
+        self._refuse_longer(text, most_tokens)
+        encoded = self._encode(text, special=add_special_tokens, paragraphs=paragraphs)
+        bos = backend.bos_token_id
+        if add_special_tokens and self._adds_bos and encoded.token_ids[:2] == (bos, bos):
+            encoded = Encoded(encoded.token_ids[1:], tuple(end - 1 for end in encoded.paragraph_ends))
+        if add_special_tokens and not encoded.token_ids and bos is not None:
+            encoded = Encoded((bos,))
+        if not encoded.token_ids:
+            why = "the model has no BOS token to start from" if add_special_tokens else "add_special_tokens is false"
+            raise RowError("empty_prompt", f"the prompt has no tokens and {why}")
+        self.check_token_ids(encoded.token_ids)
+        return encoded
+
+    def encode_chat(
+        self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False, most_tokens: int | None = None
+    ) -> Encoded:
+        """The chat template's rendering of the messages, with the opening of the answer.
+
+        Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or failed, or
+        took more than `Renderer` gives it), `empty_prompt`, `invalid_token_id`, `invalid_parameter`,
+        `context_length_exceeded`.
+        """
+        backend = self._require("messages")
+        if not backend.chat_template:
+            raise RowError("no_chat_template", "the model has no chat template; give a prompt instead of messages")
+        try:
+            template = backend.get_chat_template()
+        except ValueError as error:
+            raise RowError("chat_template_error", f"the model's chat templates cannot be used: {error}") from error
+        text = self._renderer.render(template, messages, backend.special_tokens_map)
+        self._refuse_longer(text, most_tokens)
+        encoded = self._encode(text, special=False, paragraphs=paragraphs)
+        if not encoded.token_ids:
+            raise RowError("empty_prompt", "the chat template wrote nothing for these messages")
+        self.check_token_ids(encoded.token_ids)
+        return encoded
+
+    def check_token_ids(self, token_ids: Iterable[int]) -> tuple[int, ...]:
+        """The ids, all of which have a row in the embedding. Raises RowError (`invalid_token_id`)."""
+        ids = tuple(token_ids)
+        # min and max run at C speed; the position is only looked for once there is one.
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+            position, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+            raise RowError(
+                "invalid_token_id",
+                f"token {position} of the prompt is {wrong}; the model's ids are 0 to {self._vocab_size - 1}",
+            )
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of the ids; bytes that make no character become U+FFFD."""
+        text: str = self._require("text").decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def visible(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Return whether `decode` can show this token; it cannot show padding rows of the embedding."""
+        return token_id < self._num_known and not (skip_special_tokens and token_id in self._special_ids)
+
+    def written(self, token_id: int) -> str:
+        """Return the token as the vocabulary has it."""
+        written: str = self._require("text").convert_ids_to_tokens(token_id)
+        return written
+
+    def context(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+        """Return as much of a prompt's end as decides how its output reads: all of it if that is not known."""
+        if not self._decodes_locally:
+            return list(prompt_token_ids)
+        return find_context(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def stop_checker(self, request: Request) -> StopChecker | None:
+        """Return what looks for the request's stop strings in its output; None if it has none."""
+        stop = request.sampling.stop
+        if not stop:
+            return None
+        self._require("a stop string")
+        return StopChecker(self._output_text(request), stop, self._stop_ids(stop))
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written exactly so."""
+        if self._backend is None:
+            return None
+        token_id = self._backend.convert_tokens_to_ids(text)
+        # What the vocabulary does not have is the unknown token, which is special too.
+        return token_id if token_id in self._special_ids and self.written(token_id) == text else None
+
+    def finish(self, completion: Completion) -> str | None:
+        """Return what a finished request adds to the text of its prompt, cut at the first stop string.
+
+        The token that ended it is left out, unless special tokens are to be shown. None without tokenizer files.
+        """
+        if self._backend is None:
+            return None
+        request, ids = completion.request, list(completion.token_ids)
+        stop, skip = request.sampling.stop, request.sampling.skip_special_tokens
+        if skip and ids and completion.finish_reason == "stop" and ids[-1] in self._eos_token_ids:
+            ids.pop()
+        if stop:
+            stop_ids = self._stop_ids(stop)
+            del ids[next((i for i, token_id in enumerate(ids) if token_id in stop_ids), len(ids)) :]
+        text = self._output_text(request).of(ids)
+        found = [at for at in map(text.find, stop) if at >= 0]
+        return text[: min(found)] if found else text
+
+    def _output_text(self, request: Request) -> OutputText:
+        skip = request.sampling.skip_special_tokens
+        return OutputText(self, request.prompt_token_ids, skip_special_tokens=skip)
+
+    def _stop_ids(self, stop: Sequence[str]) -> frozenset[int]:
+        return frozenset(token_id for token_id in map(self.special_id, stop) if token_id is not None)
+
+    def _refuse_longer(self, text: str, most_tokens: int | None) -> None:
+        """Before a long text is encoded, which takes memory: by its characters, then by the tokens of its pieces.
+
+        Raises RowError (`context_length_exceeded`) for none that would fit.
+        """
+        if most_tokens is None or len(text) <= _PIECE_CHARS:
+            return
+        longest = max(map(len, self._require("text").get_vocab()), default=1)
+        if len(text) <= max(_MAX_FOLDED_CHARS, most_tokens * longest):
+            room = 2 * most_tokens
+            for start in range(0, len(text), _PIECE_CHARS):
+                room += _TOKENS_A_CUT - len(self._encode(text[start : start + _PIECE_CHARS], special=False).token_ids)
+                if room < 0:
+                    break
+            else:
+                return
+        raise RowError(
+            "context_length_exceeded", f"the text has {len(text)} characters; they do not fit into {most_tokens} tokens"
+        )
+
+    def _encode(self, text: str, *, special: bool, paragraphs: bool = False) -> Encoded:
+        backend = self._require("text")
+        # Only tokenizers of the Rust library know where in the text a token lies.
+        located = {"return_offsets_mapping": True} if paragraphs and backend.is_fast else {}
+        try:
+            found = backend(text, add_special_tokens=special, verbose=False, **located)
+        except (TypeError, UnicodeEncodeError) as error:
+            # What the library says of lone surrogates, which JSON can write ("\ud800") and UTF-8 cannot.
+            raise RowError("invalid_parameter", "the prompt holds half a surrogate pair; it is not Unicode") from error
+        ends = _paragraph_ends(text, found["offset_mapping"]) if located else ()
+        return Encoded(tuple(found["input_ids"]), ends)
+
+    def _require(self, what: str) -> Any:
+        if self._backend is None:
+            raise RowError(
+                "no_tokenizer", f"the model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
+            )
+        return self._backend
+
+
+def _paragraph_ends(text: str, offsets: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """How many tokens it takes for each blank line of the text to be complete, ascending.
+
+    offsets: where each token lies in the text; (0, 0) for special tokens. A token that goes on behind the blank
+    line belongs to the paragraph before it; tokenizers that drop blank lines cut before the next paragraph's first.
+    """
+    breaks = deque(found.end() for found in _PARAGRAPH_BREAK.finditer(text))
+    ends: list[int] = []
+    for number, (first, end) in enumerate(offsets):
+        while breaks and end >= breaks[0]:
+            position = number if first >= breaks[0] and end > breaks[0] else number + 1
+            if position > (ends[-1] if ends else 0):
+                ends.append(position)
+            breaks.popleft()
+    return tuple(ends)

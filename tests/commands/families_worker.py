@@ -1,0 +1,75 @@
+"""One rank of several pipelines in turn over one set of processes: the runtime's Job, a model each.
+
+    torchrun --nproc-per-node 2 families_worker.py PLAN ANSWERS
+
+PLAN: a JSON list of {"model", "run_dir", "prompts", "new_tokens"}. ANSWERS: rank 0 writes each model's output
+tokens there, in the plan's order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sarathi_pp.config import RunConfig, SamplingParams
+from sarathi_pp.core.request import Request
+from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.environment import find_place
+from sarathi_pp.errors import SarathiError
+from sarathi_pp.inputs.parse import Row
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.process.watchdog import Watchdog
+from sarathi_pp.run.setup import Job
+from sarathi_pp.trace.clock import SystemClock
+from tests.engine.pipeline import ListSink, ListSource
+
+
+def leave(error: SarathiError) -> None:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
+    """This rank's part of one model's run; rank 0 gets the output tokens, the others an empty list."""
+    clock, model_dir = SystemClock(), Path(case["model"])
+    config = RunConfig(
+        model=case["model"],
+        stages=topology.place.world_size,
+        chunk_size=16,
+        page_size=4,
+        kv_cache_memory_bytes=16 << 20,
+        dtype="float32",
+        device="cpu",
+    )
+    run_dir = RunDirectory(Path(case["run_dir"]))
+    job = Job(config, model_dir, check_model(model_dir), topology, run_dir, clock, Watchdog(leave))
+    sink = ListSink()
+    if topology.place.rank != 0:
+        job.serve()
+    else:
+        params = SamplingParams(max_new_tokens=case["new_tokens"], seed=0)
+        rows = [
+            Row(index + 1, index, "own", Request(index, tuple(prompt), params, clock.now()))
+            for index, prompt in enumerate(case["prompts"])
+        ]
+        engine = job.driver((), lambda stop: None, lambda snapshot: None)
+        engine.run(ListSource(rows), sink)
+        engine.close()
+    job.finish()
+    return [list(sink.completions[index].token_ids) for index in sorted(sink.completions)]
+
+
+def main(plan: Path, answers: Path) -> None:
+    place = find_place()
+    assert place is not None, "start this under torchrun"
+    topology = Topology(place, 60, 60)
+    outputs = [answer(case, topology) for case in json.loads(plan.read_text())]
+    if place.rank == 0:
+        answers.write_text(json.dumps(outputs))
+    topology.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

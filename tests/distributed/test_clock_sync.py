@@ -1,0 +1,85 @@
+"""Clocks that are seconds apart, messages that take their time: what two ranks make of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from sarathi_pp.distributed.clock_sync import Offset, align
+from sarathi_pp.distributed.environment import Place
+from sarathi_pp.wire.mesh import Mesh
+
+TRIALS = 20
+
+
+class World:
+    """One time for both ranks, which passes only while a message is under way."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.lock = threading.Lock()
+
+    def pass_time(self, seconds: float) -> None:
+        with self.lock:
+            self.now_s += seconds
+
+
+@dataclass
+class FakeTopology:
+    """One rank's control channel: each message takes as long as `delays` says next."""
+
+    place: Place
+    mesh: Mesh
+    world: World
+    outbox: queue.SimpleQueue[list[float]]
+    inbox: queue.SimpleQueue[list[float]]
+    delays: Iterator[float] = field(default_factory=lambda: iter(()))
+
+    def send_numbers(self, numbers: list[float], rank: int) -> None:
+        self.world.pass_time(next(self.delays, 0.0))
+        self.outbox.put(numbers)
+
+    def receive_numbers(self, count: int, rank: int) -> list[float]:
+        numbers = self.inbox.get(timeout=10)
+        assert len(numbers) == count
+        return numbers
+
+
+def aligned(skew_s: float, there: list[float], back: list[float]) -> Offset:
+    """What rank 1 finds, whose clock is skew_s behind rank 0's."""
+    world = World()
+    one, other = queue.SimpleQueue[list[float]](), queue.SimpleQueue[list[float]]()
+    first = FakeTopology(Place(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
+    second = FakeTopology(Place(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
+    with ThreadPoolExecutor(2) as pool:
+        mine = pool.submit(align, first, lambda: world.now_s, [0])
+        theirs = pool.submit(align, second, lambda: world.now_s - skew_s, [0])
+        assert mine.result(20) == Offset()
+        return theirs.result(20)
+
+
+@pytest.mark.parametrize("skew_s", [5.0, -3600.0, 0.0])
+def test_added_to_the_local_time_the_offset_gives_rank_0_s(skew_s: float) -> None:
+    found = aligned(skew_s, [1e-3] * TRIALS, [1e-3] * TRIALS)
+    assert found.offset_s == pytest.approx(skew_s, abs=1e-9)
+    assert found.uncertainty_s == pytest.approx(1e-3)
+
+
+def test_the_uncertainty_holds_where_one_way_takes_all_the_time() -> None:
+    for there_s, back_s in ((4e-3, 0.0), (0.0, 4e-3)):
+        found = aligned(5.0, [there_s] * TRIALS, [back_s] * TRIALS)
+        assert found.uncertainty_s == pytest.approx(2e-3)
+        assert abs(found.offset_s - 5.0) == pytest.approx(2e-3)
+
+
+def test_of_slow_and_lopsided_trials_and_one_quick_one_the_quick_one_counts() -> None:
+    there, back = [50e-3] * TRIALS, [1e-3] * TRIALS
+    there[7] = back[7] = 0.1e-3
+    found = aligned(5.0, there, back)
+    assert found.offset_s == pytest.approx(5.0, abs=1e-9)
+    assert found.uncertainty_s == pytest.approx(0.1e-3)

@@ -1,0 +1,141 @@
+"""By what activations travel, and in what surroundings and order communicators are made."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from sarathi_pp.distributed import control_plane
+from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.devices import Standing, stand
+from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.network_interface import Interface
+from sarathi_pp.distributed.transport import Lanes, Transport, choose_transport, surroundings
+from sarathi_pp.errors import PeerLostError
+from sarathi_pp.trace.clock import ManualClock
+from sarathi_pp.wire.mesh import Mesh
+
+ALONE = [Standing("a", "GPU-0", True), Standing("a", "GPU-1", True), Standing("b", "GPU-0", True)]
+
+
+@pytest.mark.parametrize(
+    ("standings", "expected"),
+    [
+        (ALONE, Transport("nccl", "every rank has a GPU to itself")),
+        (ALONE[:1], Transport("gloo", "one stage sends nothing")),
+        ([*ALONE, ALONE[1]], Transport("gloo", "ranks 1 and 3 share a GPU")),
+        ([*ALONE, Standing("b", None, False)], Transport("gloo", "rank 3 computes on CPU")),
+        ([*ALONE, Standing("b", "GPU-1", False)], Transport("gloo", "the torch of rank 3 has no NCCL")),
+    ],
+    ids=["one each", "one stage", "shared", "a CPU among them", "no NCCL"],
+)
+def test_the_choice_and_its_reason(standings, expected):
+    assert choose_transport(standings) == expected
+
+
+def test_who_asks_for_gloo_gets_it():
+    assert choose_transport(ALONE, "gloo") == Transport("gloo", "--transport gloo")
+
+
+def test_a_rank_on_cpu_has_no_gpu_whatever_its_torch_can():
+    found = stand(torch.device("cpu"), "here", nccl=True)
+    assert found == Standing("here", None, nccl=False, arithmetic=found.arithmetic)
+
+
+def test_ranks_with_other_threads_do_not_compute_alike() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one, again = (stand(torch.device("cpu"), "here", nccl=True).arithmetic for _ in range(2))
+        torch.set_num_threads(2)
+        two = stand(torch.device("cpu"), "here", nccl=True).arithmetic
+    finally:
+        torch.set_num_threads(before)
+    assert one == again != two
+
+
+def test_nccl_listens_where_gloo_does_unless_the_user_says_otherwise():
+    assert surroundings("gloo", "lo", None) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert surroundings("nccl", "lo", None)["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert surroundings("nccl", "eth0", "ib0,ib1")["NCCL_SOCKET_IFNAME"] == "ib0,ib1"
+    assert surroundings("nccl", "lo", None)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+class Calls:
+    """Communicators and lanes that one rank makes, in its order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, answered: bool = True) -> None:
+        self.made: list[object] = []
+        self._answered = answered
+        monkeypatch.setattr(control_plane, "PrefixStore", lambda name, store: name)
+        monkeypatch.setattr(control_plane, "Group", self.group)
+        monkeypatch.setattr(control_plane, "Lane", self.lane)
+
+    def group(self, store: str, rank: int, size: int, timeout_s: float, backend: str) -> Calls:
+        assert size == 2
+        self.made.append((backend, store, rank))
+        return self
+
+    def lane(self, group: Calls, peer: int, stream: object) -> Calls:
+        self.made.append(("lane", peer))
+        return self
+
+    def connect(self, device: torch.device, *, sending: bool) -> Calls:
+        self.made.append(("connect", sending, os.environ["NCCL_SOCKET_IFNAME"]))
+        return self
+
+    def at_s(self) -> float | None:
+        return 0.0 if self._answered else None
+
+
+def joined(rank: int, world_size: int) -> Topology:
+    made = Topology(Place(), 5.0, 3.0)
+    made.place = Place(rank, world_size, rank, world_size)
+    made.mesh = Mesh(stages=world_size)
+    made._names = [f"stage {number}" for number in range(world_size)]
+    made._interface, made._store = Interface("lo", "127.0.0.1"), None
+    return made
+
+
+LANES = Lanes("nccl", torch.device("cpu"), object)  # type: ignore[arg-type]
+
+
+def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_lanes(monkeypatch):
+    """Stage 1 of 3 has both ends. One communicator a directed edge, whose sender is rank 0 of it; the return edge,
+    which carries no activations, has no lane."""
+    calls = Calls(monkeypatch)
+    joined(1, 3).open_edges(60.0, LANES)
+    assert calls.made == [
+        ("gloo", "group/1", 1),
+        ("gloo", "group/2", 0),
+        ("nccl", "group/4", 1),
+        ("lane", 0),
+        ("connect", False, "=lo"),
+        ("nccl", "group/5", 0),
+        ("lane", 1),
+        ("connect", True, "=lo"),
+    ]
+    ends = []
+    for rank in (0, 2):
+        calls = Calls(monkeypatch)
+        joined(rank, 3).open_edges(60.0, LANES)
+        ends.append([made for made in calls.made if made[0] in ("gloo", "nccl")])
+    first, last = ends
+    assert first == [("gloo", "group/1", 0), ("gloo", "group/3", 1), ("nccl", "group/4", 0)]
+    assert last == [("gloo", "group/2", 1), ("gloo", "group/3", 0), ("nccl", "group/5", 1)]
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_without_lanes_nothing_of_nccl_is_asked_for(monkeypatch):
+    calls = Calls(monkeypatch)
+    joined(1, 3).open_edges(60.0)
+    assert calls.made == [("gloo", "group/1", 1), ("gloo", "group/2", 0)]
+
+
+def test_a_lane_that_does_not_open_is_given_up_with_the_peers_name(monkeypatch):
+    Calls(monkeypatch, answered=False)
+    monkeypatch.setattr(control_plane, "SystemClock", ManualClock)
+    with pytest.raises(PeerLostError, match=r"of this rank and stage 0 within 5 s \(--join-timeout\)"):
+        joined(1, 2).open_edges(60.0, LANES)

@@ -1,0 +1,215 @@
+"""A whole pipeline in one process: the runtime's own stages, runners and engine, one thread a stage.
+
+Only the wire is replaced, by the in-process channel, whose frames pass through the same codec.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.partition import partition
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
+from sarathi_pp.engine.engine import Engine
+from sarathi_pp.inputs.parse import Row
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.stage_model import Head, load_head, load_stage
+from sarathi_pp.stages.model_stage import ModelStage
+from sarathi_pp.stages.runner import StageRunner
+from sarathi_pp.trace.clock import Clock, SystemClock
+from sarathi_pp.trace.timer import HostTimer, Timer
+from sarathi_pp.wire.channel import QueueChannel
+
+CPU = torch.device("cpu")
+
+
+@cache
+def stage_models(
+    directory: Path,
+    num_stages: int,
+    dtype: torch.dtype = torch.float32,
+    layer_split: tuple[int, ...] | None = None,
+):
+    facts = check_model(directory)
+    return facts, [  # a backend each: it owns scratch memory, and stages run at the same time
+        load_stage(directory, layers, facts.num_layers, dtype, CPU, choose_backend("auto", CPU, None))
+        for layers in partition(facts.num_layers, num_stages, layer_split)
+    ]
+
+
+@cache
+def head_of(directory: Path, dtype: torch.dtype) -> Head:
+    return load_head(directory, dtype, CPU)
+
+
+class InTurn:
+    """A HeadPlacement that heeds no times."""
+
+    def __init__(self):
+        self._last = False
+
+    def choose(self, microbatch):
+        if microbatch.num_drawn:
+            self._last = not self._last
+        return microbatch.num_drawn > 0 and not self._last
+
+    def observe(self, microbatch, times, head_s):
+        pass
+
+    def restart(self, inflight):
+        pass
+
+
+class ListRecorder:
+    """Keeps events in memory."""
+
+    def __init__(self, events=None):
+        self.events = [] if events is None else events
+
+    def record(self, event):
+        self.events.append(event() if callable(event) else event)
+
+    def close(self):
+        pass
+
+
+class ListSource:
+    """Rows that arrive a few at a time: `per_take` at each look, all at once by default."""
+
+    def __init__(self, rows, per_take=None):
+        self._rows = list(rows)
+        self._per_take = per_take
+
+    @property
+    def exhausted(self):
+        return not self._rows
+
+    def take(self, limit):
+        count = min(limit, self._per_take or limit)
+        taken, self._rows = self._rows[:count], self._rows[count:]
+        return taken
+
+    def wait(self, timeout_s):
+        pass
+
+    def close(self):
+        pass
+
+
+@dataclass
+class ListSink:
+    completions: dict = field(default_factory=dict)
+    errors: dict = field(default_factory=dict)
+
+    def finish(self, row, completion, metrics):
+        assert row.id not in self.completions
+        self.completions[row.id] = completion
+
+    def fail(self, row, error):
+        self.errors[row.id] = error
+
+    def close(self):
+        pass
+
+
+@dataclass
+class Outcome:
+    tokens: list[tuple[int, ...]]
+    reasons: list[str]
+    num_preemptions: int
+    events: list[list]
+
+
+def run_pipeline(
+    directory: Path,
+    prompts,
+    *,
+    stages: int,
+    policy: str = "sarathi",
+    chunk_size: int = 16,
+    max_new_tokens: int = 8,
+    max_num_seqs: int = 24,
+    num_pages: int = 512,
+    page_size: int = 4,
+    max_model_len: int = 512,
+    eos_token_ids=(),
+    per_take: int | None = None,
+    sampling: list[SamplingParams] | None = None,
+    paragraph_ends: list[tuple[int, ...]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    layer_split: tuple[int, ...] | None = None,
+    inflight: int | None = None,
+    new_timer: Callable[[Clock], Timer] = HostTimer,
+    cost: CostModel | None = None,
+    moves_head: bool = True,
+) -> Outcome:
+    """moves_head: the first of several stages computes the head of every other microbatch that has one."""
+    facts, models = stage_models(directory, stages, dtype, layer_split)
+    inflight = inflight or stages
+    clock = SystemClock()
+    limits = Limits(stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight)
+    edges = [QueueChannel(clock.now, inflight + 1) for _ in range(stages)]
+    recorders = [ListRecorder() for _ in range(stages)]
+    runners = []
+    for index, model in enumerate(models):
+        kv = KVShard(model.layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
+        head = head_of(directory, dtype) if moves_head and index == 0 and stages > 1 else None
+        stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU, head)
+        runners.append(StageRunner(stage, edges[index], recorders[index], clock, new_timer(clock)))
+    errors: list[BaseException] = []
+
+    def serve(index: int) -> None:
+        try:
+            runners[index].serve(edges[index - 1])
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=serve, args=(index,), daemon=True) for index in range(1, stages)]
+    for thread in threads:
+        thread.start()
+    engine = Engine(
+        limits,
+        make_policy(policy),
+        runners[0],
+        edges[-1],
+        recorders[0],
+        clock,
+        eos_token_ids=eos_token_ids,
+        stop_checkers=lambda stop: None,
+        cost=cost,
+        heads=InTurn() if moves_head and stages > 1 else None,
+    )
+    params = sampling or [SamplingParams(max_new_tokens=max_new_tokens, seed=0)] * len(prompts)
+    ends = paragraph_ends or [()] * len(prompts)
+    rows = [
+        Row(index + 1, index, "own", Request(index, tuple(prompt), params[index], clock.now(), ends[index]))
+        for index, prompt in enumerate(prompts)
+    ]
+    sink = ListSink()
+    engine.run(ListSource(rows, per_take), sink)
+    engine.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} did not end with the goodbye"
+    assert not errors and not sink.errors, (errors, sink.errors)
+    coordinator = engine._coordinator
+    assert coordinator.pool.num_free == num_pages
+    ordered = [sink.completions[index] for index in range(len(prompts))]
+    return Outcome(
+        [completion.token_ids for completion in ordered],
+        [completion.finish_reason for completion in ordered],
+        coordinator.num_preemptions,
+        [recorder.events for recorder in recorders],
+    )

@@ -1,0 +1,90 @@
+"""What the engine tells whoever watches, on a clock that moves only while a microbatch runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.plan import SampledToken, StageTime, StepResult
+from sarathi_pp.core.policy import make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
+from sarathi_pp.engine.engine import Engine
+from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.inputs.parse import Row
+from sarathi_pp.trace.clock import ManualClock
+from sarathi_pp.wire.channel import QueueChannel
+from sarathi_pp.wire.codec import ResultFrame
+from tests.engine.pipeline import ListRecorder, ListSink, ListSource
+
+COMPUTE_S = (0.5, 0.25)
+
+
+class OneSecondPipeline:
+    """Two stages in one: each microbatch is back a second after it was issued."""
+
+    def __init__(self, results: QueueChannel, clock: ManualClock) -> None:
+        self._results = results
+        self._clock = clock
+        self.num_sent = 0
+
+    def run(self, frame, hidden, arrived_s) -> None:
+        self._clock.sleep(1.0)
+        chunks = frame.microbatch.chunks
+        tokens = tuple(SampledToken(c.sequence, c.epoch, 7) for c in chunks if c.sampling is not None)
+        times = tuple(StageTime(frame.microbatch.index, seconds) for seconds in COMPUTE_S)
+        self._results.send(ResultFrame(StepResult(frame.microbatch.index, tokens, times)))
+        self.num_sent += 1
+
+    def close(self) -> None:
+        self._results.close()
+
+
+def snapshots(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0) -> list[Snapshot]:
+    """Those of one request, cut into chunks of 4 tokens on pages of 4."""
+    clock = ManualClock()
+    results = QueueChannel(clock.now, 4)
+    limits = Limits(2, 4, 8, 64, 4, 16, 1)
+    seen: list[Snapshot] = []
+    engine = Engine(
+        limits,
+        make_policy("sarathi"),
+        OneSecondPipeline(results, clock),
+        results,
+        ListRecorder(),
+        clock,
+        eos_token_ids=(),
+        stop_checkers=lambda stop: None,
+        observe=seen.append,
+    )
+    clock.sleep(issue_after_s)
+    params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
+    request = Request(0, tuple(range(prompt_tokens)), params, clock.now())
+    engine.run(ListSource([Row(1, 0, "own", request)]), ListSink())
+    engine.close()
+    return seen
+
+
+def test_chunks_compute_and_fragmentation_are_those_of_what_came_back() -> None:
+    *results, last = snapshots(prompt_tokens=10, max_new_tokens=3)
+    assert [seen.chunks_done for seen in results] == [1, 2, 3, 3, 3]
+    assert [seen.stage_compute_s for seen in results] == [(0.5 * n, 0.25 * n) for n in (1, 2, 3, 4, 5)]
+    # 4, 8, 10, 11 tokens on 1, 2, 3, 3 pages of 4; after the last result the request is gone.
+    wasted = [seen.kv_fragmentation for seen in results]
+    assert wasted[:4] == pytest.approx([0.0, 0.0, 1 - 10 / 12, 1 - 11 / 12]) and wasted[4] is None
+    assert (last.requests_done, last.prompt_tokens, last.output_tokens) == (1, 10, 3)
+
+
+def test_busy_is_of_the_last_moments_and_the_bubble_of_the_window() -> None:
+    *results, last = snapshots(prompt_tokens=10, max_new_tokens=3, issue_after_s=2.0)
+    assert [seen.window_s for seen in results] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert {seen.bubble_ratios for seen in results} == {(0.5, 0.75)}
+    assert results[0].stage_busy == pytest.approx((0.5 / 3, 0.25 / 3))
+    assert results[1].stage_busy == COMPUTE_S
+    assert results[1].chunk_throughput == 1.0
+    assert (last.window_s, last.elapsed_s) == (5.0, 7.0)
+
+
+def test_without_a_result_there_is_no_window() -> None:
+    (only,) = snapshots(prompt_tokens=10, max_new_tokens=0)
+    assert (only.window_s, only.bubble_ratios, only.chunks_done, only.kv_fragmentation) == (0.0, (), 0, None)

@@ -1,0 +1,372 @@
+import io
+import json
+import time
+import tracemalloc
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.inputs.generation_config import UNSUPPORTED
+from sarathi_pp.inputs.ids import SeenIds
+from sarathi_pp.inputs.lines import RawLine, read_lines
+from sarathi_pp.inputs.parse import LineError, ParsedLine, parse_line
+
+
+def parse(record: object, number: int = 7) -> ParsedLine:
+    data = record if isinstance(record, bytes) else json.dumps(record).encode()
+    return parse_line(RawLine(number, data), plain_text=False)
+
+
+def refused(record: object) -> LineError:
+    with pytest.raises(LineError) as caught:
+        parse(record)
+    return caught.value
+
+
+def chat_line(**body: object) -> dict[str, object]:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **body}
+    return {"custom_id": "c1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_the_three_prompt_forms_of_an_own_line():
+    assert parse({"prompt": "hi"}) == ParsedLine(7, "7", "own", prompt="hi")
+    assert parse({"prompt_token_ids": [1, 2]}).prompt_token_ids == (1, 2)
+    assert parse({"messages": [{"role": "user", "content": "hi"}]}).messages == [{"role": "user", "content": "hi"}]
+
+
+def test_sampling_keys_become_overrides_and_null_counts_as_absent():
+    line = {"prompt": "", "max_tokens": 0, "temperature": 0.5, "top_k": 3, "stop": ["a"], "seed": None, "min_p": 0}
+    assert parse(line).overrides == {
+        "max_new_tokens": 0,
+        "temperature": 0.5,
+        "top_k": 3,
+        "stop": ["a"],
+        "min_p": 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["a", 5, 5.5, True, ["x"], {"k": None}])
+def test_an_id_is_echoed_with_its_type(name):
+    parsed = parse({"id": name, "prompt": "p"})
+    assert parsed.id == name and type(parsed.id) is type(name)
+    assert parse({"custom_id": name, "prompt": "p"}).id == name
+
+
+def test_a_chat_batch_line():
+    parsed = parse(chat_line(max_completion_tokens=9, top_p=0.5, n=1, stream=False, user="u", logprobs=None))
+    assert (parsed.id, parsed.form) == ("c1", "openai-chat")
+    assert parsed.overrides == {"max_new_tokens": 9, "top_p": 0.5}
+
+
+@pytest.mark.parametrize(("prompt", "ids"), [("once", None), ([4, 5], (4, 5))])
+def test_a_completion_batch_line_takes_text_or_token_ids(prompt, ids):
+    parsed = parse({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": prompt, "max_tokens": 1}})
+    assert parsed.form == "openai-completion"
+    assert parsed.prompt_token_ids == ids
+    assert (parsed.prompt is None) == (ids is not None)
+
+
+def test_text_parts_are_joined_and_other_parts_refused():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse({"messages": [{"role": "user", "content": parts}]}).messages == [{"role": "user", "content": "a\nb"}]
+    error = refused({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+    assert error.code == "unsupported_parameter" and "image_url" in error.message
+
+
+@pytest.mark.parametrize(
+    ("record", "code", "word"),
+    [
+        (b'{"prompt": "x"', "invalid_json", "not JSON"),
+        (b"[1]", "invalid_json", "a list"),
+        (b'{"prompt": "x", "top_p": NaN}', "invalid_json", "NaN"),
+        (b'{"prompt": "x", "prompt": "y"}', "invalid_json", "twice"),
+        (b"[" * 100_000, "invalid_json", "deep"),
+        (b'{"prompt": "x", "tools": ' + b"[" * 128 + b"]" * 128 + b"}", "invalid_json", "deep: 128 levels"),
+        (b'{"prompt": "x", "tools": ' + b"[" * 127 + b"]" * 127 + b"}", "unsupported_parameter", "tools"),
+        (b'{"id": 1e999, "prompt": "x"}', "invalid_parameter", "finite"),
+        ({}, "missing_required_parameter", "none"),
+        ({"prompt": "a", "messages": []}, "invalid_parameter", "prompt and messages"),
+        ({"prompt": 5}, "invalid_parameter", "a number"),
+        ({"prompt_token_ids": []}, "empty_prompt", "prompt_token_ids"),
+        ({"prompt_token_ids": [1, True]}, "invalid_parameter", "prompt_token_ids[1]"),
+        ({"prompt_token_ids": [1.0]}, "invalid_parameter", "prompt_token_ids[0]"),
+        ({"messages": [{"content": "x"}]}, "invalid_parameter", "messages[0]"),
+        ({"prompt": "a", "temprature": 1}, "unknown_parameter", "temprature"),
+        ({"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}, "invalid_parameter", "twice"),
+        ({"prompt": "a", "id": 1, "custom_id": 1}, "invalid_parameter", "custom_id"),
+        ({"prompt": "a", "n": 2}, "unsupported_parameter", "n = 2"),
+        (chat_line(n=2), "unsupported_parameter", "n = 2"),
+        (chat_line(stream=True), "unsupported_parameter", "stream"),
+        (chat_line(tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
+        (chat_line(logit_bias={"1": 5}), "unsupported_parameter", "logit_bias"),
+        (chat_line(logprobs=0), "unsupported_parameter", "logprobs"),
+        (chat_line(prompt="x"), "unknown_parameter", "prompt"),
+        (chat_line(model=4), "invalid_parameter", "model"),
+        ({**chat_line(), "url": "/v1/embeddings"}, "invalid_parameter", "/v1/completions"),
+        ({**chat_line(), "url": ["x"]}, "invalid_parameter", "url"),
+        ({**chat_line(), "method": "GET"}, "invalid_parameter", "GET"),
+        ({**chat_line(), "body": None}, "missing_required_parameter", "body"),
+        ({**chat_line(), "custom_id": 3}, "missing_required_parameter", "custom_id"),
+        ({**chat_line(), "custom_idd": 3}, "unknown_parameter", "did you mean custom_id?"),
+        ({**chat_line(), "temperature": 0}, "unknown_parameter", "belong in body"),
+        (chat_line(label=3), "unknown_parameter", "label"),
+        ({"prompt": "a", "max_token": 1}, "unknown_parameter", "did you mean max_tokens?"),
+        ({"prompt": "a", "Temperature": 1}, "unknown_parameter", "did you mean temperature?"),
+        (b'{"prompt": "x", "label": 1e999}', "invalid_parameter", "finite"),
+        ({"prompt": "x", "label": "y" * 2**20}, "line_too_long", "1048576"),
+        (
+            {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": ["a", "b"]}},
+            "unsupported_parameter",
+            "several",
+        ),
+    ],
+)
+def test_a_bad_line_names_what_is_wrong(record, code, word):
+    error = refused(record)
+    assert error.code == code
+    assert word in error.message
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"max_tokens": -1}, "max_tokens is -1; it must be"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens is 1.5; it must be"),
+        ({"max_new_tokens": "8"}, "max_new_tokens is '8'; it must be"),
+        ({"top_k": -2}, "top_k is -2; it must be"),
+        ({"seed": 2.0**64}, "seed is 18446744073709551616; it must be"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens is 0; it must be"),
+        ({"add_special_tokens": 1}, "add_special_tokens is 1; it must be"),
+        ({"add_special_tokens": "no"}, 'add_special_tokens is "no"; it must be'),
+        ({"temperature": 10**400}, "temperature is 1000"),
+    ],
+)
+def test_a_wrong_value_is_named_by_the_key_that_the_line_has(setting, says):
+    for error in (refused({"prompt": "a", **setting}), refused(chat_line(**setting))):
+        assert error.code == "invalid_parameter" and error.message.startswith(says)
+        quoted = (error.summary or "").partition("; it must be")[0]
+        assert not any(character.isdigit() for character in quoted)
+
+
+def test_values_as_tables_and_other_engines_write_them():
+    overrides = parse({"prompt": "a", "max_tokens": 16.0, "seed": 1.0, "top_k": 5.0}).overrides
+    assert overrides == {"max_new_tokens": 16, "seed": 1, "top_k": 5}
+    assert all(type(value) is int for value in overrides.values())
+    assert SamplingParams(**parse({"prompt": "a", "top_k": -1}).overrides) == SamplingParams(top_k=0)
+    assert parse({"prompt": "a", "skip_special_tokens": False}).overrides == {"skip_special_tokens": False}
+    assert parse({"prompt": "a", "presence_penalty": 0.0, "repetition_penalty": 1.0}).overrides == {}
+
+
+def test_a_line_says_whether_its_prompt_gets_special_tokens():
+    assert parse({"prompt": "a"}).add_special_tokens
+    assert parse({"prompt": "a", "add_special_tokens": None}).add_special_tokens
+    assert parse({"prompt": "a", "add_special_tokens": True}).add_special_tokens
+    assert not parse({"prompt": "a", "add_special_tokens": False}).add_special_tokens
+    completion = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a", "add_special_tokens": False}}
+    assert not parse(completion).add_special_tokens
+    # What has no text has none to add; a template writes its own.
+    assert parse(chat_line(add_special_tokens=False)).messages
+    assert refused(chat_line(add_special_tokens=True)).code == "unsupported_parameter"
+    assert refused({"prompt_token_ids": [1], "add_special_tokens": True}).code == "unsupported_parameter"
+
+
+def test_a_line_switches_off_what_the_model_asks_for():
+    for setting, off in UNSUPPORTED.items():
+        for value in off:
+            assert parse({"prompt": "a", setting: value}).switched_off >= {setting}
+            assert parse(chat_line(**{setting: value})).switched_off >= {setting}
+        assert refused({"prompt": "a", setting: 77.5}).code == "unsupported_parameter"
+    assert parse({"prompt": "a", "min_tokens": 0}).switched_off == {"min_new_tokens", "min_length"}
+    assert parse({"prompt": "a", "n": 1}).switched_off == {"num_return_sequences"}
+    assert parse({"prompt": "a", "repetition_penalty": None}).switched_off == set(), "null is not given"
+    assert refused({"prompt": "a", "num_beams": True}).code == "unsupported_parameter"
+
+
+OWN = {"label": 3, "split": "train", "text": "", "prompt_id": 1, "metadata": {"a": [None]}, "idx": 0, "\ud800": 1.0}
+
+
+def test_keys_of_the_users_own_are_kept_and_change_nothing():
+    plain, labelled = parse({"prompt": "a", "seed": 1}), parse({"prompt": "a", **OWN, "seed": 1})
+    assert json.loads(labelled.extra) == OWN and plain.extra == b""
+    assert replace(labelled, extra=b"") == plain
+    assert json.loads(parse({**chat_line(), "label": 3}).extra) == {"label": 3}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["prompt_tokens", "completion_tokens", "num_output_tokens", "output_tokens", "n_tokens", "message", "tool"]
+    + ["function", "prompts", "prompt1", "prompt_1", "prompt_a", "seed1", "seed_2"]
+    + [
+        "step",
+        "shop",
+        "stow",
+        "top",
+        "need",
+        "feed",
+        "seek",
+        "send",
+        "see",
+        "speed",
+        "top_1",
+        "top_5",
+        "top_n",
+        "min_d",
+    ],
+)
+def test_a_column_of_ordinary_data_is_no_misspelt_parameter(key):
+    assert json.loads(parse({"prompt": "a", key: 1}).extra) == {key: 1}
+
+
+def test_an_error_keeps_the_users_own_keys():
+    assert json.loads(refused({"prompt": 5, "label": 3}).extra) == {"label": 3}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["max_token", "temprature", "top_pp", "ignore_oes", "max_tokns", "stops", "seeed"]
+    + ["esed", "topp", "top_kk", "Seed"],
+)
+def test_a_summary_names_the_key_and_quotes_no_value(key):
+    said = refused({"prompt": "secret", key: "secret"}).summary
+    assert f'"{key}"' in said and "did you mean" in said and "secret" not in said
+    said = refused(chat_line(**{"a secret of \n the user": 1})).summary
+    assert "secret" not in said and "unknown key" in said
+    assert "17" not in refused({"prompt": "a", "n": 17}).summary
+
+
+def test_an_error_carries_the_id_and_form_of_its_line():
+    error = refused({**chat_line(n=2), "custom_id": "mine"})
+    assert (error.line, error.id, error.form) == (7, "mine", "openai-chat")
+    assert refused({"id": 4, "prompt": 5}).id == 4
+    assert refused(b"{").id == "7"
+
+
+def test_no_depth_is_more_than_an_error_of_the_line():
+    """Reading, showing and writing take more of the stack than each other."""
+    codes = {refused(b'{"prompt": "x", "tools": ' + b"[" * n + b"]" * n + b"}").code for n in range(2, 1200)}
+    assert codes == {"unsupported_parameter", "invalid_json"}
+    broken = {refused(b'{"prompt": "\xff", "id": ' + b"[" * n + b"]" * n + b"}").code for n in range(2, 1200)}
+    assert broken == {"invalid_utf8"}
+
+
+@pytest.mark.parametrize("id", [b"1e999", b"[" * 40 + b"]" * 40])
+def test_an_id_that_could_not_be_written_and_read_again_is_neither_taken_nor_recovered(id):
+    assert refused(b'{"id": %s, "prompt": "x"}' % id).code == "invalid_parameter"
+    assert refused(b'{"id": %s, "prompt": "\xff"}' % id).id == "7"
+    assert refused(b'{"id": [[1]], "prompt": "\xff"}').id == [[1]]
+
+
+def test_invalid_utf8_keeps_an_id_that_can_be_read():
+    error = refused(b'{"id": "a", "prompt": "\xff"}')
+    assert (error.code, error.id) == ("invalid_utf8", "a")
+    assert "byte 23" in error.message
+    assert refused(b'{"id": "\xff", "prompt": ""}').id == "7"
+    with pytest.raises(LineError, match="byte 0"):
+        parse_line(RawLine(1, b"\xff"), plain_text=True)
+
+
+def test_plain_text_is_one_prompt_a_line_as_it_stands():
+    assert parse_line(RawLine(3, b' {"prompt": 1}  '), plain_text=True).prompt == ' {"prompt": 1}  '
+
+
+def test_lines_with_bom_crlf_blanks_and_no_final_newline():
+    data = b"\xef\xbb\xbf{1}\r\n\n  \r\n{2}\nlast"
+    assert list(read_lines(io.BytesIO(data))) == [RawLine(1, b"{1}"), RawLine(4, b"{2}"), RawLine(5, b"last")]
+    assert list(read_lines(io.BytesIO(b"\xef\xbb\xbf"))) == []
+
+
+class _Meter(io.BytesIO):
+    """A stream that records the longest piece anybody asked for."""
+
+    longest = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        data = super().readline(size)
+        self.longest = max(self.longest, len(data))
+        return data
+
+
+def test_a_line_over_the_cap_is_cut_and_skipped_without_being_held():
+    stream = _Meter(b"x" * 1_000_000 + b"\nnext\n" + b"y" * 100 + b"\r\n" + b"z" * 101)
+    lines = list(read_lines(stream, max_line_bytes=100))
+    assert [(line.number, line.cut, len(line.data)) for line in lines] == [
+        (1, True, 100 + 2),
+        (2, False, 4),
+        (3, False, 100),
+        (4, True, 101),
+    ]
+    assert stream.longest <= 64 * 2**10
+    with pytest.raises(LineError) as caught:
+        parse_line(lines[0], plain_text=False, max_line_bytes=100)
+    assert caught.value.code == "line_too_long" and "100 bytes" in caught.value.message
+
+
+@given(st.lists(st.binary(max_size=12).filter(lambda b: b"\n" not in b)), st.integers(min_value=1, max_value=8))
+def test_every_line_that_is_not_blank_is_seen_once_under_its_number(bodies, cap):
+    lines = list(read_lines(io.BytesIO(b"\n".join([b"first", *bodies])), max_line_bytes=cap))
+    expected = [
+        (number, body.removesuffix(b"\r"))
+        for number, body in enumerate([b"first", *bodies], start=1)
+        if body.strip() or len(body.removesuffix(b"\r")) > cap
+    ]
+    assert [line.number for line in lines] == [number for number, _ in expected]
+    assert [line.cut for line in lines] == [len(body) > cap for _, body in expected]
+    assert all(line.data == body for line, (_, body) in zip(lines, expected, strict=True) if not line.cut)
+
+
+def test_ids_compare_by_type_and_value():
+    seen = SeenIds()
+    names = [1, "1", True, 1.0, {"a": 1, "b": 2}, [1]]
+    assert [seen.first_line(name, line) for line, name in enumerate(names)] == [None] * 6
+    assert seen.first_line("1", 9) == 1
+    assert seen.first_line({"b": 2, "a": 1}, 10) == 4
+
+
+def peak_bytes(data: bytes) -> int:
+    tracemalloc.start()
+    try:
+        with suppress(LineError):
+            parse_line(RawLine(1, data), plain_text=False)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def filled(size: int, unit: str, begin: str = '{"prompt_token_ids": [', end: str = "0]}") -> bytes:
+    return (begin + unit * (size // len(unit)) + end).encode()
+
+
+@pytest.mark.parametrize("unit", ["{},", "[],", '"",', '"\u00e9\u00e8",', "[[[]]],", '{"a":1},', '"\\\\",'])
+def test_what_a_line_takes_is_bounded_by_its_bytes(unit):
+    """Empty objects would take 27 times as much as they are long."""
+    size = 4 * 2**20
+    assert peak_bytes(filled(size, unit)) < 8 * size
+    assert refused(filled(size, unit)).code == "line_too_long"
+
+
+def test_names_are_bounded_too():
+    pairs = "".join(f'"{number:x}":1,' for number in range(400_000))
+    line = f'{{"id": {{{pairs}"last":1}}, "prompt": ""}}'.encode()
+    assert peak_bytes(line) < 8 * len(line)
+
+
+def test_a_long_line_of_ordinary_parts_is_none_of_that():
+    """Token ids; a text of braces and quotes; a conversation."""
+    million = parse_line(RawLine(1, filled(7_000_000, "123456,")), plain_text=False)
+    assert len(million.prompt_token_ids) == 1_000_001
+    text = '{["\\' * 500_000
+    assert parse({"prompt": text}).prompt == text
+    messages = [{"role": "user", "content": "word " * 20}] * 20_000
+    assert len(parse({"messages": messages}).messages) == 20_000
+
+
+def test_a_long_line_without_an_end_is_read_once():
+    """However often something in it may be the beginning of a string."""
+    for tail in ('\\"' * 4_000_000, '"' + "\\" * 4_000_001, "\\" * 4_000_001):
+        began_s = time.monotonic()
+        assert refused(('{"prompt": "' + tail).encode()).code == "invalid_json"
+        assert time.monotonic() - began_s < 3 * 3.0

@@ -1,0 +1,273 @@
+"""The instructions that kernels are made of, each against numpy or torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from sarathi_pp_kernels.cpu.simd.compile import compiled, has_lanes
+from sarathi_pp_kernels.cpu.simd.gate import silu_multiply_lines
+from sarathi_pp_kernels.cpu.simd.memory import (
+    load_bf16,
+    load_float,
+    load_half,
+    load_index,
+    load_word,
+    round_lines,
+    store_bf16,
+    store_float,
+    store_word,
+)
+from sarathi_pp_kernels.cpu.simd.products import add_weighted, dot_lines, dot_tile
+from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
+from sarathi_pp_kernels.cpu.simd.softmax import exponential, hide, largest, weigh_lines
+from sarathi_pp_kernels.cpu.simd.transpose import pair, transpose
+
+from sarathi_pp.model.fuse.packed_linear import to_panels
+
+needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
+
+
+@needs_lanes
+@pytest.mark.parametrize("lines", [1, 2, 3])
+@pytest.mark.parametrize("asks", [0, 1])
+def test_sixteen_products_of_lines_each_in_its_lane(lines: int, asks: int) -> None:
+    @compiled()
+    def products(query, keys, out):  # type: ignore[no-untyped-def]
+        dot_lines(lines, asks, query, keys, out, keys)
+
+    torch.manual_seed(lines)
+    query, keys = torch.randn(32 * lines).bfloat16(), torch.randn(16, 32 * lines).bfloat16()
+    out = torch.full((20,), 7.0)
+    products(query.data_ptr(), keys.data_ptr(), out.data_ptr())
+    torch.testing.assert_close(out[:16].double(), keys.double() @ query.double(), rtol=1e-5, atol=1e-5)
+    assert bool((out[16:] == 7).all())
+
+
+@needs_lanes
+@pytest.mark.parametrize(("heads", "lines"), [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("tokens", [1, 2, 10])
+def test_weighted_values_are_added(heads: int, lines: int, tokens: int) -> None:
+    """What stands where a second token is not there counts for nothing, be it NaN."""
+    odd = tokens % 2
+
+    @compiled()
+    def add(values, weights, step, sums, pairs):  # type: ignore[no-untyped-def]
+        add_weighted(heads, lines, odd, values, weights, step, sums, pairs, values)
+
+    torch.manual_seed(tokens)
+    values = torch.randn(tokens + odd, 32 * lines).bfloat16()
+    weights, sums = torch.randn(heads, tokens + 3).bfloat16(), torch.randn(heads, 32 * lines)
+    expected = sums.double() + weights[:, :tokens].double() @ values[:tokens].double()
+    values[tokens:] = torch.nan
+    add(values.data_ptr(), weights.data_ptr(), tokens + 3, sums.data_ptr(), (tokens + 1) // 2)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_lanes
+@pytest.mark.parametrize("channels", [32, 96])
+def test_rotated_lines_are_rounded_as_torchs(channels: int) -> None:
+    @compiled()
+    def rotate(source, to, cos, sin, lines):  # type: ignore[no-untyped-def]
+        rotate_lines(source, to, cos, sin, lines)
+
+    torch.manual_seed(channels)
+    x, cos, sin = (torch.randn(channels).bfloat16() for _ in range(3))
+    turned = torch.cat((-x[channels // 2 :], x[: channels // 2]))
+    expected = x * cos + turned * sin
+    rotate(x.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), channels // 32)
+    assert torch.equal(x, expected)
+
+
+@needs_lanes
+@pytest.mark.parametrize(("rows", "panels"), [(1, 1), (6, 4), (12, 2), (28, 1)])
+@pytest.mark.parametrize(("rounded", "asks"), [(0, 0), (1, 1), (1, 2)])
+def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) -> None:
+    @compiled()
+    def product(weight, words, x, pairs, begin, out, width):  # type: ignore[no-untyped-def]
+        dot_tile(rows, panels, asks, rounded, weight, words, x, pairs, 1, pairs, begin, out, width, weight, 64)
+
+    torch.manual_seed(rows)
+    inputs, width = 10, 16 * panels
+    weight, x = torch.randn(width, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
+    begin = torch.randn(width)
+    laid_out = to_panels(weight).contiguous()
+    # Rows of the output lie farther apart than they are wide: what lies between is not touched.
+    out = torch.full((rows, width + 3), 7.0, dtype=torch.bfloat16 if rounded else torch.float32)
+    product(
+        laid_out.data_ptr(), inputs // 2 * 16, x.data_ptr(), inputs // 2, begin.data_ptr(), out.data_ptr(), width + 3
+    )
+    expected = x.double() @ weight.double().T + begin.double()
+    torch.testing.assert_close(out[:, :width].double(), expected, rtol=2**-8 if rounded else 1e-5, atol=1e-5)
+    assert bool((out[:, width:] == 7).all())
+
+
+@needs_lanes
+def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite() -> None:
+    @compiled()
+    def convert(source, to, lines):  # type: ignore[no-untyped-def]
+        round_lines(source, to, lines)
+
+    torch.manual_seed(0)
+    values = torch.randn(64) * torch.logspace(-30, 30, 64)
+    values[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1 + 2**-8, 1 + 3 * 2**-8, -0.0])
+    out = torch.empty(64, dtype=torch.bfloat16)
+    convert(values.data_ptr(), out.data_ptr(), 4)
+    assert torch.equal(out.view(torch.int16)[1:], values.bfloat16().view(torch.int16)[1:]) and bool(out[0].isnan())
+
+
+@needs_lanes
+@pytest.mark.parametrize("slope", [0.05, 1.0, 30.0])
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_weights_are_powers_of_two_and_their_sum(slope: float, rows: int) -> None:
+    @compiled()
+    def weigh(scores, step, to, to_step, lines, slope, tops, sums):  # type: ignore[no-untyped-def]
+        weigh_lines(rows, scores, step, to, to_step, lines, slope, tops, sums)
+
+    torch.manual_seed(1)
+    scores, sums = 10 * torch.randn(rows, 170), torch.full((rows + 1,), 7.0)
+    tops = scores[:, :160].amax(dim=1) * slope
+    scores[:, 7] = -1e30
+    out = torch.full((rows, 180), 7.0).bfloat16()
+
+    def run() -> None:
+        addresses = scores.data_ptr(), 170, out.data_ptr(), 180, 10
+        weigh(*addresses, torch.tensor(slope).numpy()[()], tops.data_ptr(), sums.data_ptr())
+
+    run()
+    expected = torch.exp2(scores[:, :160].double() * slope - tops.double()[:, None])
+    torch.testing.assert_close(out[:, :160].double(), expected, rtol=2**-8, atol=1e-37)
+    torch.testing.assert_close(sums[:rows].double(), expected.sum(dim=1), rtol=2e-5, atol=0)
+    assert bool((out[:, 7] == 0).all()) and bool((out[:, 160:] == 7).all()) and float(sums[rows]) == 7
+    scores[-1, 9] = torch.nan
+    run()
+    assert bool(sums[rows - 1].isnan()) and bool(out[-1, 9].isnan()) and not bool(sums[: rows - 1].isnan().any())
+
+
+@needs_lanes
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_largest_is_found_in_every_lane_and_beside_nan(rows: int) -> None:
+    @compiled()
+    def find(scores, step, lines, found):  # type: ignore[no-untyped-def]
+        largest(rows, scores, step, lines, found)
+
+    for place in (0, 5, 16, 47):
+        values, found = -torch.rand(rows, 60) - 1, torch.full((rows + 1,), 7.0)
+        values[:, place] = -0.5 - torch.arange(rows) / 8
+        values[:, (place + 3) % 48], values[:, 48:] = torch.nan, 9
+        find(values.data_ptr(), 60, 3, found.data_ptr())
+        assert torch.equal(found, torch.tensor([-0.5 - row / 8 for row in range(rows)] + [7.0]))
+    nothing, found = torch.full((rows, 16), -torch.inf), torch.zeros(rows)
+    find(nothing.data_ptr(), 16, 1, found.data_ptr())
+    assert bool((found == -torch.inf).all())
+
+
+@needs_lanes
+@pytest.mark.parametrize(("low", "high"), [(0, 64), (0, 1), (3, 17), (16, 32), (33, 33), (64, 64), (0, 0), (20, 9)])
+def test_scores_outside_are_hidden(low: int, high: int) -> None:
+    @compiled()
+    def run(scores, low, high):  # type: ignore[no-untyped-def]
+        hide(scores, low, high, 64)
+
+    scores = torch.arange(70.0)
+    scores[5:64:7] = torch.nan  # of what was never written, and of a broken sequence
+    expected = scores.clone()
+    expected[:low] = -1e30
+    expected[high:64] = -1e30
+    run(scores.data_ptr(), low, high)
+    assert torch.equal(scores.nan_to_num(nan=-5.0), expected.nan_to_num(nan=-5.0))
+
+
+@needs_lanes
+@pytest.mark.parametrize("rows", [1, 2, 10, 16, 18, 28, 33])
+@pytest.mark.parametrize("words", [1, 16, 41])
+def test_rows_are_transposed_and_the_rest_is_nothing(rows: int, words: int) -> None:
+    @compiled()
+    def run(x, row_words, present, to, rows, words):  # type: ignore[no-untyped-def]
+        transpose(x, row_words, present, to, rows, words)
+
+    torch.manual_seed(rows)
+    for present in {1, max(1, rows - 1), rows, rows + 3}:
+        x = torch.randint(-(2**31), 2**31, (present, words + 3), dtype=torch.int32)
+        to = torch.full((words * rows + 5,), 7, dtype=torch.int32)
+        run(x.data_ptr(), words + 3, present, to.data_ptr(), rows, words)
+        expected = torch.zeros(words, rows, dtype=torch.int32)
+        expected[:, :present] = x[:rows, :words].T
+        assert torch.equal(to[: words * rows].view(words, rows), expected) and bool((to[words * rows :] == 7).all())
+
+
+@needs_lanes
+@pytest.mark.parametrize("lines", [1, 5])
+def test_two_rows_are_paired_and_one_alone_with_zeros(lines: int) -> None:
+    @compiled()
+    def run(low, high, has_high, to, step):  # type: ignore[no-untyped-def]
+        pair(low, high, has_high, to, step, lines)
+
+    low, high = torch.randint(-(2**15), 2**15, (2, 16 * lines), dtype=torch.int16)
+    for has_high in (True, False):
+        to = torch.full((lines, 20), 7, dtype=torch.int32)
+        run(low.data_ptr(), high.data_ptr() if has_high else 0, has_high, to.data_ptr(), 20)
+        halves = to[:, :16].contiguous().view(torch.int16).view(-1, 2)
+        assert torch.equal(halves[:, 0], low) and bool((to[:, 16:] == 7).all())
+        assert torch.equal(halves[:, 1], high if has_high else torch.zeros_like(high))
+
+
+@needs_lanes
+def test_a_gate_is_what_torch_makes_of_it() -> None:
+    """Of every bfloat16, to the last bit; only numbers too small for a full mantissa may become 0."""
+
+    @compiled()
+    def run(gate, up, to, lines):  # type: ignore[no-untyped-def]
+        silu_multiply_lines(gate, up, to, lines)
+
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    torch.manual_seed(1)
+    up, out = torch.randn(2**16).bfloat16(), torch.empty(2**16, dtype=torch.bfloat16)
+    up[49152:49160] = torch.tensor([torch.nan, torch.inf] * 4)  # beside gates from 2 on
+    run(gate.data_ptr(), up.data_ptr(), out.data_ptr(), 2**12)
+    gated = torch.nn.functional.silu(gate)
+    expected = gated * up
+    same = (out.view(torch.int16) == expected.view(torch.int16)) | (out.isnan() & expected.isnan())
+    tiny = torch.finfo(torch.bfloat16).tiny
+    small = (gated.abs() <= tiny) | (expected.abs() <= tiny)
+    assert bool((same | (small & (out.abs() <= 8 * tiny))).all()) and int((~same).sum()) < 1000
+
+
+def test_the_exponential_is_as_exact_as_float32() -> None:
+    @compiled()
+    def each(source, to, count):  # type: ignore[no-untyped-def]
+        for at in range(count):
+            store_float(to, at, exponential(load_float(source, at)))
+
+    values = torch.cat([-torch.logspace(-20, 1.9, 1000), torch.tensor([0.0, -80.5, -1e30, -torch.inf, torch.nan])])
+    out = torch.empty_like(values)
+    each(values.data_ptr(), out.data_ptr(), len(values))
+    torch.testing.assert_close(out[:1001].double(), values[:1001].double().exp(), rtol=2e-7, atol=0)
+    assert out[1001:1004].tolist() == [0, 0, 0] and bool(out[-1].isnan())
+
+
+@needs_lanes
+def test_loads_and_stores_count_in_elements() -> None:
+    @compiled()
+    def copy(words, halves, floats, rounded, indices, out, more):  # type: ignore[no-untyped-def]
+        store_word(out, 1, load_word(words, 2))
+        store_word(out, 2, load_half(halves, 3))
+        store_bf16(more, 1, load_float(floats, 1))
+        store_float(out, 3, load_bf16(rounded, 2))
+        return load_index(indices, 1)
+
+    words, halves = torch.tensor([1, 2, -3], dtype=torch.int32), torch.tensor([1, 2, 3, -4], dtype=torch.int16)
+    floats, rounded = torch.tensor([0.0, 1.0039]), torch.tensor([1.0, 2.0, -2.5]).bfloat16()
+    indices, out = torch.tensor([5, 1 << 40]), torch.zeros(4, dtype=torch.int32)
+    more = torch.zeros(2, dtype=torch.bfloat16)
+    found = copy(*(one.data_ptr() for one in (words, halves, floats, rounded, indices, out, more)))
+    assert found == 1 << 40 and out[:3].tolist() == [0, -3, 65532]
+    assert float(out[3:].view(torch.float32)) == -2.5 and float(more[1]) == float(torch.tensor(1.0039).bfloat16())
+
+
+def test_a_processor_is_known_by_all_its_features() -> None:
+    assert has_lanes("+64bit,+avx512bf16,+avx512bw,+avx512f,-amx-bf16")
+    for features in ("", "+avx512bw,+avx512f", "-avx512bf16,+avx512bw,+avx512f", "+avx512bf16,+avx512f"):
+        assert not has_lanes(features)

@@ -1,0 +1,242 @@
+"""Every kernel compiles for Ampere and for Hopper, without a GPU: the interpreter takes what the compiler does not.
+
+Of the attention's kernel the machine code is read as well. What makes it fast is decided by Triton's passes, which say
+nothing where they give up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# In a process of its own: here kernels are the interpreter's. A type is a pointer's, a number's, or the value of a
+# constant; None stands for an argument that is not given.
+_COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from sarathi_pp_kernels.triton import gate, norm, rotary, sampling
+
+def sources(dtype):
+    row = "*" + dtype
+    yield gate._gate_rows, (row, row, "i32", 1024), {}
+    for added in (row, None):
+        yield norm._norm_rows, (row, added, row, row, "fp32", 4096, 4096), {"num_warps": 8}
+    for gain in (row, None):
+        heads = (row, row, row, "*i64", "*i64", row, row, gain, gain, "fp32", "i32", "i32", 4, 4, 48, 64)
+        yield rotary._rotate_rows, heads, {"num_warps": 1, "enable_fp_fusion": False}
+    eight = {"num_warps": 8}
+    yield sampling._find_peaks, (row, "*i64", "*fp32", 128256, 4096), eight
+    yield sampling._weigh, (row, "*fp32", "*i64", "*fp64", "*fp64", 128256, 4096), eight
+    yield sampling._invert, ("*fp64", "*i64", "*fp64", 128256, 4096), eight
+
+target = GPUTarget("cuda", int(sys.argv[1]), 32)
+for dtype in ("bf16", "fp32"):
+    for kernel, types, options in sources(dtype):
+        given = dict(zip(kernel.arg_names, types, strict=True))
+        constants = {name: kind for name, kind in given.items() if not isinstance(kind, str)}
+        signature = {name: "constexpr" if name in constants else kind for name, kind in given.items()}
+        source = triton.compiler.ASTSource(kernel, signature, constants)
+        compiled = triton.compile(source, target=target, options=options)
+        assert compiled.asm["cubin"], kernel
+        if options.get("enable_fp_fusion") is False:
+            # Of bfloat16 there are: Ampere multiplies so, and adds a zero.
+            fused = [line for line in compiled.asm["ptx"].splitlines() if "fma.rn.f32" in line]
+            assert not fused, f"products are not rounded before they are added: {fused[0]}"
+        print(kernel.__name__)
+"""
+
+
+# The kernel as `paged_attention` launches it for Llama-3-8B, its arguments specialised as a launch does: by alignment,
+# and numbers that are 1. Arguments of the program: (start, tokens) of a microbatch's sequences, and capabilities.
+_ATTEND = """
+import json, subprocess, sys, tempfile
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from sarathi_pp_kernels.triton import paged_attention as module
+from sarathi_pp_kernels.triton.attention_work import Blocks, Extent, cut_work
+
+nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+cpu = torch.device("cpu")
+
+class Recorder:
+    def __getitem__(self, grid):
+        self.grid = grid
+        return self
+    def __call__(self, *args, **options):
+        self.args, self.options = args, options
+
+def launched(extents, pages):
+    parts, row = [], 0
+    for start, tokens in extents:
+        parts.append(Extent(row, tokens, start, 0))
+        row += tokens
+    work = cut_work(parts, Blocks.of(4, 128, 2), None, 8, 132, cpu)
+    qkv = torch.empty(row, 48, 128, dtype=torch.bfloat16)
+    pool = torch.empty(1, 8, 16, 128, dtype=torch.bfloat16)
+    kernels, module._attend, module._merge = (module._attend, module._merge), Recorder(), Recorder()
+    module.paged_attention(qkv[:, :32], pool, pool, pages, work, scaling=0.1, softcap=None, sinks=None)
+    found, module._attend, module._merge = module._attend, *kernels
+    return found
+
+def specialised(kernel, found):
+    types, constants, even = {}, {}, {}
+    args = dict(zip(kernel.arg_names, found.args))
+    for place, parameter in enumerate(kernel.params):
+        name = parameter.name
+        value = args[name] if name in args else found.options[name]
+        if isinstance(value, torch.Tensor):
+            kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
+            types[name], number = kinds[value.dtype], value.data_ptr()
+        elif isinstance(value, float):
+            types[name], number = "fp32", 1
+        elif value is None or name not in args or value == 1:
+            types[name], constants[name], number = "constexpr", value, 1
+        else:
+            types[name], number = "i32", value
+        if number % 16 == 0 and not parameter.do_not_specialize_on_alignment:
+            even[(place,)] = [["tt.divisibility", 16]]
+    return types, constants, even
+
+def code(kernel, capability, found):
+    options = {name: value for name, value in found.options.items() if name not in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, *specialised(kernel, found))
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        text = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return {"text": text, "shared": made.metadata.shared}
+
+extents, capabilities = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+table = torch.zeros(3, dtype=torch.int64)
+assert table.data_ptr() % 16 == 0
+found = launched(extents, table)
+assert specialised(module._attend, found) == specialised(module._attend, launched(extents, table[1:]))
+print(json.dumps({capability: code(module._attend, capability, found) for capability in capabilities}))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
+    found = {*_compiled(tmp_path, _COMPILE, str(capability)).split()}
+    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_find_peaks", "_weigh", "_invert"}
+
+
+@pytest.fixture(scope="module")
+def attend(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Code]:
+    """By the microbatch's shape and the capability of the device."""
+    shapes: dict[str, list[tuple[int, int]]] = {"decodes": [(1024, 1)] * 64, "chunk": [(4096, 512)]}
+    found = {}
+    for name, extents in shapes.items():
+        made = _compiled(tmp_path_factory.mktemp(name), _ATTEND, json.dumps(extents), json.dumps([80, 90]))
+        for capability, code in json.loads(made).items():
+            found[name, int(capability)] = Code.of(code["text"], code["shared"])
+    return found
+
+
+# Loops over keys of few rows, and of many behind them where there are chunks.
+_KINDS = [("decodes", 80), ("chunk", 80), ("decodes", 90), ("chunk", 90)]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_registers_are_not_spilled_in_loops(attend: dict[tuple[str, int], Code], kind: tuple[str, int]) -> None:
+    """And nowhere on Hopper: its products run on where no register of theirs is short."""
+    code = attend[kind]
+    assert not any(_named(part, "STL", "LDL") for part in code.loops + [code.instructions] * (kind[1] == 90))
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_keys_and_values_are_under_way_while_a_block_is_multiplied(
+    attend: dict[tuple[str, int], Code], kind: tuple[str, int]
+) -> None:
+    """Copied to shared memory asynchronously, 16 bytes a thread; what a block begins with waits for no later one."""
+    loops = attend[kind].loops
+    assert len(loops) == (1 if kind[0] == "decodes" else 2)
+    for loop in loops:
+        copies = _named(loop, "LDGSTS")
+        assert len(copies) == (16 if kind[0] == "decodes" else 8) and all(".128" in copy for copy in copies)
+        first_wait, *_ = _named(loop, "DEPBAR")
+        assert int(first_wait.split(",")[1], 16) >= 3, "keys and values of the next block, and values of this one"
+        # Everything else that is read is page ids, and nothing waits for those of this block.
+        assert len(_named(loop, "LDG")) == len(copies) // 2
+        assert not any("64" in load.split(" ")[0] or "128" in load.split(" ")[0] for load in _named(loop, "LDG"))
+
+
+def test_chunks_are_multiplied_by_warp_groups_on_hopper(attend: dict[tuple[str, int], Code]) -> None:
+    """Two products, each of some instructions that run as one: where registers are short, ptxas waits for each."""
+    few, many = attend["chunk", 90].loops
+    products = _named(many, "HGMMA")
+    assert {product.split(" ")[0] for product in products} == {"HGMMA.64x64x16.F32.BF16", "HGMMA.64x128x16.F32.BF16"}
+    assert sum("gsb0" in product for product in products) == 2
+    assert not _named(many, "HMMA") and len(_named(few, "HMMA")) == 16
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_weights_of_a_chunk_stay_in_registers(attend: dict[tuple[str, int], Code], capability: int) -> None:
+    """From product to product: each warp has whole rows, so that maxima and sums need no shared memory either."""
+    many = attend["chunk", capability].loops[1]
+    assert not _named(many, "STS", "STSM") and len(_named(many, "BAR")) <= 6
+
+
+def test_loops_are_short(attend: dict[tuple[str, int], Code]) -> None:
+    """Addresses and masks cost what products do not: about a hundred of a chunk's instructions, which most blocks of
+    keys jump over, are the masks'.
+    """
+    most = {("decodes", 80): 460, ("chunk", 80): 720, ("decodes", 90): 460, ("chunk", 90): 530}
+    lengths = {kind: len(code.loops[-1]) for kind, code in attend.items()}
+    assert all(lengths[kind] <= length for kind, length in most.items()), lengths
+    assert all(len(_named(loop, "BRA")) >= 2 for code in attend.values() for loop in code.loops)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Machine code. loops: the innermost ones that read keys. shared: bytes of shared memory."""
+
+    instructions: list[str]
+    loops: list[list[str]]
+    shared: int
+
+    @classmethod
+    def of(cls, text: str, shared: int) -> Code:
+        instructions: list[str] = []
+        labels: dict[str, int] = {}
+        for line in text.splitlines():
+            if label := re.match(r"\s*(\.L_\w+):", line):
+                labels[label[1]] = len(instructions)
+            elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
+                instructions.append(instruction[1])
+        jumps = [(re.search(r"BRA.*?(\.L_\w+)", line), end) for end, line in enumerate(instructions)]
+        spans = [(labels[jump[1]], end + 1) for jump, end in jumps if jump and labels.get(jump[1], end) < end]
+        inner = [
+            (begin, end)
+            for begin, end in spans
+            if not any(begin <= other and last <= end for other, last in spans if (other, last) != (begin, end))
+        ]
+        loops = [instructions[begin:end] for begin, end in inner]
+        return cls(instructions, [loop for loop in loops if _named(loop, "LDGSTS")], shared)
+
+
+def _named(instructions: list[str], *names: str) -> list[str]:
+    return [line for line in instructions if line.split(" ")[0].split(".")[0] in names]
+
+
+def _compiled(cache: Path, program: str, *arguments: str) -> str:
+    """What the program prints, in a process where kernels are not the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join((str(ROOT / "kernels"), environment.get("PYTHONPATH", "")))
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+    command = (sys.executable, "-P", "-c", program, *arguments)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout

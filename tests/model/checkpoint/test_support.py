@@ -1,0 +1,228 @@
+"""Refusals, and facts that agree with transformers' own defaults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError, UnsupportedModelError
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.families import FAMILIES as SUPPORTED
+from tests.model.families import FAMILIES, VOCAB_SIZE, architecture, write_checkpoint
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 5,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+}
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a model of one tensor with LLAMA's config.json, keys changed, or left out where None."""
+
+    def write(**changed: Any) -> Path:
+        config = {key: value for key, value in (LLAMA | changed).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file({"model.norm.weight": torch.ones(48)}, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_of_a_saved_model(family: str, tmp_path: Path) -> None:
+    model = write_checkpoint(family, tmp_path, shards=2)
+    facts, config = check_model(tmp_path), model.config
+    assert facts.architecture == type(model).__name__
+    assert facts.model_type == config.model_type
+    assert facts.num_layers == config.num_hidden_layers
+    assert facts.hidden_size == config.hidden_size
+    assert facts.num_heads == config.num_attention_heads
+    assert facts.vocab_size == config.vocab_size
+    assert facts.max_position_embeddings == config.max_position_embeddings == 512
+    assert facts.tie_word_embeddings == config.tie_word_embeddings
+    assert facts.dtype == "float32"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """A config.json with nothing that has a default, and one with the optional counts set to null."""
+    known = SUPPORTED[architecture(family)]
+    sizes = {
+        known.keys.get(key, key): value
+        for key, value in LLAMA.items()
+        if key not in ("architectures", "model_type", "intermediate_size")
+    }
+    bare = sizes | {"architectures": [known.architecture], "model_type": known.model_type}
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(bare))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    facts = check_model(tmp_path)
+    heads = config.num_attention_heads
+    assert facts.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
+    assert facts.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    assert facts.tie_word_embeddings == config.tie_word_embeddings
+
+
+def test_dtype_is_that_of_most_bytes(write: Write) -> None:
+    directory = write(dtype="float16")
+    tensors = {"a": torch.ones(100, dtype=torch.bfloat16), "b": torch.ones(40), "c": torch.ones(99).bool()}
+    save_file(tensors, directory / "model.safetensors")
+    assert check_model(directory).dtype == "bfloat16"
+
+
+def test_float64_is_computed_in_the_widest_type_that_runs(write: Write) -> None:
+    assert check_model(write(dtype="float64")).dtype == "float32"
+
+
+def test_fingerprint_sees_config_names_shapes_and_types_but_not_place(write: Write, tmp_path: Path) -> None:
+    first = check_model(write()).fingerprint
+    assert check_model(write()).fingerprint == first
+    assert check_model(write(rms_norm_eps=1e-5)).fingerprint != first
+    for tensors in ({"a": torch.ones(48)}, {"model.norm.weight": torch.ones(47)}):
+        save_file(tensors, write() / "model.safetensors")
+        assert check_model(tmp_path).fingerprint != first
+
+
+@pytest.mark.parametrize("missing", ["directory", "config", "weights"])
+def test_what_is_not_there_is_named(missing: str, write: Write) -> None:
+    directory = write()
+    if missing == "directory":
+        directory = directory / "absent"
+    else:
+        (directory / {"config": "config.json", "weights": "model.safetensors"}[missing]).unlink()
+    expected = {"directory": "absent", "config": "config.json", "weights": "model.safetensors"}[missing]
+    with pytest.raises(MissingError, match=expected) as caught:
+        check_model(directory)
+    assert caught.value.exit_code == 66
+
+
+def test_a_file_is_not_a_model(write: Write) -> None:
+    with pytest.raises(InputError, match="is a file; give the directory"):
+        check_model(write() / "config.json")
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, "FalconForCausalLM"),
+    "no architecture": ({"architectures": None, "model_type": "falcon"}, "falcon"),
+    "no type": ({"architectures": None, "model_type": None}, "None is not supported"),
+    "architecture of another type": ({"model_type": "mistral"}, "mistral"),
+    "not a list": ({"architectures": "LlamaForCausalLM"}, "not supported"),
+    "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "Classification"),
+    "multi-modal": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+        "ConditionalGeneration",
+    ),
+    "vision tower": ({"vision_config": {"hidden_size": 8}}, "vision_config"),
+    "quantised": ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+    "quantised for MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "quantised weights"),
+    "layers of several sizes": ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
+    "encoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
+    "cross attention": ({"add_cross_attention": True}, "add_cross_attention"),
+    "bidirectional": ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "old rope key": ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+    "oldest longrope": ({"rope_scaling": {"type": "su"}}, "su"),
+    "both rope keys": ({"rope_scaling": {"rope_type": "default", "type": "dynamic"}}, "dynamic"),
+    "rope per layer type": (
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "longrope"},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+        "longrope",
+    ),
+    "linear attention": ({"layer_types": ["full_attention"] * 4 + ["linear_attention"]}, "linear_attention"),
+    "chunked attention": ({"layer_types": ["chunked_attention"] * 5}, "chunked_attention"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_what_is_not_proven_is_refused_in_a_line(case: str, write: Write) -> None:
+    changed, message = UNSUPPORTED[case]
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        check_model(write(**changed))
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value)) < 330
+
+
+def test_custom_code_is_refused(write: Write) -> None:
+    with pytest.raises(UnsafeError, match="auto_map") as caught:
+        check_model(write(auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}))
+    assert caught.value.exit_code == 77
+
+
+def test_pickled_weights_are_refused(write: Write) -> None:
+    directory = write()
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(UnsafeError, match="pickled"):
+        check_model(directory)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"vocab_size": None},
+        {"hidden_size": "48"},
+        {"num_hidden_layers": 0},
+        {"num_attention_heads": True},
+        {"num_key_value_heads": -1},
+        {"max_position_embeddings": 1.5},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": "full_attention"},
+        {"tie_word_embeddings": "false"},
+        {"is_encoder_decoder": "false"},
+        {"attention_dropout": -0.1},
+        {"sliding_window": 0},
+    ],
+    ids=str,
+)
+def test_nonsense_in_the_config_is_named(changed: dict[str, Any], write: Write) -> None:
+    with pytest.raises(InputError, match="vocab_size" if None in changed.values() else next(iter(changed))):
+        check_model(write(**changed))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])
+def test_a_broken_config_is_named(text: str, write: Write) -> None:
+    directory = write()
+    (directory / "config.json").write_text(text)
+    with pytest.raises(InputError, match="config.json"):
+        check_model(directory)
+
+
+def test_a_config_may_leave_out_the_architecture(write: Write) -> None:
+    assert check_model(write(architectures=None)).architecture == "LlamaForCausalLM"
+
+
+def test_checking_loads_neither_torch_nor_transformers(write: Write) -> None:
+    code = (
+        "import sys, pathlib; from sarathi_pp.model.checkpoint.support import check_model; "
+        "print(check_model(pathlib.Path(sys.argv[1])).num_layers, "
+        "sorted({'torch', 'transformers', 'safetensors', 'numpy'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(write())]
+    done = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    assert done.stdout.strip() == "5 []", done.stderr
+
+
+def test_every_refusal_is_one_of_ours() -> None:
+    for error in (InputError, MissingError, UnsafeError, UnsupportedModelError):
+        assert issubclass(error, SarathiError)

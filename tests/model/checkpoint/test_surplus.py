@@ -1,0 +1,110 @@
+"""Tensors that decide nothing are left aside with a note; anything else without a place stays an error."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sarathi_pp.errors import InputError, UnsupportedModelError
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.checkpoint.files import SINGLE_FILE, open_checkpoint
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.checkpoint.surplus import surplus_kind
+from sarathi_pp.model.stage_model import load_stage
+from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
+from tests.model.test_stage_model import relative_error, run_schedule
+
+CPU = torch.device("cpu")
+LAYERS = "model.layers.0.self_attn"
+
+SURPLUS: dict[str, torch.Tensor] = {
+    f"{LAYERS}.rotary_emb.inv_freq": torch.ones(6),
+    f"{LAYERS}.rotary_emb.cos_cached": torch.ones(1, 1, 512, 12),
+    "model.rotary_emb.inv_freq": torch.ones(6),
+    f"{LAYERS}.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+    f"{LAYERS}.masked_bias": torch.tensor(-1e9),
+    "model.position_ids": torch.arange(8),
+    f"{LAYERS}.k_scale": torch.ones(1),
+    "v_head.summary.weight": torch.zeros(1, 48),
+    "score.weight": torch.zeros(1, 48),
+    "statistics.counts": torch.zeros(3, dtype=torch.uint16),
+    "num_batches_tracked": torch.tensor(3),
+}
+ERRORS: dict[str, torch.Tensor] = {
+    f"{LAYERS}.q_proj.lora_A.weight": torch.zeros(2, 48),
+    f"{LAYERS}.bias": torch.zeros(48),
+    "model.layers.5.mlp.up_proj.weight": torch.zeros(2, 48),
+    "lm_head.bias": torch.zeros(128),
+    f"{LAYERS}.q_proj.weight_scale": torch.ones(1),
+    "other.weight": torch.zeros(2),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, write_checkpoint("qwen3", directory)
+
+
+def with_tensors(source: Path, directory: Path, more: dict[str, torch.Tensor]) -> None:
+    (directory / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(load_file(source / SINGLE_FILE) | more, directory / SINGLE_FILE)
+
+
+def test_what_decides_nothing_is_left_aside(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    source, reference = llama
+    with_tensors(source, tmp_path, SURPLUS)
+    facts = check_model(tmp_path)
+    assert facts.note is not None and len(facts.note) < 700
+    stages = [
+        load_stage(tmp_path, part, NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 4))
+        for part in ((0, 2), (2, 5))
+    ]
+    assert relative_error(run_schedule(stages, facts), reference) < 1e-5
+    assert check_model(source).note is None
+
+
+@pytest.mark.parametrize("name", SURPLUS)
+def test_each_kind_is_named(name: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
+    with_tensors(llama[0], tmp_path, {name: SURPLUS[name]})
+    assert name in (check_model(tmp_path).note or "")
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_could_decide_something_is_an_error(name: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
+    with_tensors(llama[0], tmp_path, {name: ERRORS[name]})
+    assert check_model(tmp_path).note is None
+    with pytest.raises(InputError, match=f"no place for {name}"):
+        load_stage(tmp_path, (0, 5), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 4))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_that_a_family_computes_with_is_surplus(family: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """Under the names in the library and those in files."""
+    model = write_checkpoint(family, tmp_path)
+    entry = next(iter(open_checkpoint(tmp_path).tensors.values()))
+    stored = open_checkpoint(tmp_path).tensors
+    assert not [key for key, stored_entry in stored.items() if surplus_kind(key, stored_entry) is not None]
+    assert not [key for key, _ in model.named_parameters() if surplus_kind(key, entry) is not None]
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I32", "U8", "F4", "X99"])
+def test_a_weight_of_another_type_is_named_with_it(dtype: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """Of a type that is known or not."""
+    num_bytes = {"I32": 8}.get(dtype, 2)
+    name = f"{LAYERS}.q_proj.weight"
+    described = {
+        "model.norm.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        name: {"dtype": dtype, "shape": [2], "data_offsets": [8, 8 + num_bytes]},
+    }
+    header = json.dumps(described).encode()
+    (tmp_path / SINGLE_FILE).write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 + num_bytes))
+    (tmp_path / "config.json").write_bytes((llama[0] / "config.json").read_bytes())
+    with pytest.raises(UnsupportedModelError, match=f"{name} is stored as {dtype}"):
+        check_model(tmp_path)

@@ -1,0 +1,174 @@
+"""A base model without transformers' own forward: the same bits, and for whom; angles looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sarathi_pp.model import stage_model as slices
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.fuse.bare_model import Body, bare_head
+from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.fuse.rotary_cache import Rotation
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.stage_model import StageModel, load_head, load_stage
+from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
+EMBODIED = LIKE_LLAMA | {"cohere", "glm4", "olmo2", "phi3", "smollm3"}
+# Which fill the registers of fused kernels.
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+# Two sequences, one after the other and together: starts and counts of each.
+MICROBATCHES = [[(0, 7)], [(7, 1), (0, 20)], [(8, 1), (20, 1)], [(9, 5), (21, 1)]]
+positions = st.lists(st.integers(0, 9000), min_size=1, max_size=70)
+
+
+def checkpoint(directory: Path, family: str, **changed: Any) -> Path:
+    config = FAMILIES[family]()
+    config.update(changed)
+    write_checkpoint(family, directory, config=config)
+    return directory
+
+
+def run(stages: list[StageModel], dtype: torch.dtype) -> list[Tensor]:
+    """What each microbatch gives, through all stages, with the head's rows of the last one by themselves."""
+    config = stages[0].module.config
+    kv_heads = config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shards = [KVShard(stage.layers, 8, PAGE_SIZE, kv_heads, head_dim, dtype, CPU) for stage in stages]
+    generator, found = torch.Generator().manual_seed(3), []
+    for extents in MICROBATCHES:
+        spans = [Span(start, count, range(4 * place, 4 * place + 4)) for place, (start, count) in enumerate(extents)]
+        rows = sum(count for _, count in extents)
+        drawn = range(rows) if all(count == 1 for _, count in extents) else [rows - 1]
+        inputs = build_inputs(spans, drawn, PAGE_SIZE, CPU)
+        x = torch.randint(0, config.vocab_size, (rows,), generator=generator)
+        for stage, kv in zip(stages, shards, strict=True):
+            before, x = x, stage.forward(x, inputs, kv)
+        found += [before, x, stages[-1].forward_rows(before, inputs, shards[-1])]
+    return found
+
+
+def load(directory: Path, dtype: torch.dtype, bounds: tuple[int, ...]) -> list[StageModel]:
+    backend = choose_backend("auto", CPU, PAGE_SIZE)
+    return [load_stage(directory, layers, NUM_LAYERS, dtype, CPU, backend) for layers in pairwise(bounds)]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(EMBODIED))
+def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the layers in one call want it
+    try:
+        directory = checkpoint(tmp_path, family, **(WIDE if family in LIKE_LLAMA else {}))
+        for bounds in ((0, NUM_LAYERS), (0, 2, NUM_LAYERS)):
+            stages = load(directory, dtype, bounds)
+            assert all(isinstance(stage.module.base_model, Body) for stage in stages)
+            head = load_head(directory, dtype, CPU)
+            assert isinstance(head.module.base_model, Body)
+            with (
+                mock.patch.object(slices, "embody", lambda module, name: False),
+                mock.patch.object(slices, "bare_head", lambda module, name: None),
+            ):
+                own, own_head = load(directory, dtype, bounds), load_head(directory, dtype, CPU)
+            assert not any(isinstance(stage.module.base_model, Body) for stage in own)
+            found = run(stages, dtype)
+            assert all(map(torch.equal, found, run(own, dtype)))
+            for logits, rows in zip(found[1::3], found[2::3], strict=True):
+                assert torch.equal(head.forward(rows), logits) and torch.equal(own_head.forward(rows), logits)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_head_is_bare_where_the_model_makes_nothing_else_of_what_it_gives(family, tmp_path):
+    """Not where logits are scaled or capped, and not of models that nobody has looked at."""
+    module = load_head(checkpoint(tmp_path, family), torch.float32, CPU).module
+    assert (bare_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - EMBODIED))
+def test_others_keep_their_own_forward(family, tmp_path):
+    (stage,) = load(checkpoint(tmp_path, family), torch.float32, (0, NUM_LAYERS))
+    assert not any(isinstance(module, Body) for module in stage.module.modules())
+
+
+def rotary(head_dim: int = 64, **parameters: Any) -> Any:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **parameters}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope)
+    return LlamaRotaryEmbedding(config)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"rope_type": "linear", "factor": 2.5},
+    {**LLAMA3, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("head_dim", "kind"), [*((64, kind) for kind in KINDS), (32, {}), (96, {}), (128, {})])
+def test_angles_looked_up_are_those_computed(head_dim, kind, dtype, threads):
+    """In whatever order they are asked for, whatever threads there are; the table grows behind 4,096."""
+    model = rotary(head_dim, **kind)
+    assert Rotation.fits(model)
+    rotation, like = Rotation(model), torch.zeros(1, dtype=dtype)
+
+    @given(positions)
+    @settings(max_examples=60, deadline=None)
+    def check(asked: list[int]) -> None:
+        at = torch.tensor(asked)
+        looked_up, computed = rotation.of(at, max(asked) + 1, like), model(like, position_ids=at[None])
+        assert all(map(torch.equal, looked_up, computed))
+        assert all(one.is_contiguous() and one.dtype == dtype for one in looked_up)
+
+    check()
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_angles_that_depend_on_the_longest_are_not_looked_up():
+    assert not Rotation.fits(rotary(rope_type="dynamic", factor=2.0))
+    factors = [1.0] * 32
+    assert not Rotation.fits(
+        rotary(rope_type="longrope", short_factor=factors, long_factor=factors, original_max_position_embeddings=64)
+    )
+    assert not Rotation.fits(rotary(48)), "some of it would be computed one by one"
+
+
+@pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here")
+@pytest.mark.oldest
+@pytest.mark.parametrize("family", sorted(LIKE_LLAMA))
+def test_a_stack_s_angles_are_looked_up(family, tmp_path):
+    (stage,) = load(checkpoint(tmp_path, family, **WIDE), torch.bfloat16, (0, NUM_LAYERS))
+    body = stage.module.base_model
+    with mock.patch.object(Rotation, "of", side_effect=Rotation.of, autospec=True) as looked_up:
+        run([stage], torch.bfloat16)
+    assert body._rotation is not None and looked_up.call_count == 2 * len(MICROBATCHES)

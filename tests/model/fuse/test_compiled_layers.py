@@ -1,0 +1,242 @@
+"""A stage's layers in one compiled call: the bits of the layers one by one, and where it is not taken."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.attention.adapter import PAGED
+from sarathi_pp.model.families import FAMILIES as SUPPORTED
+from sarathi_pp.model.fuse.compiled_layers import Stack, stack
+from sarathi_pp.model.fuse.cpu_modules import Block
+from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.fuse.rewrite import fuse
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.stage_model import StageModel, layer_windows
+from sarathi_pp.model.tensor_parallel import Summed
+from tests.model.families import FAMILIES, build_model
+
+pytestmark = [
+    pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"),
+    pytest.mark.timeout(600),  # compiling takes long where many do
+]
+CPU = torch.device("cpu")
+PAGE_SIZE, PAGES_EACH, SEQUENCES = 16, 6, 4
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+# Rounds of a run; of each which sequence gets how many tokens more.
+rounds = st.lists(
+    st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(1, 24)), min_size=1, unique_by=lambda one: one[0]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(family: str, **changed: Any) -> Any:
+    config = FAMILIES[family]()
+    config.update(SIZES | {"attention_bias": True, "num_hidden_layers": 3} | changed)
+    if family == "mistral":
+        config.sliding_window = 21
+    model = build_model(family, config=config).to(torch.bfloat16).requires_grad_(False)
+    model.set_attn_implementation(PAGED)
+    fuse(model)
+    assert all(type(layer) is Block for layer in model.model.layers)
+    return model
+
+
+def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba") -> list[Tensor]:
+    """What comes out of each round, and the keys and values that were written."""
+    config = model.config
+    layers = config.num_hidden_layers
+    windows = layer_windows(config, SUPPORTED[type(model).__name__])
+    stage = StageModel(model, (0, layers), layers, windows, choose_backend(backend, CPU, PAGE_SIZE), 0)
+    kv = KVShard((0, layers), SEQUENCES * PAGES_EACH, PAGE_SIZE, 2, config.head_dim, torch.bfloat16, CPU)
+    for layer in range(layers):
+        kv.keys(layer).fill_(torch.nan)
+        kv.values(layer).fill_(torch.nan)
+    generator, seen, found = torch.Generator().manual_seed(1), [0] * SEQUENCES, []
+    for tokens in rounds:
+        spans = []
+        for sequence, count in tokens:
+            # Pages lie scattered, those of one sequence in no order.
+            pages = [(7 * (sequence * PAGES_EACH + page) + 5) % (SEQUENCES * PAGES_EACH) for page in range(PAGES_EACH)]
+            count = min(count, PAGES_EACH * PAGE_SIZE - seen[sequence])
+            if count:
+                spans.append(Span(seen[sequence], count, pages, prompt=sequence % 2 == 0))
+                seen[sequence] += count
+        if not spans:
+            continue
+        num_rows = sum(span.num_tokens for span in spans)
+        ids = torch.randint(0, config.vocab_size, (num_rows,), generator=generator)
+        found.append(stage.forward(ids, build_inputs(spans, range(num_rows), PAGE_SIZE, CPU), kv))
+    written = [torch.stack([of(kv, layer) for layer in range(layers)]) for of in (KVShard.keys, KVShard.values)]
+    return [*found, *(one.nan_to_num() for one in written)]
+
+
+@functools.cache
+def pair(family: str, **changed: int) -> tuple[Any, Any]:
+    """The same model with layers one by one, and stacked."""
+    one_by_one, stacked = make(family, **changed), make(family, **changed)
+    assert stack(stacked.model.layers)
+    return one_by_one, stacked
+
+
+WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 1408}
+
+
+@pytest.mark.parametrize("family", LIKE_LLAMA)
+def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
+    """Not where a token of it is left alone either, which would else go by the decodes' kernel."""
+    stacked = pair(family, **WIDE)[1]
+    config, length = stacked.config, PAGES_EACH * PAGE_SIZE
+    windows = layer_windows(config, SUPPORTED[type(stacked).__name__])
+    layers = config.num_hidden_layers
+    stage = StageModel(stacked, (0, layers), layers, windows, choose_backend("numba", CPU, PAGE_SIZE), 0)
+    ids = torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
+
+    def rows(bounds: list[int]) -> Tensor:
+        kv = KVShard((0, layers), PAGES_EACH, PAGE_SIZE, 2, config.head_dim, torch.bfloat16, CPU)
+        found = []
+        for start, end in pairwise(bounds):
+            spans = [Span(start, end - start, range(PAGES_EACH), prompt=True)]
+            found.append(stage.forward(ids[start:end], build_inputs(spans, range(end - start), PAGE_SIZE, CPU), kv))
+        return torch.cat(found)
+
+    whole = rows([0, length])
+    for bounds in ([0, 1, length], [0, length - 1, length], [0, 16, 17, 33, length], list(range(length + 1))):
+        assert torch.equal(rows(bounds), whole), bounds
+
+
+@pytest.mark.parametrize(("family", "changed"), [*((family, {}) for family in LIKE_LLAMA), ("llama", WIDE)])
+@given(rounds)
+@settings(max_examples=25, deadline=None)
+def test_no_bit_differs_from_the_layers_one_by_one(family, changed, rounds):
+    """Of heads of either width in one process, and of rows long enough for sums to be made in several orders."""
+    one_by_one, stacked = pair(family, **changed)
+    first, second = run(one_by_one, rounds), run(stacked, rounds)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(bool(one.isfinite().all()) for one in first)
+
+
+def test_a_token_that_is_not_finite_stays_so_and_spoils_no_other_sequence():
+    model, tokens = pair("llama")[1], [[(0, 5), (1, 5)], [(0, 1), (1, 1)]]
+    weight = model.model.embed_tokens.weight
+    before, clean = weight.clone(), run(model, tokens)
+    ids = torch.randint(0, model.config.vocab_size, (10,), generator=torch.Generator().manual_seed(1))
+    assert ids[0] not in ids[5:]
+    try:
+        weight[ids[0]] = torch.nan
+        broken = run(model, tokens)
+    finally:
+        weight[:] = before
+    others = torch.arange(model.config.vocab_size) != ids[0]  # where the head is the embedding, that logit is NaN
+    assert bool(broken[0][:5].isnan().all())
+    assert torch.equal(broken[0][5:, others], clean[0][5:, others])
+
+
+@pytest.fixture
+def never_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("in one call")
+
+    monkeypatch.setattr(Stack, "_run", refuse)
+
+
+ROUNDS = [[(0, 20), (2, 3)], [(0, 1), (1, 9)]]
+
+
+@pytest.mark.parametrize(("threads", "backend"), [(2, "numba"), (1, "sdpa")])
+def test_several_threads_and_other_attention_go_layer_by_layer(threads, backend, never_in_one_call):
+    one_by_one, stacked = pair("llama")
+    torch.set_num_threads(threads)
+    expected, found = (run(model, ROUNDS, backend) for model in (one_by_one, stacked))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_one_thread_and_our_attention_do_not(never_in_one_call):
+    with pytest.raises(AssertionError, match="in one call"):
+        run(pair("llama")[1], ROUNDS)
+
+
+def test_layers_that_are_not_alike_are_left_alone():
+    model = make("llama")
+    model.model.layers[1].input_layernorm.epsilon *= 2
+    assert not stack(model.model.layers)
+    model = make("llama")
+    model.model.layers[2].mlp.down_proj = Summed(model.model.layers[2].mlp.down_proj, lambda summand: None)
+    assert not stack(model.model.layers)
+    assert all(type(layer) is Block for layer in model.model.layers)
+
+
+def test_layers_of_other_families_are_left_alone():
+    for family in ("gpt2", "gemma2"):
+        model = build_model(family).to(torch.bfloat16)
+        fuse(model)
+        layers = model.transformer.h if family == "gpt2" else model.model.layers
+        kinds = [type(layer) for layer in layers]
+        assert not stack(layers) and [type(layer) for layer in layers] == kinds
+
+
+def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end():
+    stacked = pair("llama")[1].model.layers[0]
+    seen: list[tuple[Tensor, dict[str, Any]]] = []
+    whole = Stack._run
+
+    def look(self: Stack, x: Tensor, embeddings: Any, paged: Any) -> Tensor:
+        seen.append((x, {"position_embeddings": embeddings, "paged": paged}))
+        return whole(self, x, embeddings, paged)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Stack, "_run", look)
+        run(pair("llama")[1], ROUNDS)
+    x, call = seen[0]
+    cos, sin = call["position_embeddings"]
+    stacked(x, **call)
+    for wrong in ((cos[..., :16], sin[..., :16]), (cos.float(), sin), (cos[:, 1:], sin[:, 1:])):
+        with pytest.raises(AssertionError):
+            stacked(x, **{**call, "position_embeddings": wrong})
+    for rows in (x[:, 1:], x.float(), x[..., :32]):
+        with pytest.raises(AssertionError):
+            stacked(rows, **call)
+
+
+def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch):
+    """What was already given back for it is not used."""
+    stacked = pair("llama", **WIDE)[1].model.layers[0]
+    assert isinstance(stacked, Stack)
+    work = stacked._code.Work
+    small = work(*[64] * len(work._fields))
+    stacked._addresses(small)
+    made, empty = [], torch.empty
+
+    def failing(*size, **kind):
+        if len(made) == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        made.append(empty(*size, **kind))
+        return made[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", failing)
+        with pytest.raises(RuntimeError, match="allocate"):
+            stacked._addresses(work(*[64 << 20] * len(work._fields)))
+    held = stacked._addresses(small)
+    assert held._asdict() == {name: memory.data_ptr() for name, memory in stacked._work.items()}

@@ -1,0 +1,363 @@
+"""Fusions of a whole stage: what they apply to, and that every rounding stays where the model has it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.attention.adapter import PAGED, PagedCall
+from sarathi_pp.model.families import FAMILIES as SUPPORTED
+from sarathi_pp.model.fuse import packed_linear
+from sarathi_pp.model.fuse import rewrite as fuse_module
+from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.fuse.packed_linear import OneDnnLinear, PanelLinear, has_onednn, has_panels
+from sarathi_pp.model.fuse.rewrite import fuse
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.stage_model import StageModel, layer_windows
+from tests.model.families import FAMILIES, build_model
+
+needs_panels = pytest.mark.skipif(
+    not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"
+)
+needs_onednn = pytest.mark.skipif(not has_onednn(), reason="no packed bfloat16 products in torch")
+needs_either = pytest.mark.skipif(not has_panels() and not has_onednn(), reason="no packed bfloat16 products")
+
+
+class Mlp(nn.Module):
+    """Llama's, with its code, under another name."""
+
+    def __init__(self, hidden: int, width: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=False, dtype=torch.bfloat16)
+        self.up_proj = nn.Linear(hidden, width, bias=False, dtype=torch.bfloat16)
+        self.down_proj = nn.Linear(width, hidden, bias=True, dtype=torch.bfloat16)
+        self.act_fn = activation
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class Doubled(Mlp):
+    def forward(self, x: Tensor) -> Any:
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
+        return down_proj
+
+
+def fused(module: nn.Module) -> Any:
+    holder = nn.Sequential(copy.deepcopy(module))
+    fuse(holder)
+    return holder[0]
+
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+
+
+def shard(layers: int, kv_heads: int, head_dim: int) -> KVShard:
+    return KVShard((0, layers), 9, PAGE_SIZE, kv_heads, head_dim, torch.bfloat16, CPU)
+
+
+def wide_heads(family: str) -> Any:
+    """The family's model, with heads wide enough for a pass over whole registers where their width can be set."""
+    config = FAMILIES[family]()
+    if hasattr(config, "head_dim") or family in ("qwen2", "granite", "qwen2_moe"):
+        config.head_dim = 32
+    return build_model(family, config=config)
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """Of (1, 37) token ids, in two chunks and a decode."""
+    model.set_attn_implementation(PAGED)
+    config, layers = model.config, model.config.num_hidden_layers
+    windows = layer_windows(config, SUPPORTED[type(model).__name__])
+    stage = StageModel(model, (0, layers), layers, windows, choose_backend("auto", CPU, PAGE_SIZE), 0)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    kv = shard(layers, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    found, pages = [], (4, 2, 7, 0, 8)
+    for start, count in ((0, 20), (20, 16), (36, 1)):
+        inputs = build_inputs([Span(start, count, pages)], range(count), PAGE_SIZE, CPU)
+        found.append(stage.forward(ids[0, start : start + count], inputs, kv))
+    return torch.cat(found)
+
+
+@needs_panels
+@pytest.mark.parametrize("rows", [1, 2, 33, 200])
+@torch.inference_mode()
+def test_a_gated_mlp_gives_the_bits_of_its_parts(rows: int) -> None:
+    torch.manual_seed(rows)
+    mlp = Mlp(64, 160, nn.SiLU())
+    x = 20 * torch.randn(1, rows, 64).bfloat16()
+    x[0, 0, 0] = 3e4  # gates beyond what exp takes, both ways
+    parts = copy.deepcopy(mlp)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(parts, name, PanelLinear(getattr(mlp, name)))
+    ours = fused(mlp)
+    assert isinstance(ours, GatedMLP) and torch.equal(ours(x), parts(x))
+
+
+@needs_panels
+def test_an_mlp_that_does_something_else_is_left_alone_but_for_its_linears() -> None:
+    for mlp in (Doubled(64, 96, nn.SiLU()), Mlp(64, 96, nn.GELU())):
+        left = fused(mlp)
+        assert type(left) is type(mlp) and type(left.gate_proj) is PanelLinear
+    narrow = fused(Mlp(64, 72, nn.SiLU()))  # 72 outputs are no multiple of 16
+    assert type(narrow) is Mlp
+
+
+@needs_panels
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("width", [16, 1024])
+@torch.inference_mode()
+def test_a_norm_gives_the_bits_of_llamas(rows: int, width: int) -> None:
+    torch.manual_seed(width)
+    for kind in (LlamaRMSNorm, Qwen3RMSNorm):
+        norm = kind(width, eps=1e-5).to(torch.bfloat16).requires_grad_(False)
+        norm.weight.normal_()
+        x = torch.randn(1, rows, width).bfloat16() * torch.logspace(-3, 3, rows)[:, None].bfloat16()
+        ours, theirs = fused(norm)(x), norm(x)
+        # The mean is summed in another order: here and there the last of 8 bits differs.
+        assert torch.allclose(ours.float(), theirs.float(), rtol=2**-7, atol=0)
+        assert float((ours == theirs).float().mean()) > 0.99
+
+
+@needs_panels
+def test_a_norm_that_rounds_elsewhere_is_left_alone() -> None:
+    norm = Gemma2RMSNorm(32).to(torch.bfloat16).requires_grad_(False)
+    assert type(fused(norm)) is Gemma2RMSNorm
+    assert type(fused(LlamaRMSNorm(24).to(torch.bfloat16))) is LlamaRMSNorm  # no multiple of 16
+    assert type(fused(LlamaRMSNorm(32))) is LlamaRMSNorm
+
+
+LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def llama_layer(family: str, head_dim: int, **changed: Any) -> tuple[Any, Any]:
+    """A layer of a bfloat16 model with attention over pages, and what makes its cosines and sines."""
+    torch.manual_seed(head_dim)
+    config = FAMILIES[family]()
+    config.update(LLAMA | {"head_dim": head_dim, "attention_bias": True} | changed)
+    model = build_model(family, config=config).to(torch.bfloat16)
+    model.set_attn_implementation(PAGED)
+    return model.model.layers[0], model.model.rotary_emb
+
+
+def call_of(rotary: Any, x: Tensor, spans: tuple[Span, ...], kv: KVShard, backend: str = "auto") -> dict[str, Any]:
+    inputs = build_inputs(spans, (), PAGE_SIZE, CPU)
+    return {
+        "position_embeddings": rotary(x, inputs.position_ids[None]),
+        "attention_mask": None,
+        "paged": PagedCall(choose_backend(backend, CPU, PAGE_SIZE), kv, inputs, (None,)),
+    }
+
+
+MICROBATCHES = ((Span(0, 70, (3, 5, 1, 0, 4)), Span(0, 1, (2,))), (Span(70, 1, (3, 5, 1, 0, 4)), Span(1, 9, (2,))))
+
+
+@needs_panels
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend: str) -> None:
+    """Those are Llama's code around our own products and norms, and attention through transformers' interface."""
+    layer, rotary = llama_layer(family, head_dim, rms_norm_eps=1e-2)
+    ours, parts = fused(layer), copy.deepcopy(layer)
+    assert type(ours) is Block and type(ours.self_attn) is RotaryAttention
+    parts.input_layernorm, parts.post_attention_layernorm = ours.input_layernorm, ours.post_attention_layernorm
+    parts.mlp = ours.mlp
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(parts.self_attn, name, PanelLinear(getattr(layer.self_attn, name)))
+    if family == "qwen3":
+        for name in ("q_norm", "k_norm"):
+            setattr(parts.self_attn, name, RowNorm(getattr(layer.self_attn, name)))
+    shards = [shard(1, 2, head_dim) for _ in range(2)]
+    for spans in MICROBATCHES:
+        x = torch.randn(1, sum(span.num_tokens for span in spans), 64).bfloat16()
+        calls = [call_of(rotary, x, spans, kv, backend) for kv in shards]
+        found = [one(x.clone(), **call) for one, call in zip((ours, parts), calls, strict=True)]
+        assert torch.equal(*found) and bool(found[0].isfinite().all())
+        inputs = calls[0]["paged"].inputs
+        for of in (KVShard.keys, KVShard.values):
+            written = [of(kv, 0)[inputs.write_pages, :, inputs.write_offsets] for kv in shards]
+            assert torch.equal(*written)
+
+
+@needs_panels
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.inference_mode()
+def test_threads_change_no_bit_of_a_layer(family: str) -> None:
+    layer, rotary = llama_layer(family, 32)
+    ours, found = fused(layer), []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            torch.manual_seed(1)
+            kv = shard(1, 2, 32)
+            for spans in MICROBATCHES:
+                x = torch.randn(1, sum(span.num_tokens for span in spans), 64).bfloat16()
+                found.append(ours(x, **call_of(rotary, x, spans, kv)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[index % 2]) for index, one in enumerate(found))
+
+
+@needs_panels
+@torch.inference_mode()
+def test_what_does_not_fit_a_layer_is_refused_and_not_read_beyond_its_end() -> None:
+    layer, rotary = llama_layer("llama", 64)
+    ours, x = fused(layer), torch.randn(1, 3, 64).bfloat16()
+    spans = (Span(0, 3, (1,)),)
+    call = call_of(rotary, x, spans, shard(1, 2, 64))
+    ours(x, **call)
+    cos, sin = call["position_embeddings"]
+    half = {**call, "position_embeddings": (cos[..., :32], sin[..., :32])}
+    for wrong in (
+        half,
+        {**call, "position_embeddings": (cos.float(), sin)},
+        call_of(rotary, x, spans, shard(1, 1, 64)),
+    ):
+        with pytest.raises(AssertionError):
+            ours(x, **wrong)
+    with pytest.raises(AssertionError):
+        ours(x[:, :2], **call)
+
+
+@needs_panels
+def test_attention_that_rotates_otherwise_is_left_alone() -> None:
+    """Glm4's forward is Llama's, and what it calls is not."""
+    for family in ("glm4", "smollm3"):
+        model = wide_heads(family).to(torch.bfloat16)
+        fuse(model)
+        assert not any(isinstance(module, RotaryAttention) for module in model.modules())
+
+
+@needs_panels
+def test_heads_whose_norms_are_no_pair_are_left_alone() -> None:
+    def attention(**changed: float) -> nn.Module:
+        layer, _ = llama_layer("qwen3", 32)
+        for name, value in changed.items():
+            setattr(layer.self_attn.k_norm, name, value)
+        return layer.self_attn  # type: ignore[no-any-return]
+
+    assert type(fused(attention())) is RotaryAttention
+    assert type(fused(attention(variance_epsilon=1e-3))) is not RotaryAttention
+    wider = attention()
+    wider.k_norm = LlamaRMSNorm(64).to(torch.bfloat16)
+    assert type(fused(wider)) is not RotaryAttention
+
+
+@needs_panels
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_no_weight_outlives_what_it_was_packed_into(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide_heads(family).to(torch.bfloat16)
+    kinds = ("q_proj.weight", "o_proj.weight", "gate_proj.weight", "down_proj.weight")
+    weights = [ref(weight) for name, weight in model.named_parameters() if name.endswith(kinds)]
+    layer, alive = fuse_module._layer, []
+
+    def after_the_parts(child: nn.Module) -> Any:
+        if not alive:
+            gc.collect()
+            alive.append(sum(weight() is not None for weight in weights))
+        return layer(child)
+
+    monkeypatch.setattr(fuse_module, "_layer", after_the_parts)
+    assert len(weights) == 4 * model.config.num_hidden_layers
+    fuse(model)
+    assert alive == [0]
+
+
+@needs_panels
+@pytest.mark.parametrize("num_threads", [2, 3])
+@torch.inference_mode()
+def test_threads_change_no_bit(num_threads: int) -> None:
+    torch.manual_seed(0)
+    mlp, norm = fused(Mlp(64, 96, nn.SiLU())), fused(LlamaRMSNorm(64).to(torch.bfloat16).requires_grad_(False))
+    x = torch.randn(1, 101, 64).bfloat16()
+    nothing = x[:, :0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = mlp(x), norm(x)
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(mlp(x), alone[0]) and torch.equal(norm(x), alone[1])
+        assert mlp(nothing).shape == norm(nothing).shape == (1, 0, 64)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("ours", [pytest.param(True, marks=needs_panels), pytest.param(False, marks=needs_onednn)])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@torch.inference_mode()
+def test_every_family_computes_what_it_did(family: str, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to float32 as unfused, whose roundings are as many."""
+    if not ours:
+        for module in (packed_linear, fuse_module):
+            monkeypatch.setattr(module, "has_panels", lambda: False)
+    exact = wide_heads(family)
+    plain = copy.deepcopy(exact).to(torch.bfloat16)
+    faster = copy.deepcopy(plain)
+    assert fuse(faster) >= sum(type(m) is nn.Linear for m in plain.modules()) // 3
+    assert sum(type(m) is nn.Linear for m in faster.modules()) <= 1, "all but a tied head"
+    # Those of gpt2 are no nn.Linear, and its head is tied.
+    assert any(isinstance(m, PanelLinear) for m in faster.modules()) == (ours and family != "gpt2")
+    ids = torch.arange(3, 40)[None]
+    target = exact(ids).logits
+
+    def error(found: Tensor) -> float:
+        return float((found.float() - target).norm() / target.norm())
+
+    assert error(logits(faster, ids)) < 1.3 * error(plain(ids).logits)
+
+
+@needs_panels
+@pytest.mark.parametrize(
+    ("family", "gated", "norms", "attention", "blocks"),
+    [
+        ("llama", True, True, True, True),
+        ("mistral", True, True, True, True),
+        ("qwen2", True, True, True, True),
+        ("granite", True, True, True, False),
+        ("qwen3", True, True, True, True),
+        ("qwen3_moe", False, True, True, True),
+        ("olmo2", True, False, False, False),
+        ("gemma2", False, False, False, False),
+    ],
+)
+def test_what_applies_to_a_family(family: str, gated: bool, norms: bool, attention: bool, blocks: bool) -> None:
+    model = wide_heads(family).to(torch.bfloat16)
+    layers = model.config.num_hidden_layers
+    fuse(model)
+    kinds = [type(module) for module in model.modules()]
+    assert (kinds.count(GatedMLP) == layers) == gated and (kinds.count(RowNorm) >= 2 * layers) == norms
+    assert (kinds.count(RotaryAttention) == layers) == attention and (kinds.count(Block) == layers) == blocks
+
+
+@needs_either
+def test_a_shared_weight_is_left_alone_and_float32_too() -> None:
+    tied = nn.Module()
+    tied.embedding = nn.Embedding(32, 16, dtype=torch.bfloat16)
+    tied.head = nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
+    tied.head.weight = tied.embedding.weight
+    assert fuse(tied) == 0 and type(tied.head) is nn.Linear
+    assert fuse(nn.Sequential(nn.Linear(8, 8))) == 0
+
+
+@needs_onednn
+def test_odd_shapes_are_packed_all_the_same() -> None:
+    model = nn.Sequential(nn.Linear(33, 40, dtype=torch.bfloat16).requires_grad_(False))
+    assert fuse(model) == 1 and type(model[0]) is OneDnnLinear

@@ -1,0 +1,35 @@
+"""A signal is never lost, wherever the main thread is when it comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import AbstractContextManager
+
+import pytest
+
+from sarathi_pp.errors import SarathiError, StoppedError
+from sarathi_pp.process.signals import Signals, stoppable
+
+
+class Told:
+    """Gets a signal while it is finalised, where what is raised is shown and forgotten."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):  # long enough for the handler to run in here
+            pass
+
+
+def heeded() -> AbstractContextManager[None]:
+    ended: list[SarathiError] = []
+    return Signals("the rank", lambda within_s, error: ended.append(error)).heeded()
+
+
+@pytest.mark.parametrize("heed", [lambda: stoppable("the rank"), heeded], ids=["stoppable", "heeded"])
+def test_one_that_comes_while_an_object_is_finalised_is_raised_after_it(heed):
+    with pytest.raises(StoppedError, match="the rank was stopped by SIGTERM"), heed():
+        told = Told()
+        del told
+        time.sleep(10)

@@ -1,0 +1,156 @@
+"""`sarathi-pp doctor`: what it says is what a run chooses, and its exit code is what a run would be refused with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sarathi_pp.cli.main import main
+from sarathi_pp.model.attention import BACKENDS, choose_backend
+from sarathi_pp.model.families import FAMILIES
+from sarathi_pp.run import doctor
+from tests.commands.processes import ROOT
+
+ADDER = ROOT / "examples" / "tiny-adder"
+CPU = torch.device("cpu")
+
+Ask = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """The exit code, the document, and what people read."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def answer(*options: object) -> tuple[int, dict[str, Any], str]:
+        with pytest.raises(SystemExit) as left:
+            main(["doctor", "--json", *map(str, options)])
+        said = capsys.readouterr()
+        assert isinstance(left.value.code, int)
+        return left.value.code, json.loads(said.out.splitlines()[-1]), said.err
+
+    return answer
+
+
+def finding(document: dict[str, Any], topic: str, name: str) -> dict[str, Any]:
+    (found,) = (one for one in document["findings"] if (one["topic"], one["name"]) == (topic, name))
+    return dict(found)
+
+
+def test_it_names_what_a_run_uses_and_why_not_the_rest(ask: Ask) -> None:
+    code, document, said = ask("--model", ADDER)
+    assert code == document["exit_code"] == 0
+    used = [one["name"] for one in document["findings"] if one["topic"] == "attention" and one["state"] == "used"]
+    assert used == [choose_backend("auto", CPU, None).name]
+    attention = [one for one in document["findings"] if one["topic"] == "attention"]
+    assert [one["name"] for one in attention] == [*BACKENDS] and all(one["detail"] for one in attention)
+    assert "not on cpu" in finding(document, "attention", "triton")["detail"]
+    assert finding(document, "transport", "gloo")["state"] == "used"
+    assert finding(document, "host", "interface")["detail"] == "lo (127.0.0.1)"
+    assert "LlamaForCausalLM, 5 layers" in finding(document, "model", "architecture")["detail"]
+    assert torch.__version__ in said and "LlamaForCausalLM" in said
+
+
+def test_a_package_that_is_not_there_is_named_with_its_remedy(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> object:
+        return None if name in ("numba", "flash_attn", "triton") else object()
+
+    monkeypatch.setattr("sarathi_pp.model.attention.find_spec", find)
+    monkeypatch.setattr(doctor, "find_spec", find)
+    code, document, _ = ask()
+    assert code == 0
+    assert finding(document, "attention", "sdpa")["state"] == "used"
+    assert "pip install 'sarathi-pp[cpu]'" in finding(document, "attention", "numba")["detail"]
+    assert finding(document, "packages", "numba")["state"] == "unused"
+
+
+def unsupported(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+
+
+def cut_short(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+
+
+def pickled(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def broken_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "code"),
+    [
+        (shutil.rmtree, "files", 66),
+        (unsupported, "architecture", 2),
+        (cut_short, "architecture", 65),
+        (pickled, "architecture", 77),
+        (broken_tokenizer, "tokenizer", 65),
+    ],
+)
+def test_a_model_that_a_run_would_refuse(
+    spoil: Callable[[Path], None], name: str, code: int, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ADDER, model)
+    spoil(model)
+    found, document, said = ask("--model", model)
+    assert found == document["exit_code"] == code
+    assert finding(document, "model", name)["state"] == "refused" and f"refused ({code})" in said
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+2="}\n')
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "--model", str(model), "-i", str(prompts), "-o", str(tmp_path / "out"), "--device", "cpu"])
+    assert left.value.code == code
+    capsys.readouterr()
+
+
+def test_sums_are_compared_where_that_is_asked_for(ask: Ask, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ADDER, model)
+    assert ask("--model", model, "--verify", "sha256")[0] == 66
+    (model / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+    code, document, _ = ask("--model", model, "--verify", "sha256")
+    assert code == 65 and "damaged" in finding(document, "model", "sha256")["detail"]
+
+
+def test_the_interface_that_was_named_is_looked_for(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wire9")
+    code, document, _ = ask()
+    assert code == 2 and "wire9" in finding(document, "host", "interface")["detail"]
+
+
+def test_a_version_outside_of_the_window_is_doubtful(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=9", "transformers>=5", "numba; extra == 'cpu'"])
+    code, document, _ = ask()
+    assert code == 0
+    assert finding(document, "software", "torch")["state"] == "doubtful"
+    assert finding(document, "software", "transformers")["state"] == "used"
+
+
+def test_without_gloo_no_run_starts(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "has_gloo", lambda: False)
+    code, document, _ = ask()
+    assert code == 70 and finding(document, "transport", "gloo")["state"] == "refused"
+
+
+def test_supported_models_are_listed(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document, _ = ask("--models")
+    assert code == 0
+    assert [one["architecture"] for one in document["models"]] == list(FAMILIES)
+    with pytest.raises(SystemExit):
+        main(["doctor", "--models"])
+    said = capsys.readouterr().out
+    assert all(family.model_type in said and family.architecture in said for family in FAMILIES.values())

@@ -1,0 +1,194 @@
+"""What a start does with what is there, when it is a restart: it goes on with its own and touches nobody else's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sarathi_pp.cli.main import main
+from sarathi_pp.config import ATTENTIONS, RunConfig
+from sarathi_pp.distributed.environment import Place, find_place, rendezvous_of
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.attention import BACKENDS
+from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.run import preflight
+from sarathi_pp.run.preflight import BatchJob, is_restart
+
+ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
+AGAIN = Place(world_size=2, restart=1, job="this one")
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def job(output, start="new"):
+    return BatchJob(RunConfig(model="m"), "in.jsonl", str(output), start=start)
+
+
+def as_restarted(job, place, warn=lambda text: None):
+    return preflight.as_restarted(job, place, warn)
+
+
+def leave(output, *, by, identity=True, lines="line\n", begun_by=None, ended=None):
+    """What a start of that job has left. begun_by: whose run.json is there, where it had not got to its own."""
+    with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=True, job=by) as run_dir:
+        if identity:
+            run_dir.write_run({"identity": {"model": "m"}, "job": by if begun_by is None else begun_by})
+        if ended is not None:
+            run_dir.write_exit_code(ended)
+    if lines is not None:
+        output.write_text(lines)
+
+
+@pytest.mark.parametrize("start", ["new", "replace", "resume"])
+def test_what_this_job_has_answered_is_gone_on_with(start, output):
+    leave(output, by="this one")
+    assert is_restart(job(output, start), AGAIN)
+    assert as_restarted(job(output, start), AGAIN).start == "resume"
+
+
+@pytest.mark.parametrize(
+    ("start", "lines", "then"),
+    [("new", None, "replace"), ("new", "", "replace"), ("new", "line\n", "new"), ("replace", "line\n", "replace")],
+)
+def test_a_start_that_had_not_opened_its_output_begins_again(start, lines, then, output):
+    leave(output, by="this one", identity=False, lines=lines)
+    assert as_restarted(job(output, start), AGAIN).start == then
+
+
+@pytest.mark.parametrize(("start", "then"), [("new", "new"), ("replace", "replace")])
+def test_what_an_earlier_run_has_answered_is_not_gone_on_with(start, then, output):
+    """This job was to replace it, and was lost before it had."""
+    leave(output, by="this one", begun_by="another one")
+    assert as_restarted(job(output, start), AGAIN).start == then
+
+
+@pytest.mark.parametrize("by", ["", "another one"])
+def test_another_jobs_output_is_not_gone_on_with(by, output):
+    leave(output, by=by)
+    assert not is_restart(job(output), AGAIN)
+    assert as_restarted(job(output), AGAIN).start == "new"
+    with pytest.raises(ConfigError, match="a restart does not replace"):
+        as_restarted(job(output, "replace"), AGAIN)
+
+
+def test_a_restart_that_torchrun_does_not_count_is_one_all_the_same(output):
+    """Hosts came or went."""
+    leave(output, by="this one")
+    assert as_restarted(job(output, "replace"), replace(AGAIN, restart=0)).start == "resume"
+
+
+@pytest.mark.parametrize(
+    ("own", "earlier", "ended"),
+    [
+        ("this one", "another one", None),
+        ("", "", None),
+        ("named here 2", "named here 1", 0),
+        ("named here 2", "named here 1", 2),
+        ("named here 2", "nam ed here 1", None),
+        ("none here 2", "none here 1", None),
+        ("/tmp/a b/here", "/tmp/a b/there", 75),
+    ],
+)
+def test_a_first_start_does_what_it_was_told(own, earlier, ended, output):
+    """Also one of the rendezvous of an earlier run that has ended, or that nobody has given a name."""
+    leave(output, by=earlier, ended=ended)
+    first = Place(world_size=2, restart=0, job=own)
+    assert [as_restarted(job(output, start), first).start for start in ("new", "replace")] == ["new", "replace"]
+
+
+@pytest.mark.parametrize("start", ["new", "replace"])
+@pytest.mark.parametrize("ended", [None, 75])
+@pytest.mark.parametrize("restart", [0, 1])
+def test_a_start_on_another_agent_of_the_rendezvous_goes_on_with_a_lost_one(restart, ended, start, output):
+    """And so does the next one, on whichever agent, where this one was lost before it had begun."""
+    path = RunDirectory.default_path(str(output))
+    leave(output, by="named here 1", ended=ended)
+    second, third = (Place(world_size=2, restart=restart, job=f"named there {number}") for number in (2, 3))
+    said = []
+    assert as_restarted(job(output, start), second, said.append).start == "resume"
+    assert "of the rendezvous named was lost" in "".join(said)
+    with RunDirectory.claim(path, overwrite=False, resume=True, job=second.job):
+        pass
+    assert [as_restarted(job(output, start), place).start for place in (second, third)] == ["resume"] * 2
+
+
+def test_what_was_there_before_a_lost_start_is_not_gone_on_with_on_another_agent(output):
+    """A run of the same name had ended; the one that was to replace it was lost before it had begun."""
+    leave(output, by="named here 1", ended=0)
+    leave(output, by="named here 2", identity=False)
+    for own in ("named here 2", "named there 3"):
+        assert as_restarted(job(output, "replace"), Place(world_size=2, job=own)).start == "replace"
+
+
+def test_starts_of_one_agent_are_one_job():
+    """Whose process is our parent; of one launcher, whose directory it is."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    first, second = find_place(ranks), find_place({**ranks, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert first.job == second.job != find_place({**ranks, "TORCHELASTIC_RUN_ID": "y"}).job
+    names = {
+        name: rendezvous_of(find_place({**ranks, "TORCHELASTIC_RUN_ID": name}).job) for name in ("x", "a b", "none")
+    }
+    assert names == {"x": "x", "a b": "a%20b", "none": ""}
+    stores = [find_place({**ranks, "SARATHI_PP_STORE": f"/tmp/{name}"}).job for name in ("a/s-0", "a/s-1", "b/s-0")]
+    assert stores[0] == stores[1] != stores[2]
+
+
+REFUSED_EARLY = {
+    "attention": (("--attention", "flashinfer"), 2, "'flashinfer' is not one of 'auto', 'numba'"),
+    "device": (("--device", "cuda"), 2, "torch finds no CUDA device here"),
+    "bytes without a unit": (("--kv-cache-memory", "4"), 2, "'4' is a number of bytes; give a unit, like 4GiB"),
+    "page size": (("--page-size", "0"), 2, "--page-size"),
+    "policy": (("--policy", "fastest"), 2, "fastest"),
+    "profile": (("--profile", "absent.json"), 66, "absent.json"),
+    "metrics port": (("--metrics-port", "70000"), 2, "70000"),
+    "peer timeout": (("--peer-timeout", "0"), 2, "--peer-timeout is 0"),
+    "temperature": (("--temperature", "-1"), 2, "-1"),
+    "output": (("--output", "absent/out.jsonl"), 74, "absent"),
+    "input": (("--input", "absent.jsonl"), 66, "absent.jsonl"),
+}
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("case", REFUSED_EARLY)
+def test_options_are_checked_before_the_model_is_looked_for(case, stages, tmp_path, monkeypatch, capsys):
+    """So a wrong one costs no download, and no loading."""
+    options, code, message = REFUSED_EARLY[case]
+
+    def find_model(name):
+        raise AssertionError(f"{name} is looked for")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "find_model", find_model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0+cpu")
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [3]}\n')
+    files = ("--input", "in.jsonl", "--output", "out.jsonl")
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "--model", "some/model", "--stages", stages, *files, *options])
+    said = capsys.readouterr().err
+    assert (left.value.code, message in said, "is looked for" in said) == (code, True, False), said
+
+
+def test_attention_is_chosen_from_the_backends():
+    assert ("auto", *BACKENDS) == ATTENTIONS
+    with pytest.raises(ConfigError, match="attention is 'flashinfer'|attention='flashinfer'"):
+        RunConfig(model="m", attention="flashinfer")
+
+
+def test_another_input_format_is_another_question(output):
+    rows = output.with_name("rows")
+    rows.write_text('{"prompt": "1+1="}\n')
+    asked = BatchJob(RunConfig(model=str(ADDER)), str(rows), str(output), input_format="text")
+    identity = preflight.identify(asked, preflight.preflight(asked)).identity
+    with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=False) as run_dir:
+        run_dir.write_run({"identity": dict(identity)})
+    output.write_text("line\n")
+    again = replace(asked, start="resume")
+    assert preflight.identify(again, preflight.preflight(again)).identity == identity
+    other = replace(again, input_format="jsonl")
+    with pytest.raises(ConfigError, match="input_format was text and is jsonl"):
+        preflight.identify(other, preflight.preflight(other))

@@ -1,0 +1,254 @@
+"""A plan follows from a model's files and a profile; nothing runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sarathi_pp.cli.main import main
+from sarathi_pp.cli.plan import render_plan
+from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.cost.sizing import saturation
+from sarathi_pp.errors import CapacityError, ConfigError, MissingError, PartitionError
+from sarathi_pp.sim.workload import Workload, parse_workload
+from sarathi_pp.tuning.plan import make_plan
+from sarathi_pp.tuning.prediction import Prediction, predict
+
+ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")  # 5 layers, hidden size 64, 1152 positions
+# A page of one of its layers: keys and values of 16 tokens, 2 heads of 16 channels, in float32.
+PAGE_BYTES = 2 * 16 * 2 * 16 * 4
+# 20 decodes a microbatch: 40 requests, 2 in flight.
+WORKLOAD = "fixed:n=40,prompt=330,output=34"
+
+PROFILE = Profile(
+    model="tiny-adder",
+    device="cpu",
+    dtype="float32",
+    hidden_size=64,
+    num_layers=5,
+    cost=CostModel(
+        64,
+        (
+            StageCost((0, 3), 1e-3, 64e-4, 1e-8, 1e-7, 1e-5, page_bytes=3 * PAGE_BYTES),
+            StageCost((3, 5), 1e-3, 64e-4, 1e-8, 1e-7, 1e-5, head_s=1e-5, page_bytes=2 * PAGE_BYTES),
+        ),
+    ),
+    link_latency_s=1e-4,
+    link_bytes_per_s=1e9,
+    jitter_cv=0.01,
+    pages=2000,
+    max_num_seqs=128,
+)
+
+
+def plan(tmp_path: Path, profile: Profile | None = PROFILE, workload: str = WORKLOAD, **options: Any) -> dict[str, Any]:
+    fields = {"model": ADDER, "stages": 2} | options
+    if profile is not None:
+        fields["profile"] = tmp_path / "profile.json"
+        fields["profile"].write_text(json.dumps(profile.to_json()))
+    return make_plan(RunConfig(**fields), parse_workload(workload))
+
+
+def with_stages(tile: int, **changed: float) -> Profile:
+    """The same profile with other coefficients on both stages, given for each token."""
+    stages = [replace(stage, a1=1e-4 * tile, **changed) for stage in PROFILE.cost.stages]
+    return replace(PROFILE, cost=CostModel(tile, tuple(stages)))
+
+
+@pytest.mark.parametrize(("output", "chunk_size"), [(34, 220), (67, 120), (12, 620)])
+def test_the_chunk_size_is_saraths_optimum(output: int, chunk_size: int, tmp_path: Path) -> None:
+    """20 decodes, and for each of them 10, 5 and 30 prompt tokens."""
+    found = plan(tmp_path, with_stages(1), workload=f"fixed:n=40,prompt=330,output={output}")
+    assert found["chunk_size"] == chunk_size and found["tile"] == 1
+
+
+def compared_by(monkeypatch: pytest.MonkeyPatch, predict: Callable[..., Prediction]) -> dict[int, Prediction]:
+    """What a plan will compare, by chunk size."""
+    seen = {}
+
+    def predicting(profile: Profile, workload: Workload, run: ResolvedRun) -> Prediction:
+        seen[run.chunk_size] = predict(profile, workload, run)
+        return seen[run.chunk_size]
+
+    monkeypatch.setattr("sarathi_pp.tuning.plan.predict", predicting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("requests", "output", "sizes"),
+    [(200, 50, [320, 384]), (40, 34, [192, 256])],  # optima: 45 requests fit, 45 * (1 + 330 / 49) = 348; 20 * 11 = 220
+)
+def test_of_the_two_tile_counts_around_the_optimum_the_faster_one_is_taken(
+    requests: int, output: int, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = compared_by(monkeypatch, predict)
+    work = f"fixed:n={requests},prompt=330,output={output}"
+    found = plan(tmp_path, with_stages(64, a0=2e-3), workload=work, policy="sarathi")
+    assert sorted(compared) == sizes
+    rates = {size: prediction.total_tokens_per_s for size, prediction in compared.items()}
+    assert len({*rates.values()}) == 2
+    assert found["chunk_size"] == max(rates, key=rates.__getitem__)
+    assert found["total_tokens_per_s"] == max(rates.values())
+
+
+@pytest.mark.parametrize("faster", [192, 256])
+def test_either_of_the_two_may_be_the_faster(faster: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared_by(monkeypatch, lambda profile, workload, run: Prediction(1.0, 0.0, 1, float(run.chunk_size == faster)))
+    found = plan(tmp_path, with_stages(64, a0=2e-3), policy="sarathi")
+    assert found["chunk_size"] == faster and found["total_tokens_per_s"] == 1.0
+
+
+def test_it_is_never_below_saturation(tmp_path: Path) -> None:
+    fixed = [replace(stage, a0=50e-3) for stage in PROFILE.cost.stages]
+    slow_start = replace(PROFILE, cost=CostModel(64, tuple(fixed)))
+    found = plan(tmp_path, slow_start, workload="fixed:n=4,prompt=100,output=60")
+    assert found["chunk_size"] == found["saturation_tokens"] == saturation(slow_start.cost) > 500
+
+
+def test_layers_leave_a_stage_whose_head_is_heavy(tmp_path: Path) -> None:
+    first, last = PROFILE.cost.stages
+    even = [replace(first, a0=3e-3, a1=3 * 64e-5), replace(last, a0=2e-3, a1=2 * 64e-5)]
+    alike = replace(PROFILE, cost=CostModel(64, tuple(even)))
+    assert plan(tmp_path, alike)["layer_split"] == [3, 2]
+    heavy = replace(PROFILE, cost=CostModel(64, (even[0], replace(even[1], a0=9e-3, head_s=5e-4))))
+    found = plan(tmp_path, heavy)
+    assert found["layer_split"] == [4, 1]
+    assert [stage["layers"] for stage in found["per_stage"]] == [[0, 4], [4, 5]]
+    assert max(stage["microbatch_s"] for stage in found["per_stage"]) < max(
+        stage["microbatch_s"] for stage in plan(tmp_path, heavy, layer_split=(3, 2))["per_stage"]
+    )
+
+
+def test_pages_and_memory_of_each_stage(tmp_path: Path) -> None:
+    """What the profile's larger stage had, each may have; a run has the fewest pages, and no more than it uses."""
+    found = plan(tmp_path, layer_split=(4, 1))
+    budget = 2000 * 3 * PAGE_BYTES
+    assert [stage["pages"] for stage in found["per_stage"]] == [budget // (4 * PAGE_BYTES), budget // PAGE_BYTES]
+    assert found["pages"] == 1500
+    assert [stage["kv_bytes"] for stage in found["per_stage"]] == [1500 * 4 * PAGE_BYTES, 1500 * PAGE_BYTES]
+    given = plan(tmp_path, layer_split=(4, 1), kv_cache_memory_bytes=400 * PAGE_BYTES)
+    assert [stage["pages"] for stage in given["per_stage"]] == [100, 400] and given["pages"] == 100
+    assert plan(tmp_path, max_num_seqs=2)["pages"] == 2 * 1152 // 16
+
+
+def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
+    stored = (Path(ADDER) / "model.safetensors").stat().st_size
+    for split in ((3, 2), (1, 4)):
+        found = plan(tmp_path, layer_split=split)
+        weights = [stage["weights_bytes"] for stage in found["per_stage"]]
+        assert 0.98 * stored < sum(weights) < stored  # the rest is the file's header
+        assert weights[0] / weights[1] == pytest.approx(split[0] / split[1], rel=0.1)
+    half = plan(tmp_path, layer_split=(3, 2), dtype="bfloat16")
+    assert [stage["weights_bytes"] * 2 for stage in half["per_stage"]] == [
+        stage["weights_bytes"] for stage in plan(tmp_path, layer_split=(3, 2))["per_stage"]
+    ]
+    assert half["notes"] == [
+        f"--profile {tmp_path / 'profile.json'} was measured in float32, and this run is in bfloat16"
+    ]
+
+
+def test_a_first_stage_that_computes_heads_holds_their_weights_too(tmp_path: Path) -> None:
+    moved, kept = (plan(tmp_path, layer_split=(3, 2), head=head)["per_stage"] for head in ("auto", "last"))
+    vocabulary, hidden_size = 16, 64
+    assert moved[0]["weights_bytes"] - kept[0]["weights_bytes"] == 4 * vocabulary * hidden_size
+    assert moved[1]["weights_bytes"] == kept[1]["weights_bytes"]
+
+
+def test_of_a_stage_that_two_ranks_hold_memory_is_one_rank_s(tmp_path: Path) -> None:
+    """Half of each layer's products and of the KV heads; embedding, norms and head are whole."""
+    split = {"layer_split": (3, 2), "kv_cache_memory_bytes": 400 * PAGE_BYTES, "head": "last"}
+    whole, half = plan(tmp_path, None, **split), plan(tmp_path, None, **split, tensor_parallel_size=2)
+    assert (whole["tensor_parallel_size"], half["tensor_parallel_size"]) == (1, 2)
+    for one, other in zip(whole["per_stage"], half["per_stage"], strict=True):
+        layers = one["layers"][1] - one["layers"][0]
+        products = 4 * layers * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 192)
+        assert one["weights_bytes"] - other["weights_bytes"] == products // 2
+        assert other["pages"] in (2 * one["pages"], 2 * one["pages"] + 1)
+    assert half["pages"] > whole["pages"] and half["per_stage"][0]["kv_bytes"] <= 400 * PAGE_BYTES
+    # The model is small and gloo slow: sums take more than they save.
+    assert half["total_tokens_per_s"] < whole["total_tokens_per_s"]
+
+
+def test_a_profile_of_other_shards_is_noted_and_one_of_the_same_is_not(tmp_path: Path) -> None:
+    (note,) = plan(tmp_path, tensor_parallel_size=2)["notes"]
+    assert note.endswith("was measured with --tensor-parallel-size 1, and this run has 2")
+    found = plan(tmp_path, replace(PROFILE, tensor_parallel_size=2), tensor_parallel_size=2)
+    assert found["notes"] == []
+    file = StringIO()
+    Console(file=file, width=80).print(render_plan(found))
+    assert "2 ranks hold each stage together; weights and KV are of one of them" in file.getvalue()
+
+
+def test_a_jittery_machine_gets_one_microbatch_more(tmp_path: Path) -> None:
+    jittery = replace(PROFILE, jitter_cv=0.1)
+    assert plan(tmp_path, policy="sarathi", stages=3)["inflight"] == 3
+    assert plan(tmp_path, jittery, policy="sarathi", stages=3)["inflight"] == 4
+    assert plan(tmp_path, jittery, policy="sarathi")["inflight"] == 2  # not with two stages
+    assert plan(tmp_path)["inflight"] == 3  # balanced takes it where it serves
+    assert plan(tmp_path, jittery, inflight=2)["inflight"] == 2
+
+
+def test_without_a_profile_times_are_estimated(tmp_path: Path) -> None:
+    found = plan(tmp_path, None, kv_cache_memory_bytes=1 << 20, device="cpu")
+    assert found["source"] == "estimate" and found["notes"] == []
+    assert found["layer_split"] == [3, 2] and found["per_stage"][0]["pages"] == (1 << 20) // (3 * PAGE_BYTES)
+    assert found["total_tokens_per_s"] > 0 and 0 <= found["bubble_ratio"] < 1
+
+
+def test_other_stage_counts_than_the_profiles(tmp_path: Path) -> None:
+    found = plan(tmp_path, stages=4)
+    assert sorted(found["layer_split"]) == [1, 1, 1, 2] and found["inflight"] == 5
+    assert plan(tmp_path, stages=1)["layer_split"] == [5]
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match="more than the model's 5 layers"):
+        plan(tmp_path, stages=6)
+    with pytest.raises(ConfigError, match="requests of up to 1600 tokens.*takes 1152"):
+        plan(tmp_path, workload="fixed:n=4,prompt=1500,output=100")
+    with pytest.raises(ConfigError, match="measured on other, of 5 layers and hidden size 32; this model has 5 and 64"):
+        plan(tmp_path, replace(PROFILE, model="other", hidden_size=32))
+    with pytest.raises(ConfigError, match="tensor-parallel-size is 3; the model has 2 KV heads"):
+        plan(tmp_path, tensor_parallel_size=3)
+    with pytest.raises(CapacityError, match="for one KV page"):
+        plan(tmp_path, kv_cache_memory_bytes=100)
+    with pytest.raises(MissingError, match="cannot read the profile"):
+        make_plan(RunConfig(model=ADDER, profile=tmp_path / "none.json"), parse_workload(WORKLOAD))
+
+
+def test_the_table_says_what_to_give_generate(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    file = StringIO()
+    Console(file=file, width=80).print(render_plan(found))
+    lines = file.getvalue().splitlines()
+    assert lines[0].split() == [
+        *("--chunk-size", str(found["chunk_size"]), "--layer-split", ",".join(map(str, found["layer_split"]))),
+        *("--inflight", "3", "--max-num-seqs", "128"),
+    ]
+    assert any(line.split()[:2] == ["0", f"0-{found['layer_split'][0] - 1}"] for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--profile", "profile.json", "--gpu-memory-utilization", "0.5"), "--profile says how many KV pages fit"),
+        (("--attention", "sdpa"), "--attention"),
+        (("--workload", "zips:n=3"), "'zips:n=3' is not known"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    options: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--model", ADDER, *options])
+    assert left.value.code == 2 and says in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""One rank of pipelines whose activations go by lanes, on CPU: see families_worker, which takes the same arguments.
+
+The lanes are the real ones but for their backend, which is gloo, and their stream, on which all is done when it has
+been called.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from sarathi_pp.distributed.transport import Lanes, Transport
+from sarathi_pp.run import setup
+from sarathi_pp.trace.clock import Clock
+from sarathi_pp.trace.timer import HostTimer
+from sarathi_pp.wire import nccl_channel
+from sarathi_pp.wire.channel import Landing
+from tests.commands import families_worker
+
+
+class HostStream:
+    def __init__(self, clock: Clock) -> None:
+        self._timer = HostTimer(clock)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def after_computing(self) -> None: ...
+
+    def mark(self) -> Landing:
+        return self._timer.mark()
+
+    def before_computing(self, mark: Landing) -> None: ...
+
+
+def counted(transfer):
+    """Says so at the end, since a run whose activations go behind their frames gives the same answers."""
+
+    def do(self, rows: torch.Tensor) -> object:
+        counts[transfer.__name__] += len(rows)
+        return transfer(self, rows)
+
+    return do
+
+
+counts = {"send": 0, "receive": 0}
+
+if __name__ == "__main__":
+    nccl_channel.Lane.send, nccl_channel.Lane.receive = (
+        counted(nccl_channel.Lane.send),
+        counted(nccl_channel.Lane.receive),
+    )  # type: ignore[method-assign]
+    setup.choose_transport = lambda standings, wish: Transport("nccl", "the test says so")
+    setup.nccl_lanes = lambda device, clock: Lanes("gloo", device, lambda: HostStream(clock))
+    families_worker.main(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(f"by lane: {counts['send']} sent, {counts['receive']} received", file=sys.stderr)

@@ -125,7 +125,7 @@ def contest(bench: Bench, figures: Figures) -> None:
         figures |= {"graph_hit_rate": hits, "bubble_ratio": report["bubble_ratio"]}
         asked = {"model": str(folder / "model"), "dtype": dtype, "device": device, "requests": requests}
         (folder / "asked.json").write_text(json.dumps({**asked, "parameters": {"batching": "continuous", "pp": 1}}))
-        program = Path(__file__).with_name("peers") / "transformers_program.py"
+        program = Path(__file__).parents[1] / "peers" / "transformers_program.py"
         said = _run(bench, [sys.executable, "-P", str(program), str(folder / "asked.json")])
     theirs = json.loads(said.splitlines()[-1])
     figures |= {"generate_batch": tokens / theirs["wall_s"], "their_attention": theirs["attention"]}

@@ -29,6 +29,7 @@ from typing import Any, Self, cast
 
 import torch
 
+from sarathi_pp.analysis.replicas import figures
 from sarathi_pp.config import RunConfig, SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_paragraphs
@@ -37,20 +38,20 @@ from sarathi_pp.distributed.control_plane import Topology
 from sarathi_pp.distributed.environment import Place, find_place, mesh_of
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.start_watch import watching_start
-from sarathi_pp.engine.dispatcher import Dispatcher
-from sarathi_pp.engine.engine import Engine
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.inputs.parse import ParsedLine, Row
 from sarathi_pp.inputs.source import Limits, MemorySource, RequestMaker
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
+from sarathi_pp.model.checkpoint.fetch import find_model
+from sarathi_pp.model.checkpoint.support import check_model, check_shards
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.outputs.sink import FinishedRow, MemorySink
 from sarathi_pp.process.call_thread import Call, CallThread
 from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.run.auto_options import tuned
-from sarathi_pp.run.fetch import find_model
-from sarathi_pp.run.setup import Job
+from sarathi_pp.run.preflight import Preflight
+from sarathi_pp.run.rank import Driver, Rank, set_up
+from sarathi_pp.run.setup import Member, agree_on_start
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
@@ -66,6 +67,15 @@ _among_ranks = threading.Lock()
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """What rank 0 turns prompts into requests with, and requests into answers."""
+
+    tokenizer: Tokenizer
+    driver: Driver
+    maker: RequestMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +110,8 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], *, stages: int | None = None, **options: Any) -> None:
         place = find_place()
-        try:
-            config = RunConfig(model=cast(str, model), stages=1 if stages is None else stages, **options)
-        except TypeError as error:
-            raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
-        if place is not None:
-            shards = config.tensor_parallel_size
-            config = replace(config, stages=stages_among(place.world_size, stages, config.replicas, shards))
-        self._model_dir = model_dir = find_model(config.model)
-        facts = check_model(model_dir)
-        check_shards(model_dir, config.tensor_parallel_size)
-        config = tuned(config, facts)
-        make_policy(config.policy)
-        partition(facts.num_layers, config.stages, config.layer_split)
-        self._defaults = read_generation_config(model_dir, config.override_generation_config).with_command(
-            config.sampling_overrides
-        )
-        if config.run_dir is not None and (place is None or place.rank == 0):
-            RunDirectory.check(config.run_dir, overwrite=False)
+        checked = _check(cast(str, model), stages, options, place)
+        config = checked.config
         self._place = place or Place()
         self._clock = SystemClock()
         self._next_index = 0
@@ -128,26 +122,32 @@ class LLM:
         self._held = ExitStack()
         self._thread = CallThread("LLM")
         self._held.callback(self._thread.close)
+        scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
+        # Leaving the others comes behind stopping the workers: a thread that waits for one then ends.
+        joined = self._held.enter_context(ExitStack())
+        self._workers = Workers(scratch / "store", mesh_of(config), first_rank=1)
+        self._held.callback(self._workers.stop)
+        if config.run_dir is None:
+            checked = replace(checked, run_dir=RunDirectory.unnamed(scratch / "run"))
         try:
             with _one_set_up:
-                self._set_up(config, facts, started=place is not None)
+                self._rank = self._set_up(checked, joined, started=place is not None)
+                self._answering = self._prepare()
             atexit.register(self.close)
         except BaseException:
             self._thread.call(self._held.close)
             raise
 
-    def _set_up(self, config: RunConfig, facts: ModelFacts, *, started: bool) -> None:
+    def _set_up(self, checked: Preflight, joined: ExitStack, *, started: bool) -> Rank:
         """Start the workers and join them, load this rank's stage.
 
         Args:
+            joined: closed to leave the others.
             started: torchrun has started the ranks.
         """
+        config, workers = checked.config, self._workers
         if started and self._place.world_size > 1:
-            self._held.enter_context(_only_one())
-        scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
-        joined = self._held.enter_context(ExitStack())
-        self._workers = workers = Workers(scratch / "store", mesh_of(config), first_rank=1)
-        self._held.callback(workers.stop)  # before leaving: a thread that waits for a worker then ends
+            joined.enter_context(_only_one())
         try:
             with ExitStack() as watched:
                 if not started and config.num_ranks > 1:
@@ -157,41 +157,31 @@ class LLM:
                     watched.enter_context(watching_start(workers, config.join_timeout_s))
                 topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
             joined.callback(topology.leave)
-            run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(scratch / "run")
-            self._job = Job(config, self._model_dir, facts, topology, run_dir, self._clock, Watchdog(None))
+            member = Member(checked, topology, Watchdog(None), self._clock)
+            rank = set_up(member, agree_on_start(member))
         except BaseException as error:
             if config.run_dir is not None and self._place.rank == 0 and isinstance(error, SarathiError):
-                RunDirectory(config.run_dir).write_exit_code(error.exit_code)  # it was refused: another may start there
+                checked.run_dir.write_exit_code(error.exit_code)  # it was refused: another may start there
             raise
-        self._held.callback(self._job.abandon)
-        if self._place.rank == 0:
-            self._prepare(run_dir, config, self._model_dir, facts)
-            self._thread.call(partial(_compute_here, torch.get_num_threads(), self._job.device))
+        self._held.callback(rank.abandon)
+        return rank
 
-    def _serve(self) -> None:
-        """A rank other than 0, until rank 0 closes its LLM."""
-        if not self._job.seat.leads:
-            self._job.serve()
-            return
-        eos_token_ids, vocab_size = self._defaults.eos_token_ids, self._job.facts.vocab_size
-        tokenizer = Tokenizer.load(self._model_dir, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-        self._job.lead(eos_token_ids, tokenizer.stop_checker)
-
-    def _prepare(self, run_dir: RunDirectory, config: RunConfig, model_dir: Path, facts: ModelFacts) -> None:
-        """Rank 0's part."""
-        run_dir.write_run(self._job.describe())
-        eos_token_ids = self._defaults.eos_token_ids
-        self._tokenizer = Tokenizer.load(model_dir, vocab_size=facts.vocab_size, eos_token_ids=eos_token_ids)
-        self._driver: Engine | Dispatcher = self._job.driver(
-            eos_token_ids, self._tokenizer.stop_checker, lambda snapshot: None, _log.warning
-        )
-        run = self._job.run
-        limits = Limits(run.max_model_len, run.num_pages, run.page_size, facts.vocab_size)
+    def _prepare(self) -> _Answering | None:
+        """Rank 0's part: what turns prompts into requests and answers them. None on other ranks."""
+        rank = self._rank
+        if self._place.rank != 0:
+            return None
+        checked, run = rank.checked, rank.run
+        checked.run_dir.write_run(rank.describe())
+        tokenizer = checked.tokenizer()
+        driver = rank.driver(tokenizer, lambda snapshot: None, _log.warning)
+        limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
         if (small := limits.small_kv_cache()) is not None:
             _log.warning(small)
-        self._maker = RequestMaker(
-            self._tokenizer, self._defaults, limits, config.seed, wants_paragraphs(config.policy)
-        )
+        config = checked.config
+        maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
+        self._thread.call(partial(_compute_here, torch.get_num_threads(), rank.device))
+        return _Answering(tokenizer, driver, maker)
 
     def generate(
         self,
@@ -229,11 +219,12 @@ class LLM:
 
     def _farewell(self) -> dict[str, Any] | None:
         """Send the stages home; returns the report. None if they are lost."""
-        if self._place.rank == 0:
-            if self._driver.is_lost:
+        if self._answering is not None:
+            if self._answering.driver.is_lost:
                 return None
-            self._driver.close()
-        return self._job.finish()
+            self._answering.driver.close()
+        finished = self._rank.finish()
+        return finished.keep(figures(finished.traces, finished.facts)) if finished is not None else None
 
     def _finish(self, last: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         """Do this last thing and let go of everything, in the thread that no signal interrupts."""
@@ -283,7 +274,7 @@ class LLM:
         if self._place.rank != 0:
             if not self._closing:
                 try:
-                    self._serve()
+                    self._rank.serve()
                 except BaseException:
                     self._finish(lambda: None)
                     raise
@@ -310,12 +301,13 @@ class LLM:
             call.check()
             self._check_open()
 
+        assert self._answering is not None, "rank 0 alone answers"
         rows = []
         for line, one in zip(lines, params, strict=True):
             go_on()
-            rows.append(self._row(line, one))
-        sink = MemorySink(self._tokenizer)
-        self._driver.run(MemorySource(rows), sink, go_on)
+            rows.append(self._row(self._answering.maker, line, one))
+        sink = MemorySink(self._answering.tokenizer)
+        self._answering.driver.run(MemorySource(rows), sink, go_on)
         finished = {ended.row.line: ended for ended in sink.finished}
         return [_output(line, finished[row.line]) for line, row in zip(lines, rows, strict=True)]
 
@@ -334,16 +326,40 @@ class LLM:
             raise ConfigError(f"{len(given)} sampling_params were given for {count} prompts; give one, or one each")
         return given
 
-    def _row(self, line: ParsedLine, params: SamplingParams | None) -> Row:
+    def _row(self, maker: RequestMaker, line: ParsedLine, params: SamplingParams | None) -> Row:
         index = self._next_index
         self._next_index += 1
         numbered = replace(line, line=index + 1, id=index, overrides=asdict(params) if params else {})
-        maker = self._maker if params is None else replace(self._maker, defaults=GenerationDefaults())
+        if params is not None:
+            maker = replace(maker, defaults=GenerationDefaults())
         now_s = self._clock.now()
         try:
             return Row(index + 1, index, "own", request=maker.make(numbered, index, now_s), arrival_s=now_s)
         except RowError as error:
             return Row(index + 1, index, "own", error=error, arrival_s=now_s)
+
+
+def _check(model: str, stages: int | None, options: dict[str, Any], place: Place | None) -> Preflight:
+    """Refuse what can be refused before anything is started or loaded."""
+    try:
+        config = RunConfig(model=model, stages=1 if stages is None else stages, **options)
+    except TypeError as error:
+        raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
+    if place is not None:
+        shards = config.tensor_parallel_size
+        config = replace(config, stages=stages_among(place.world_size, stages, config.replicas, shards))
+    model_dir = find_model(config.model)
+    facts = check_model(model_dir)
+    check_shards(model_dir, config.tensor_parallel_size)
+    config = tuned(config, facts)
+    make_policy(config.policy)
+    partition(facts.num_layers, config.stages, config.layer_split)
+    defaults = read_generation_config(model_dir, config.override_generation_config)
+    defaults = defaults.with_command(config.sampling_overrides)
+    run_dir = RunDirectory(config.run_dir or Path())
+    if config.run_dir is not None and (place is None or place.rank == 0):
+        RunDirectory.check(config.run_dir, overwrite=False)
+    return Preflight(config, model_dir, None, facts, defaults, run_dir)
 
 
 def _compute_here(num_threads: int, device: torch.device) -> None:

@@ -86,7 +86,7 @@ def work(results_path: Path) -> None:
     from sarathi_pp.cli.main import main as command
     from sarathi_pp.engine.engine import Engine
     from sarathi_pp.outputs.journal import Journal
-    from sarathi_pp.run.setup import Job
+    from sarathi_pp.run.rank import Rank
 
     clock, finish_row = SystemClock(), Engine._finish
     ended_s: list[float] = []
@@ -96,10 +96,9 @@ def work(results_path: Path) -> None:
         ended_s.append(clock.now())
         finish_row(self, *arguments)
 
-    def finish(self: Job, analyse: Any = None, facts: Any = None) -> None:
+    def finish(self: Rank, facts: Any = None) -> None:
         """What was dropped makes no report."""
-        self._watchdog.dismiss()
-        self._recorder.close()
+        self.abandon()
         if ended_s:
             results_path.write_text(json.dumps([ended_s, beside.syncs_s]))
 
@@ -107,7 +106,7 @@ def work(results_path: Path) -> None:
         mock.patch.object(Journal, "append", lambda self, data: beside.append(data)),
         mock.patch.object(Journal, "sync", lambda self: beside.sync()),
         mock.patch.object(Engine, "_finish", timed),
-        mock.patch.object(Job, "finish", finish),
+        mock.patch.object(Rank, "finish", finish),
     ):
         command()
 

@@ -44,7 +44,7 @@ def work(results_path: Path) -> None:
     """One rank of the run."""
     from sarathi_pp.cli.main import main as command
     from sarathi_pp.core.coordinator import Coordinator
-    from sarathi_pp.run.setup import Job
+    from sarathi_pp.run.rank import Rank
 
     clock, record, complete = SystemClock(), Recorder.record, Coordinator.complete
     results_s: list[float] = []
@@ -59,17 +59,16 @@ def work(results_path: Path) -> None:
         results_s.append(clock.now())
         return complete(self, result)
 
-    def finish(self: Job, analyse: Any = None, facts: Any = None) -> None:
+    def finish(self: Rank, facts: Any = None) -> None:
         """Half a trace makes no report."""
-        self._watchdog.dismiss()
-        self._recorder.close()
+        self.abandon()
         if results_s:
             results_path.write_text(json.dumps(results_s))
 
     with (
         mock.patch.object(Recorder, "record", record_in_turn),
         mock.patch.object(Coordinator, "complete", timed),
-        mock.patch.object(Job, "finish", finish),
+        mock.patch.object(Rank, "finish", finish),
     ):
         command()
 

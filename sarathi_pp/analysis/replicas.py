@@ -110,7 +110,7 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
 
 
 def figures(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[Report]:
-    """See Analyse: the figures, and nothing that takes longer."""
+    """The report of the figures alone, and nothing that takes longer."""
     yield summarise_replicas([Replica.fold(read_timeline(of_one)) for of_one in traces]) | dict(facts)
 
 

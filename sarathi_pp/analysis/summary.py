@@ -49,9 +49,6 @@ class FittedCost(Protocol):
 
 # None where a run is too short to fit anything.
 CostFit = Callable[[Timeline], FittedCost | None]
-# Traces of each replica, one a stage, and facts that no trace holds, to a report; or to several, each of which says
-# more than the last.
-Analyse = Callable[[Sequence[Sequence[Path]], Mapping[str, object]], Iterable[Report]]
 
 
 def summarise(

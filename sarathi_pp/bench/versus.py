@@ -17,9 +17,9 @@ from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.core.cost.estimate import DeviceSpeed
 from sarathi_pp.core.policy import make_policy, uses_chunk_size
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.run.auto_options import estimated_cost
-from sarathi_pp.run.fetch import find_model
 from sarathi_pp.sim.workload import Workload
 
 Document = dict[str, Any]

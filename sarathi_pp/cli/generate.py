@@ -270,9 +270,7 @@ def _generate(options: dict[str, Any]) -> int:
         job = _with_scratch(job, place, held)
         if place is None and (job.config.num_ranks > 1 or restarts):
             return _launch(job, display, restarts)
-        from sarathi_pp.report.run_reader import analyse
-
-        return run_batch(job, place, display, analyse)
+        return run_batch(job, place, display)
 
 
 def _with_scratch(job: BatchJob, place: Place | None, held: ExitStack) -> BatchJob:

@@ -66,10 +66,10 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     """Refuse what can be refused before a model is loaded."""
     from sarathi_pp.core.partition import partition
+    from sarathi_pp.model.checkpoint.fetch import find_model
     from sarathi_pp.model.checkpoint.support import check_model, check_shards
     from sarathi_pp.outputs.profile_file import check_profile_output
     from sarathi_pp.outputs.run_directory import RunDirectory
-    from sarathi_pp.run.fetch import find_model
     from sarathi_pp.run.preflight import check_machine
 
     check_profile_output(output, overwrite=overwrite)
@@ -87,7 +87,7 @@ class _ProfileDisplay(BatchDisplay):
     def __init__(self, console: Console, *, quiet: bool, as_json: bool) -> None:
         super().__init__(console, quiet=quiet, as_json=as_json, metrics_port=None)
 
-    def report(self, report: dict[str, Any]) -> None:
+    def show(self, report: dict[str, Any]) -> None:
         if not self._quiet:
             self._console.print(render_profile(report))
         if self._as_json:

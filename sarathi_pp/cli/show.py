@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -17,6 +17,9 @@ from sarathi_pp.errors import OutputError
 from sarathi_pp.outputs.sink import OutputClosedError
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.table import render
+
+if TYPE_CHECKING:
+    from sarathi_pp.run.rank import FinishedRun
 
 _STDERR = 2
 
@@ -98,7 +101,15 @@ class BatchDisplay:
             none = {"requests": 0, "completed": 0, "failed": 0, "stopped_by": None}
             self._print_document({"resumed": {"rows": num_rows, "failed": num_errors}, **none})
 
-    def report(self, report: dict[str, Any]) -> None:
+    def report(self, finished: FinishedRun) -> dict[str, Any]:
+        """Fold the traces of the run into its report, which its directory keeps, and show it."""
+        from sarathi_pp.report.run_reader import analyse  # slow to import, and only rank 0 needs it, once all is done
+
+        report = finished.keep(analyse(finished.traces, finished.facts))
+        self.show(report)
+        return report
+
+    def show(self, report: dict[str, Any]) -> None:
         if not self._quiet:
             with suppress(OSError):
                 self._console.print(render(report))

@@ -16,6 +16,13 @@ def worker(config: str) -> int:
     from sarathi_pp.distributed.environment import let_threads_sleep
 
     let_threads_sleep()
-    from sarathi_pp.run.batch import serve_llm
+    from sarathi_pp.run.llm_worker import serve_llm
 
-    return serve_llm(RunConfig(**json.loads(config)), lambda text: click.echo(text, err=True))
+    return serve_llm(RunConfig(**json.loads(config)), _Console())
+
+
+class _Console:
+    """Standard error."""
+
+    def error(self, text: str) -> None:
+        click.echo(text, err=True)

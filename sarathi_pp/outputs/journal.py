@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, Protocol
 
 from sarathi_pp.errors import ConfigError, InputError, OutputError
 from sarathi_pp.inputs.done import Done, DoneLine
@@ -152,16 +152,22 @@ class Journal:
             self._fence.check()
 
 
+class Opener(Protocol):
+    """Who opens the journal when it is time."""
+
+    def open(self) -> Journal: ...
+
+
 class LateJournal:
     """A journal that is opened for its first line: whether a stream has rows shows when it is read.
 
     Use as a Journal.
     """
 
-    def __init__(self, path: str, begin: Callable[[], Journal]) -> None:
+    def __init__(self, path: str, opener: Opener) -> None:
         self.path = path
         self.done = Done()
-        self._begin = begin
+        self._opener = opener
         self._journal: Journal | None = None
         self._failure: Exception | None = None
         self._lock = threading.Lock()  # its first line and the end of the run may meet
@@ -169,14 +175,14 @@ class LateJournal:
     def open(self) -> Journal:
         """Open it if it is not yet: a run that ends in order has an output, if only an empty one.
 
-        It is tried once, since another run may have the file the next time. Raises what `begin` raised.
+        It is tried once, since another run may have the file the next time. Raises what the opener raised.
         """
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._journal is None:
                 try:
-                    self._journal = self._begin()
+                    self._journal = self._opener.open()
                 except Exception as error:
                     self._failure = error
                     raise

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Literal
 
-from sarathi_pp.errors import SarathiError, StoppedError
+from sarathi_pp.errors import StoppedError
+from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
 
 DRAIN_S = 20.0
@@ -85,14 +86,13 @@ class Signals:
     """Those of this process while inside; where this is not the main thread they do what they did.
 
     where: what ends, for messages. launched: by our own launcher and not as the first, so that it says when to end, by
-    SIGKILL. hurried: by an agent that waits 30 s whatever the signal. end_within: ends this process in so many seconds,
-    for that reason.
+    SIGKILL. hurried: by an agent that waits 30 s whatever the signal. watchdog: ends this process in time.
     """
 
     def __init__(
         self,
         where: str,
-        end_within: Callable[[float, SarathiError], None],
+        watchdog: Watchdog,
         *,
         launched: bool = False,
         hurried: bool = False,
@@ -100,7 +100,7 @@ class Signals:
         self._where = where
         self._launched = launched
         self._hurried = hurried
-        self._end_within = end_within
+        self._watchdog = watchdog
         self._clock = SystemClock()
         self._asked: Asked | None = None
         self._announce: Callable[[Asked], None] | None = None
@@ -109,6 +109,11 @@ class Signals:
     def asked(self) -> Asked | None:
         """The first signal, None while there was none."""
         return self._asked
+
+    @property
+    def has_run(self) -> bool:
+        """Whether there has been anything to finish."""
+        return self._phase != "starting"
 
     def announce(self, say: Callable[[Asked], None]) -> None:
         """Call `say` at the first signal, on a thread of its own: standard error may take nothing."""
@@ -183,11 +188,11 @@ class Signals:
             self._asked = replace(self._asked, until_s=min(self._asked.until_s, now_s))
         if self._phase == "running":
             if not (first and patient):
-                self._end_within(_AT_MOST_S if first else _GRACE_S, error)
+                self._watchdog.end_within(_AT_MOST_S if first else _GRACE_S, error)
         elif self._phase == "ending" and first:
-            self._end_within(_GRACE_S if patient else _AT_MOST_S, error)
+            self._watchdog.end_within(_GRACE_S if patient else _AT_MOST_S, error)
         else:
-            self._end_within(_GRACE_S if first else 0.0, error)
+            self._watchdog.end_within(_GRACE_S if first else 0.0, error)
 
 
 def _put_off(number: int, frame: FrameType | None) -> bool:

@@ -13,9 +13,9 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from sarathi_pp.errors import PeerLostError, SarathiError
 from sarathi_pp.trace.clock import SystemClock
@@ -26,15 +26,21 @@ _PARENT_CHECK_S = 1.0
 _STDERR = 2
 
 
+class Leaver(Protocol):
+    """Who notes and says why a process ends that its watchdog is about to end."""
+
+    def leave(self, error: SarathiError) -> None: ...
+
+
 class Watchdog:
-    """leave: writes what must be left behind: the exit_code file, and then the message, which may block.
+    """leaver: writes what must be left behind: the exit_code file, and then the message, which may block.
 
     None: the process is not ours to end (a Python program that uses us); the main thread's next receive or
     send raises the error, and that is all.
     """
 
-    def __init__(self, leave: Callable[[SarathiError], None] | None) -> None:
-        self._leave = leave
+    def __init__(self, leaver: Leaver | None) -> None:
+        self._leaver = leaver
         self._lock = threading.Lock()
         self._peer: threading.Timer | None = None
         self._signal: threading.Timer | None = None
@@ -46,7 +52,7 @@ class Watchdog:
     def report(self, error: SarathiError) -> None:
         """A peer is lost. The first report counts; the others are its echo."""
         with self._lock:
-            if self._leave is None or self._peer is not None or self._dismissed:
+            if self._leaver is None or self._peer is not None or self._dismissed:
                 return
             self._peer = self._started(GRACE_S, error)
 
@@ -54,7 +60,7 @@ class Watchdog:
         """End the process after grace_s because of a signal. A later call can only bring the end nearer."""
         with self._lock:
             end_s = self._clock.now() + grace_s
-            if self._leave is None or end_s >= self._signal_end_s:
+            if self._leaver is None or end_s >= self._signal_end_s:
                 return
             if self._signal is not None:
                 self._signal.cancel()
@@ -98,8 +104,8 @@ class Watchdog:
 
     def _end(self, error: SarathiError, stuck: bool = False, scratch: Path | None = None) -> None:
         def tell() -> None:
-            if self._leave is not None:
-                self._leave(error)
+            if self._leaver is not None:
+                self._leaver.leave(error)
             if stuck:
                 _show_stacks()
 

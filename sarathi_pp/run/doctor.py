@@ -28,6 +28,7 @@ from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.attention import BACKENDS, Needs, choose_backend, why_not
 from sarathi_pp.model.checkpoint.checksums import verify_weights
+from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.surplus import needed_tensors
@@ -35,7 +36,6 @@ from sarathi_pp.model.fuse.packed_linear import has_onednn, has_panels
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
-from sarathi_pp.run.fetch import find_model
 from sarathi_pp.stages.capacity import kv_budget_bytes, pools_of
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.wire.shared_memory import can_share

@@ -26,6 +26,7 @@ from sarathi_pp.inputs.source import (
     scan_input,
 )
 from sarathi_pp.model.checkpoint.checksums import verify_weights
+from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
 from sarathi_pp.outputs.journal import Start, holds_anything, read_done
 from sarathi_pp.outputs.profile_file import read_profile
@@ -33,8 +34,7 @@ from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.outputs.run_identity import Identity, differences, grown_input, identity_of, output_name
 from sarathi_pp.outputs.sink import check_output
 from sarathi_pp.run.auto_options import profile_mismatch, tuned
-from sarathi_pp.run.fetch import find_model
-from sarathi_pp.text.tokenizer import has_tokenizer
+from sarathi_pp.text.tokenizer import Tokenizer, has_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,13 @@ class Preflight:
     run_dir: RunDirectory
     warnings: tuple[str, ...] = ()
     identity: Mapping[str, str] = field(default_factory=dict)
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the model's tokenizer, or one without files, for token ids alone, where stages are emulated."""
+        vocab_size = self.facts.vocab_size
+        if self.model_dir is None:
+            return Tokenizer(None, vocab_size=vocab_size)
+        return Tokenizer.load(self.model_dir, vocab_size=vocab_size, eos_token_ids=self.defaults.eos_token_ids)
 
 
 def preflight(job: BatchJob) -> Preflight:

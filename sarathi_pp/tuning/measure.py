@@ -9,10 +9,10 @@ late because its thread was not running: there the thread's own CPU time is what
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from sarathi_pp.inputs.parse import Row
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.outputs.profile_file import write_profile
-from sarathi_pp.run.batch import Display, run_rows
+from sarathi_pp.run.display import Display
+from sarathi_pp.run.rows import run_rows
 from sarathi_pp.stages.capacity import limits_of
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.events import Compute, Event
@@ -47,6 +48,9 @@ from sarathi_pp.tuning.fit import (
     measure_links,
     without_outliers,
 )
+
+if TYPE_CHECKING:
+    from sarathi_pp.run.rank import FinishedRun
 
 _HELD_OUT = 5
 # Below this share of its span the computing thread was kept from a core.
@@ -86,9 +90,8 @@ def run_profile(config: RunConfig, place: Place | None, output: Path, display: D
 
     overwrite: whether the run directory may replace that of an earlier run.
     """
-    calibrator = _Calibrator(output, config.seed)
-    config = calibration_config(config)
-    return run_rows(config, place, calibrator.rows, _Discard(), display, calibrator.analyse, overwrite)
+    calibrator = _Calibrator(output, config.seed, display)
+    return run_rows(calibration_config(config), place, calibrator, _Discard(), display, overwrite=overwrite)
 
 
 def calibration_config(config: RunConfig) -> RunConfig:
@@ -137,6 +140,7 @@ class _Calibrator:
 
     output: Path
     seed: int
+    display: Display
     _run: ResolvedRun | None = field(default=None, init=False)
     _facts: ModelFacts | None = field(default=None, init=False)
 
@@ -151,16 +155,19 @@ class _Calibrator:
             rows.append(Row(index + 1, index, "own", Request(index, token_ids, sampling, now_s), arrival_s=now_s))
         return rows
 
-    def analyse(self, traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-        """Write the profile; gives it with what else is worth knowing."""
+    def finish(self, finished: FinishedRun) -> None:
+        """Write the profile, and show it with what else is worth knowing."""
+        self.display.show(finished.keep([self._measured(finished.traces[0])]))
+
+    def _measured(self, traces: Sequence[Path]) -> dict[str, Any]:
         run, model = self._run, self._facts
         assert run is not None and model is not None, "rows come before their analysis"
         dtype: torch.dtype = getattr(torch, run.dtype)
         warm_up = make_timetable(limits_of(run), self.seed).warm_up
-        found = measure([list(read_trace(trace)) for trace in traces[0]], warm_up, model.hidden_size * dtype.itemsize)
+        found = measure([list(read_trace(trace)) for trace in traces], warm_up, model.hidden_size * dtype.itemsize)
         profile = _profile(run, model, found, dtype)
         write_profile(self.output, profile)
-        yield {
+        return {
             **profile.to_json(),
             "output": str(self.output),
             "saturation_tokens": saturation(profile.cost),

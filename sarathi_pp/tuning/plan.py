@@ -30,6 +30,7 @@ from sarathi_pp.core.partition import Layers, partition, partition_by_time
 from sarathi_pp.distributed.devices import choose_device
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint, read_json
 from sarathi_pp.model.checkpoint.support import ConfigFile, ModelFacts, check_model, check_shards, find_family
 from sarathi_pp.model.checkpoint.weights import ReadCount, stage_tensors
@@ -37,7 +38,6 @@ from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.run.auto_options import estimated_cost, profile_mismatch, tuned
-from sarathi_pp.run.fetch import find_model
 from sarathi_pp.sim.workload import Workload
 from sarathi_pp.stages.capacity import count_pages, kv_budget_bytes, pools_of, resolve
 from sarathi_pp.tuning.prediction import Demand, Prediction, predict

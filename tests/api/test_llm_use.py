@@ -64,13 +64,13 @@ def test_after_an_exception_the_next_call_answers(alone, where, error, monkeypat
     owners = {
         "request": (alone, "_row"),
         "sink": (api.MemorySink, "finish"),
-        "stage": (alone._job._stage, "prepare"),
-        "clock": (alone._driver._clock, "now"),
+        "stage": (alone._rank._stage, "prepare"),
+        "clock": (alone._answering.driver._clock, "now"),
     }
     with monkeypatch.context() as patched:
         if where == "clock":  # a frozen value with slots
-            patched.setattr(alone._driver, "_clock", _Clock(alone._clock))
-            fails_once(patched, alone._driver._clock, "now", error)
+            patched.setattr(alone._answering.driver, "_clock", _Clock(alone._clock))
+            fails_once(patched, alone._answering.driver._clock, "now", error)
         else:
             fails_once(patched, *owners[where], error)
         with pytest.raises(type(error)):

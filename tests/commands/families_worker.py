@@ -1,4 +1,4 @@
-"""One rank of several pipelines in turn over one set of processes: the runtime's Job, a model each.
+"""One rank of several pipelines in turn over one set of processes: a Rank for each model.
 
     torchrun --nproc-per-node 2 families_worker.py PLAN ANSWERS
 
@@ -18,17 +18,21 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.control_plane import Topology
 from sarathi_pp.distributed.environment import find_place
 from sarathi_pp.errors import SarathiError
+from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.parse import Row
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.watchdog import Watchdog
-from sarathi_pp.run.setup import Job
+from sarathi_pp.run.preflight import Preflight
+from sarathi_pp.run.rank import set_up
+from sarathi_pp.run.setup import Member, agree_on_start
 from sarathi_pp.trace.clock import SystemClock
 from tests.engine.pipeline import ListSink, ListSource
 
 
-def leave(error: SarathiError) -> None:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+class Leaver:
+    def leave(self, error: SarathiError) -> None:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
@@ -44,20 +48,22 @@ def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
         device="cpu",
     )
     run_dir = RunDirectory(Path(case["run_dir"]))
-    job = Job(config, model_dir, check_model(model_dir), topology, run_dir, clock, Watchdog(leave))
+    checked = Preflight(config, model_dir, None, check_model(model_dir), GenerationDefaults(), run_dir)
+    member = Member(checked, topology, Watchdog(Leaver()), clock)
+    rank = set_up(member, agree_on_start(member))
     sink = ListSink()
     if topology.place.rank != 0:
-        job.serve()
+        rank.serve()
     else:
         params = SamplingParams(max_new_tokens=case["new_tokens"], seed=0)
         rows = [
             Row(index + 1, index, "own", Request(index, tuple(prompt), params, clock.now()))
             for index, prompt in enumerate(case["prompts"])
         ]
-        engine = job.driver((), lambda stop: None, lambda snapshot: None)
+        engine = rank.driver(checked.tokenizer(), lambda snapshot: None)
         engine.run(ListSource(rows), sink)
         engine.close()
-    job.finish()
+    rank.finish()
     return [list(sink.completions[index].token_ids) for index in sorted(sink.completions)]
 
 

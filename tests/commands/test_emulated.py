@@ -125,7 +125,7 @@ def test_an_edges_added_latency_is_waited_for_and_is_communication(tmp_path):
 
 
 def test_a_run_without_a_model_does_not_take_the_seconds_of_importing_transformers():
-    code = "import sys, sarathi_pp.run.setup; assert 'torch' in sys.modules and 'transformers' not in sys.modules"
+    code = "import sys, sarathi_pp.run.rank; assert 'torch' in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([COMMAND[0], "-P", "-c", code], env=environment(), check=True, timeout=60)
 
 

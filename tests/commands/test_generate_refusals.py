@@ -212,7 +212,7 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
 def test_an_input_without_a_row_that_can_run_is_refused_before_a_model_loads(
     tmp_path, capsys, monkeypatch, name, made, says, stages
 ):
-    for loads in ("sarathi_pp.run.batch.run_rank", "sarathi_pp.distributed.launcher.launch"):
+    for loads in ("sarathi_pp.run.batch.joined", "sarathi_pp.distributed.launcher.launch"):
         monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("it was started"))
     (tmp_path / name).write_bytes(made)
     out = tmp_path / "out.jsonl"

@@ -148,8 +148,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     38: ("a hub that cannot be reached, a repository that is missing or gated", (
         f"{_HUB}no_network", f"{_HUB}a_repository_that_is_missing_or_gated_or_a_hub_that_is_ill",
         f"{_HUB}a_hub_that_does_not_answer", f"{_HUB}a_model_is_fetched_once_and_then_needs_no_hub",
-        "run/test_fetch.py::test_config_comes_first_and_one_format_of_the_weights_last",
-        "run/test_fetch.py::test_what_cannot_run_is_refused_with_nothing_but_its_config_fetched")),
+        "model/checkpoint/test_fetch.py::test_config_comes_first_and_one_format_of_the_weights_last",
+        "model/checkpoint/test_fetch.py::test_what_cannot_run_is_refused_with_nothing_but_its_config_fetched")),
     39: ("values that are not finite", (
         f"{_BAD}what_float16_does_not_hold_ends_its_request_alone",
         f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.commands.processes import Files, free_port
 from tests.faults.jobs import answers, started
-from tests.run.hub import NAME, serving
+from tests.model.checkpoint.hub import NAME, serving
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -294,7 +294,7 @@ def test_a_late_journal_is_opened_once_for_its_first_line(tmp_path):
         opened.append(Journal.open(str(tmp_path / "out.jsonl")))
         return opened[-1]
 
-    late = LateJournal("out.jsonl", begin)
+    late = LateJournal("out.jsonl", Mock(open=begin))
     late.append(b"")
     late.sync()
     assert not opened and not (tmp_path / "out.jsonl").exists()
@@ -311,7 +311,7 @@ def test_a_late_journal_that_cannot_be_opened_is_not_tried_again(tmp_path):
         tries.append(1)
         raise ConfigError("another run has it")
 
-    late = LateJournal("out.jsonl", begin)
+    late = LateJournal("out.jsonl", Mock(open=begin))
     for call in (lambda: late.append(b"{}\n"), late.open):
         with pytest.raises(ConfigError, match="another run has it"):
             call()

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from sarathi_pp.errors import SarathiError, StoppedError
+from sarathi_pp.errors import StoppedError
 from sarathi_pp.process.signals import Signals, stoppable
+from sarathi_pp.process.watchdog import Watchdog
 
 
 class Told:
@@ -23,8 +24,7 @@ class Told:
 
 
 def heeded() -> AbstractContextManager[None]:
-    ended: list[SarathiError] = []
-    return Signals("the rank", lambda within_s, error: ended.append(error)).heeded()
+    return Signals("the rank", Watchdog(None)).heeded()
 
 
 @pytest.mark.parametrize("heed", [lambda: stoppable("the rank"), heeded], ids=["stoppable", "heeded"])

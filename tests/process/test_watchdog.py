@@ -8,6 +8,7 @@ import time
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -24,12 +25,13 @@ import sys, time
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.process.watchdog import Watchdog
 
-def leave(error):
-    open(sys.argv[1], "w").write(str(error.exit_code))
-    if sys.argv[2] == "speaks":
-        print(error, file=sys.stderr, flush=True)
+class Leaver:
+    def leave(self, error):
+        open(sys.argv[1], "w").write(str(error.exit_code))
+        if sys.argv[2] == "speaks":
+            print(error, file=sys.stderr, flush=True)
 
-Watchdog(leave).end_within(0.1, PeerLostError("lost"))
+Watchdog(Leaver()).end_within(0.1, PeerLostError("lost"))
 time.sleep(100)
 """
 
@@ -57,7 +59,7 @@ def test_the_stacks_are_shown_behind_the_message(tmp_path: Path) -> None:
     command = (sys.executable, "-c", PROGRAM, str(tmp_path / "left"), "speaks")
     done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 75
-    assert done.stderr.startswith("lost\n") and "most recent call first" in done.stderr and "line 12" in done.stderr
+    assert done.stderr.startswith("lost\n") and "most recent call first" in done.stderr and "line 13" in done.stderr
 
 
 class Hours:
@@ -92,8 +94,8 @@ def end_of(storm: list[tuple[float, int, str]]) -> float:
     hours = Hours()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdogs.threading, "Timer", hours.timer)
-        watchdog = Watchdog(lambda error: None)
-        signals = Signals("the rank", watchdog.end_within)
+        watchdog = Watchdog(Mock())
+        signals = Signals("the rank", watchdog)
         patch.setattr(watchdog, "_clock", hours)
         patch.setattr(signals, "_clock", hours)
         for at_s, number, phase in storm:

@@ -13,12 +13,15 @@ from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.distributed.control_plane import Topology
 from sarathi_pp.distributed.environment import Place
+from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.watchdog import Watchdog
-from sarathi_pp.run import setup as job_module
+from sarathi_pp.run import rank as rank_module
 from sarathi_pp.run.auto_options import estimated_cost
-from sarathi_pp.run.setup import Job
+from sarathi_pp.run.preflight import Preflight
+from sarathi_pp.run.rank import set_up
+from sarathi_pp.run.setup import Member, agree_on_start
 from sarathi_pp.stages.emulated_stage import emulated_facts, with_profile
 from sarathi_pp.trace.clock import SystemClock
 from tests.core.cost.test_profile import PROFILE
@@ -29,13 +32,16 @@ def first_cost(
     config: RunConfig, model_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, emulated: Profile | None = None
 ) -> CostModel:
     told: list[Any] = []
-    monkeypatch.setattr(job_module, "Engine", lambda *given, cost, **rest: told.append(cost))
+    monkeypatch.setattr(rank_module, "Engine", lambda *given, cost, **rest: told.append(cost))
     facts = check_model(model_dir) if emulated is None else emulated_facts(emulated, config.page_size)
     topology = Topology(Place(), 60, 60)
     run_dir = RunDirectory(folder / "run")
-    job = Job(config, model_dir, facts, topology, run_dir, SystemClock(), Watchdog(None), profile=emulated)
-    job.driver((), lambda stop: None, lambda snapshot: None)
-    job.abandon()
+    here = None if emulated is not None else model_dir
+    checked = Preflight(config, here, emulated, facts, GenerationDefaults(), run_dir)
+    member = Member(checked, topology, Watchdog(None), SystemClock())
+    rank = set_up(member, agree_on_start(member))
+    rank.driver(checked.tokenizer(), lambda snapshot: None)
+    rank.abandon()
     topology.leave()
     (cost,) = told
     assert isinstance(cost, CostModel)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sarathi_pp.errors import InputError, MissingError, UnsupportedModelError
-from sarathi_pp.run.fetch import find_model
-from tests.run.hub import COMMIT, NAME, serving
+from sarathi_pp.model.checkpoint.fetch import find_model
+from tests.model.checkpoint.hub import COMMIT, NAME, serving
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,7 +53,8 @@ def repository(directory: Path, *names: str, config: dict[str, Any] | None = Non
 def find(home: Path, endpoint: str, *, offline: str = "0") -> tuple[int, str]:
     """The exit code of a process that looks for the model, and the directory it found or the error."""
     code = (
-        "import sys\nfrom sarathi_pp.errors import SarathiError\nfrom sarathi_pp.run.fetch import find_model\n"
+        "import sys\nfrom sarathi_pp.errors import SarathiError\n"
+        "from sarathi_pp.model.checkpoint.fetch import find_model\n"
         "try:\n    print(find_model(sys.argv[1]))\n"
         "except SarathiError as error:\n    print(type(error).__name__, error)\n    sys.exit(error.exit_code)\n"
     )

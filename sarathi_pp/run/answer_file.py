@@ -1,0 +1,124 @@
+"""Rank 0's part of a batch: every row of the input through the engine, into the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from signal import Signals as Signal
+from typing import TYPE_CHECKING, Any
+
+from sarathi_pp.core.policy import wants_paragraphs
+from sarathi_pp.errors import SarathiError, StoppedError
+from sarathi_pp.inputs.source import FileSource, Limits, RequestMaker, is_stream
+from sarathi_pp.outputs.journal import Journal, LateJournal
+from sarathi_pp.outputs.sink import FileSink
+from sarathi_pp.process.signals import Asked, Signals
+from sarathi_pp.run.display import Display
+from sarathi_pp.run.preflight import BatchJob
+from sarathi_pp.run.stop_notice import StopNotice
+from sarathi_pp.text.tokenizer import Tokenizer
+from sarathi_pp.trace.clock import SystemClock
+
+if TYPE_CHECKING:
+    from sarathi_pp.run.rank import Rank
+
+
+def answer_file(job: BatchJob, rank: Rank, display: Display, signals: Signals) -> dict[str, Any]:
+    """Answer every row; returns what the report says of that."""
+    checked, run, clock = rank.checked, rank.run, SystemClock()
+    tokenizer = checked.tokenizer()
+    maker = _request_maker(rank, tokenizer, display)
+    with (
+        _opened_output(job, rank, signals) as journal,
+        closing(FileSink(journal, tokenizer=tokenizer, clock=clock, model=run.model)) as sink,
+        closing(_open_source(job, rank, maker, journal)) as source,
+        display.progress(run.num_stages * run.replicas) as observe,
+    ):
+        notice = StopNotice(observe, display.note)
+        with rank.driving(tokenizer, notice.observe, display.warn) as driver:
+            signals.announce(notice.say)
+            try:
+                asked = driver.run(source, sink, signals.asked)
+            except StoppedError as error:
+                error.args = (f"{error}; {job.how_to_resume}",)
+                raise
+            if isinstance(journal, LateJournal):
+                journal.open()
+    return _outcome(rank, journal, sink, asked)
+
+
+def _outcome(rank: Rank, journal: Journal | LateJournal, sink: FileSink, asked: Asked | None) -> dict[str, Any]:
+    """What the report says of the rows. What a lost replica has answered is in no trace that is folded."""
+    counts = {"completed": sink.num_finished, "failed": sink.num_failed} if rank.run.replicas > 1 else {}
+    return {
+        "resumed": {"rows": journal.done.num_rows, "failed": journal.done.num_errors},
+        "stopped_by": Signal(asked.number).name if asked is not None else None,
+        **counts,
+    }
+
+
+def _request_maker(rank: Rank, tokenizer: Tokenizer, display: Display) -> RequestMaker:
+    checked, run = rank.checked, rank.run
+    limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
+    if (small := limits.small_kv_cache()) is not None:
+        display.warn(small)
+    config = checked.config
+    return RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
+
+
+def _open_source(job: BatchJob, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:
+    run = rank.run
+    return FileSource(
+        job.input_path,
+        maker,
+        clock=SystemClock(),
+        capacity=2 * run.max_num_seqs * run.replicas,
+        request_rate=rank.checked.config.request_rate,
+        done=journal.done,
+        asked=job.input_format,
+    )
+
+
+@contextmanager
+def _opened_output(job: BatchJob, rank: Rank, signals: Signals) -> Iterator[Journal | LateJournal]:
+    """The journal of a batch. A start that is refused before it has one leaves nothing that a later start finds.
+
+    Of a stream that turns out to have another format nothing is made or emptied: its journal is opened for its first
+    line.
+    """
+    output = _Output(job, rank, signals)
+    waits = is_stream(job.input_path) and not is_stream(job.output_path) and job.start != "resume"
+    try:
+        yield LateJournal(job.output_path, output) if waits else output.open()
+    except SarathiError as error:
+        if not output.begun and not error.at_start:
+            rank.checked.run_dir.withdraw()
+        raise
+
+
+class _Output:
+    """begun: the output is this run's, and run.json says so."""
+
+    def __init__(self, job: BatchJob, rank: Rank, signals: Signals) -> None:
+        self._job = job
+        self._rank = rank
+        self._signals = signals
+        self.begun = False
+
+    def open(self) -> Journal:
+        job, rank = self._job, self._rank
+        journal = Journal.open(
+            job.output_path,
+            job.start,
+            retry_errors=job.retry_errors,
+            wait=self._signals.pause,
+            patience_s=job.lock_patience_s,
+        )
+        try:
+            facts = {**rank.describe(), "identity": rank.checked.identity, "job": rank.place.job}
+            rank.checked.run_dir.begin(facts)
+        except SarathiError:
+            journal.close()
+            raise
+        self.begun = True
+        return journal

@@ -1,0 +1,34 @@
+"""A worker rank of a Python program's LLM: it serves until the program lets go of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.distributed.environment import find_place
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.inputs.generation_config import read_generation_config
+from sarathi_pp.model.checkpoint.fetch import find_model
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.run.ending import Console, WorkerEnding, exit_code, heeding
+from sarathi_pp.run.joining import joined, ready
+from sarathi_pp.run.preflight import Preflight
+
+
+def serve_llm(config: RunConfig, console: Console) -> int:
+    """Return the exit code of this process. Raises ConfigError where no program has started it."""
+    place = find_place()
+    if place is None:
+        raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
+    model_dir = find_model(config.model)
+    # On this host, as the program is; without a name rank 0 tells which.
+    run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(Path())
+    defaults = read_generation_config(model_dir, config.override_generation_config)
+    checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, run_dir)
+    ending = WorkerEnding(place, config, console)
+    with exit_code(ending), heeding(ending), joined(place, config) as topology:
+        with ready(checked, topology, ending) as rank:
+            rank.serve()
+            rank.finish()
+    return ending.code

@@ -1,0 +1,309 @@
+"""One rank of a run: it answers or serves, and in the end brings its trace to rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sarathi_pp.config import ResolvedRun
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.head_placement import HeadPlacement
+from sarathi_pp.core.load_balancer import most_held, most_held_tokens
+from sarathi_pp.core.policy import make_policy, wants_cost
+from sarathi_pp.distributed.clock_sync import align
+from sarathi_pp.distributed.fingerprint import software
+from sarathi_pp.engine.dispatcher import Dispatcher
+from sarathi_pp.engine.engine import Engine
+from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
+from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
+from sarathi_pp.outputs.profile_file import read_profile
+from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.run.auto_options import estimated_cost
+from sarathi_pp.run.collect_traces import gather
+from sarathi_pp.run.setup import (
+    LoadedStage,
+    Member,
+    OpenTrace,
+    Pipeline,
+    Start,
+    agree_on_run,
+    load_stage,
+    make_stage,
+    open_pipeline,
+    open_trace,
+)
+from sarathi_pp.stages.capacity import kv_cache_bytes, limits_of
+from sarathi_pp.stages.stage import Stage
+from sarathi_pp.text.tokenizer import Tokenizer
+from sarathi_pp.trace.events import TraceEnd
+
+Driver = Engine | Dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What rank 0 has once every rank has closed its trace.
+
+    traces: of each replica that is left, one a stage. facts: what the report is to say besides. lost: replicas that
+    have ended before the run did.
+    """
+
+    traces: Sequence[Sequence[Path]]
+    facts: Mapping[str, Any]
+    run_dir: RunDirectory
+    lost: Mapping[int, SarathiError]
+
+    def keep(self, reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Write each report, of which one says more than the one before, and return the last.
+
+        Each is written before the next is asked for: whoever ends the process by then has that one.
+        """
+        last: dict[str, Any] | None = None
+        for last in reports:
+            if self.lost:
+                # Answers are counted as they are written; those of a lost replica are requests that no trace tells of.
+                last["requests"] = max(last["requests"], last["completed"] + last["failed"])
+            self.run_dir.write_report(last)
+        assert last is not None, "a fold of traces gives one report at least"
+        return last
+
+
+class Rank:
+    """One rank, made of finished parts (see setup.py): drive or serve, then `finish`."""
+
+    def __init__(
+        self,
+        member: Member,
+        start: Start,
+        loaded: LoadedStage,
+        run: ResolvedRun,
+        stage: Stage,
+        trace: OpenTrace,
+        pipeline: Pipeline,
+    ) -> None:
+        self.run = run
+        self.checked = member.checked
+        self.place = member.place
+        self.seat = member.seat
+        self.device = start.device
+        self._member = member
+        self._start = start
+        self._loaded = loaded
+        self._stage = stage
+        self._trace = trace
+        self._pipeline = pipeline
+        self._dispatcher: Dispatcher | None = None
+        self._lost: dict[int, SarathiError] = {}
+
+    @contextmanager
+    def driving(
+        self,
+        tokenizer: Tokenizer,
+        observe: Callable[[Snapshot], None],
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> Iterator[Driver]:
+        """On rank 0: what answers rows, for as long as the block lasts; then all stages are sent home.
+
+        Of an error in the block this thread ends the run itself, however long its last writes take.
+        """
+        try:
+            driver = self.driver(tokenizer, observe, warn)
+            yield driver
+            driver.close()
+        except BaseException:
+            self._member.watchdog.dismiss()
+            raise
+
+    def driver(
+        self,
+        tokenizer: Tokenizer,
+        observe: Callable[[Snapshot], None],
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> Driver:
+        """Return rank 0's: of the pipeline, or of all replicas of it."""
+        mesh = self._member.mesh
+        if mesh.replicas == 1:
+            return self._engine(tokenizer, observe, warn)
+        self._dispatcher = Dispatcher(
+            lambda seen: self._engine(tokenizer, seen, warn),
+            self._pipeline.remotes,
+            most_held(self.run.max_num_seqs),
+            most_held_tokens(self.run.num_pages * self.run.page_size),
+            mesh.stages,
+            self._member.clock,
+            observe=observe,
+            warn=warn,
+        )
+        return self._dispatcher
+
+    def serve(self) -> None:
+        """Every other rank: run what comes until rank 0 says goodbye, and lead a replica where that is its seat."""
+        if self.seat.leads:
+            self._lead(self.checked.tokenizer())
+        else:
+            self._pipeline.runner.serve(self._pipeline.upstream)
+
+    def _lead(self, tokenizer: Tokenizer) -> None:
+        """Answer what rank 0 asks."""
+        (rank0,) = self._pipeline.remotes
+        source = RemoteSource(rank0.incoming, self._member.clock, self._trace.offset.offset_s)
+        sink = RemoteSink(rank0.outgoing)
+        engine = self._engine(tokenizer, sink.observe)
+        aborted = True
+        while aborted:
+            try:
+                engine.run(source, sink, source.asked)
+                aborted = False
+            except AbortedError:
+                pass
+        engine.close()
+        sink.close()
+
+    def _engine(
+        self,
+        tokenizer: Tokenizer,
+        observe: Callable[[Snapshot], None],
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> Engine:
+        run = self.run
+        return Engine(
+            limits_of(run),
+            make_policy(run.policy),
+            self._pipeline.runner,
+            self._pipeline.upstream,
+            self._trace.recorder,
+            self._member.clock,
+            eos_token_ids=self.checked.defaults.eos_token_ids,
+            stop_checkers=tokenizer.stop_checker,
+            observe=observe,
+            cost=self._known_cost() if wants_cost(run.policy) else None,
+            heads=HeadPlacement(self._known_cost()) if run.moves_head else None,
+            warn=warn,
+        )
+
+    def _known_cost(self) -> CostModel:
+        """What the stages cost, as far as is known before they have run anything."""
+        checked, run = self.checked, self.run
+        profile = checked.profile
+        if profile is None and checked.config.profile is not None:
+            profile = read_profile(checked.config.profile)
+        if profile is not None:
+            return recut(profile.cost, run.layers)
+        assert checked.model_dir is not None, "stages without a model have a profile"
+        return estimated_cost(
+            checked.model_dir,
+            checked.facts,
+            run.layers,
+            dtype=run.dtype,
+            device=self.device.type,
+            page_size=run.page_size,
+            shards=run.tensor_parallel_size,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What run.json holds."""
+        topology = self._member.topology
+        found = {
+            "hosts": [topology.hosts[rank] for rank in topology.mesh.ranks],
+            "transport": self._start.transport.name,
+            "shared_memory_edges": topology.shared_edges,
+            **self._memory(),
+        }
+        return {**dataclasses.asdict(self.run), **found, **software(), "fingerprint": self.checked.facts.fingerprint}
+
+    def finish(self, facts: Mapping[str, Any] | None = None) -> FinishedRun | None:
+        """Close this rank's trace and bring all traces to rank 0, which gets what a report is made of.
+
+        facts: what the report is to say besides. Raises PeerLostError where no replica is left.
+        """
+        member, run_dir = self._member, self._start.run_dir
+        member.watchdog.dismiss()
+        if self._dispatcher is not None:
+            self._lost.update(self._dispatcher.lost)
+        self._end_trace()
+        traces = gather(member.topology, run_dir, self._present(), self._give_up, sends=self._trace.sends)
+        if self.place.rank != 0:
+            return None
+        for replica in self._lost:
+            run_dir.forget(replica)
+        if not traces:
+            raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
+        return FinishedRun(traces, {**self._report_facts(), **(facts or {})}, run_dir, dict(self._lost))
+
+    def _end_trace(self) -> None:
+        member, stage, recorder = self._member, self._stage, self._trace.recorder
+        offset = align(member.topology, member.clock.now, self._present(), self._give_up)
+        graphs = stage.graphed
+        recorder.record(
+            TraceEnd(
+                at_s=member.clock.now(),
+                clock_offset_s=0.0 if self.seat.leads else offset.offset_s,
+                clock_uncertainty_s=offset.uncertainty_s,
+                peak_rss_bytes=_peak_rss_bytes(),
+                bytes_read=stage.bytes_read,
+                graph_hits=graphs[0] if graphs else None,
+                graph_misses=graphs[1] if graphs else None,
+            )
+        )
+        recorder.close()
+
+    def _give_up(self, replica: int, error: SarathiError) -> None:
+        """Raises it where there is no other."""
+        if self._member.mesh.replicas == 1:
+            raise error
+        self._lost.setdefault(replica, error)
+
+    def _present(self) -> list[int]:
+        return [replica for replica in range(self._member.mesh.replicas) if replica not in self._lost]
+
+    def abandon(self) -> None:
+        """Keep what was traced, let the watchdog rest."""
+        self._member.watchdog.dismiss()
+        with suppress(OutputError):
+            self._trace.recorder.close()
+
+    def _report_facts(self) -> dict[str, Any]:
+        run, shards = self.run, self._member.mesh.shards
+        return {
+            "model": run.model,
+            "dtype": run.dtype,
+            "attention": run.attention,
+            "max_num_seqs": run.max_num_seqs,
+            "max_model_len": run.max_model_len,
+            "request_rate": run.request_rate,
+            **({"tensor_parallel_size": shards} if shards > 1 else {}),
+            **self._memory(),
+        }
+
+    def _memory(self) -> dict[str, int | None]:
+        """Bytes of the largest shard, None where stages are emulated and hold nothing; pages that each stage could."""
+        held = None
+        if self.checked.profile is None:
+            facts = self.checked.facts.sharded(self._member.mesh.shards)
+            held = kv_cache_bytes(self.run, facts, self._loaded.dtype)
+        return {"kv_cache_bytes": held, "max_pages": min(self._loaded.num_pages)}
+
+
+def set_up(member: Member, start: Start) -> Rank:
+    """Make this rank, from loading its layers to open edges. What any rank finds wrong is raised on every rank."""
+    loaded = load_stage(member, start)
+    run = agree_on_run(member, loaded)
+    stage = make_stage(member, start, loaded, run)
+    trace = open_trace(member, start, loaded, run)
+    pipeline = open_pipeline(member, start, loaded, run, stage, trace)
+    return Rank(member, start, loaded, run, stage, trace, pipeline)
+
+
+def _peak_rss_bytes() -> int:
+    """The largest resident memory of this process image. Not getrusage: its peak survives an exec. 0 without /proc."""
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0

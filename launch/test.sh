@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Sets up, then runs the tiers in order, each printing its time; all of them run even where one fails.
+# Sets up, then runs the tiers in order, each printing its time, its budget and its slowest tests; all of them run even
+# where one fails.
 #   bash launch/test.sh [--full] [TIER...]        tiers: static pure model reports runtime faults launch
 # --full adds the cases marked `full`, which repeat a proof on more sizes. The last line counts tests and static checks.
+# A budget is what a tier may take on two quiet cores; over it there is a warning, and no failure.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 source launch/setup.sh
 set_up "$root"
 
+# Seconds, with AVX512-BF16; processors without it have half as much again.
+declare -A budgets=([static]=30 [pure]=40 [model]=300 [reports]=120 [runtime]=300 [faults]=270 [launch]=140)
 known=(static pure model reports runtime faults launch)
 options=()
 tiers=()
@@ -56,12 +60,15 @@ run_tests() {
     fi
     .venv/bin/pytest -q --junit-xml="$scratch/results.xml" ${jobs[@]+"${jobs[@]}"} ${options[@]+"${options[@]}"} \
         "${present[@]}" || code=$?
-    count=$(.venv/bin/python - "$scratch/results.xml" 2>/dev/null <<'PYTHON' || echo "0 0"
+    count=$(.venv/bin/python - "$scratch/results.xml" "$scratch/seconds" 2>/dev/null <<'PYTHON' || echo "0 0"
 import sys, xml.etree.ElementTree as tree
 
 suite = next(tree.parse(sys.argv[1]).iter("testsuite"))
 bad = int(suite.get("failures")) + int(suite.get("errors"))
 print(int(suite.get("tests")) - bad - int(suite.get("skipped")), bad)
+with open(sys.argv[2], "a") as seconds:
+    for case in suite.iter("testcase"):
+        print(f"{float(case.get('time')):8.1f} s  {case.get('classname')}::{case.get('name')}", file=seconds)
 PYTHON
     )
     rm -f "$scratch/results.xml"
@@ -135,6 +142,28 @@ launch() {
     run_tests tests/launch tests/packaging tests/examples
 }
 
+# budget TIER: on this machine, in seconds; none for --full, which has no limit.
+budget() {
+    local seconds=${budgets[$1]}
+    [ ${#options[@]} -eq 0 ] || return 0
+    grep -q avx512_bf16 /proc/cpuinfo 2>/dev/null || seconds=$((seconds * 3 / 2))
+    echo "$seconds"
+}
+
+# took TIER SECONDS: its slowest tests, and how its time compares with its budget.
+took() {
+    local limit
+    limit=$(budget "$1")
+    if [ -s "$scratch/seconds" ]; then
+        echo "-- slowest tests of $1"
+        sort -rn "$scratch/seconds" | head -n 10
+    fi
+    if [ -n "$limit" ] && [ "$2" -gt "$limit" ]; then
+        echo "WARNING: $1 took $2 s, and its budget is $limit s: move repeats to --full, or share what is slow to make" >&2
+    fi
+    : >"$scratch/seconds"
+}
+
 summary=()
 code=0
 for tier in "${tiers[@]}"; do
@@ -142,7 +171,10 @@ for tier in "${tiers[@]}"; do
     start=$SECONDS
     result=ok
     "$tier" || { result=FAILED code=1; }
-    summary+=("$(printf '%-8s %-6s %4d s' "$tier" "$result" $((SECONDS - start)))")
+    seconds=$((SECONDS - start))
+    took "$tier" "$seconds"
+    limit=$(budget "$tier")
+    summary+=("$(printf '%-8s %-6s %4d s%s' "$tier" "$result" "$seconds" "${limit:+ of $limit s}")")
     echo "${summary[-1]}"
 done
 echo "=="

@@ -17,11 +17,15 @@ import hypothesis
 import pytest
 
 from tests import thinning
+from tests.machine import patient, slowness
 
 if TYPE_CHECKING:
     from tests.exact.references import Reference
 
 References = Callable[[str], "Reference"]
+
+# A test that says nothing else has hung by then.
+_HANGS_S = 300.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    slowness()  # before the workers of xdist, which inherit it, keep the cores busy
     thinning.full = config.getoption("--full")
     fixed = bool(os.environ.get("CI"))
     # No deadline: on a busy machine an example takes as long as it takes.
@@ -54,6 +59,10 @@ def signals_are_as_before() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker is not None else _HANGS_S
+        item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
     if config.getoption("--full"):
         return
     thinned = [item for item in items if item.get_closest_marker("full")]

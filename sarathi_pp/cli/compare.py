@@ -8,15 +8,15 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from sarathi_pp.cli.options import RUN
 from sarathi_pp.cli.report import page_runs, refuse_two_on_stdout, writing
 from sarathi_pp.report.comparison import compare as compare_reports
 from sarathi_pp.report.comparison import render_comparison
 from sarathi_pp.report.run_reader import advise_runs, read_run
 
 
-@click.command()
+@click.command(params=RUN.options("--json"))
 @click.argument("runs", metavar="RUN RUN...", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
 @click.option(
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),

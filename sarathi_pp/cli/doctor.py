@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sarathi_pp.cli.options import DEBUGGING, MODEL, RUN
 from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.model.families import FAMILIES
 
@@ -20,19 +21,13 @@ if TYPE_CHECKING:
 _STYLES = {"used": "green", "unused": "dim", "doubtful": "yellow", "refused": "red"}
 
 
-@click.command()
-@click.option("--model", metavar="DIR|HUB_ID", help="Look at this model too: is it supported, are its files there?")
-@click.option(
-    "--verify",
-    type=click.Choice(["sha256"]),
-    help="Read the model's weight files, and compare them with their published sums.",
-)
-@click.option("--models", "list_models", is_flag=True, help="List the models that are supported, and nothing else.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document as the last line of standard output.")
+@click.command(params=[*MODEL.options("--model"), *DEBUGGING.options("--verify"), *RUN.options("--json")])
+@click.option("--models", "list_models", is_flag=True, help="List the supported models and do nothing else.")
 def doctor(model: str | None, verify: str | None, list_models: bool, as_json: bool) -> int:
     """Say what a run on this machine would use, and why not the rest.
 
-    Ends with 0 where a run can start, else with the exit code of what would refuse it.
+    With --model it also checks that the model is supported and that its files are there. The exit code is 0 if a run
+    can start, and otherwise that of the refused run.
     """
     if verify and model is None:
         raise click.UsageError("--verify reads the weight files of a model: give --model too")

@@ -50,7 +50,7 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, help_line) for name, help_line in _COMMANDS.items() if help_line])
 
 
-@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(sarathi_pp.__version__, prog_name="sarathi-pp")
 def cli() -> None:
     """Pipeline-parallel LLM inference whose bubbles are measured.

@@ -1,101 +1,306 @@
-"""Options that commands share: which model, on what, in how many stages; and policies side by side."""
+"""The options that commands share, in groups, and the RunConfig that they describe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 
-from sarathi_pp.cli.values import Bytes, Count, LayerSplit
-from sarathi_pp.config import DEVICES, DTYPES, RunConfig, stages_among
-from sarathi_pp.core.policy import POLICIES
+from sarathi_pp.cli.option_group import Option, OptionGroup
+from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Real
+from sarathi_pp.config import (
+    ATTENTIONS,
+    DEVICES,
+    DTYPES,
+    HEADS,
+    TRANSPORTS,
+    RunConfig,
+    SamplingParams,
+    option_of,
+    stages_among,
+)
+from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 from sarathi_pp.errors import ConfigError, OptionError
+from sarathi_pp.inputs.input_format import INPUT_FORMATS
 
-_MODEL_OPTIONS = (
-    click.option("--model", required=True, metavar="DIR|HUB_ID", help="Model directory, or an id on the Hub."),
-    click.option(
+_PATH = click.Path(path_type=Path)
+
+RUN = OptionGroup(
+    "Run",
+    Option(
+        "--input",
+        "-i",
+        "input_path",
+        required=True,
+        metavar="FILE|-",
+        help="Prompts: JSON Lines, or plain text with a prompt on each line.",
+    ),
+    Option(
+        "--input-format",
+        type=click.Choice(INPUT_FORMATS),
+        default="auto",
+        help="Format of the input. auto decides by name and first lines.",
+    ),
+    Option(
+        "--output",
+        "-o",
+        "output_path",
+        required=True,
+        metavar="FILE|-",
+        help="Answers: JSON Lines, in the order in which requests finish.",
+    ),
+    Option(
+        "--run-dir",
+        type=_PATH,
+        metavar="DIR",
+        show_default="OUTPUT.run, none with -",
+        help="Directory for traces, report.json and exit_code.",
+    ),
+    Option("--overwrite", is_flag=True, help="Replace an existing output and run directory."),
+    Option("--strict", is_flag=True, help="Refuse a stream, and a file with a line that cannot run."),
+    Option(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        help="Requests per second that arrive, as a Poisson process.",
+    ),
+    Option("--seed", type=int, default=0, help="Seed of all sampling. A request draws from this and its id."),
+    Option(
+        "--metrics-port",
+        type=click.IntRange(0, 65535),
+        help="Serve Prometheus metrics on this loopback port. 0 picks one.",
+    ),
+    Option("--json", "as_json", is_flag=True, help="Print one JSON document as the last line of standard output."),
+    Option("--quiet", "-q", is_flag=True, help="Show no progress and no table."),
+)
+
+# For commands without --input. Help lists it in the section of RUN.
+WORKLOAD = OptionGroup(
+    RUN.title,
+    Option(
+        "--workload",
+        metavar="SPEC|FILE",
+        help="Requests, such as uniform:n=32,min=256,max=1024,pd=8, or a file.",
+    ),
+)
+
+MODEL = OptionGroup(
+    "Model",
+    Option("--model", metavar="DIR|HUB_ID", help="Model directory, or an id on the Hugging Face Hub."),
+    Option(
+        "--emulate",
+        type=_PATH,
+        metavar="PROFILE",
+        help="Sleep the stage times of this profile.json. Runs no model.",
+    ),
+    Option("--dtype", type=click.Choice(DTYPES), default="auto", help="Number type of weights and activations."),
+    Option("--device", type=click.Choice(DEVICES), default="auto", help="Device that the stages compute on."),
+    Option("--attention", type=click.Choice(ATTENTIONS), default="auto", help="Implementation of attention."),
+    Option(
+        "--max-model-len",
+        type=Count(),
+        show_default="the model's",
+        help="Most tokens of prompt and output together.",
+    ),
+)
+
+MEMORY = OptionGroup(
+    "Memory",
+    Option(
+        "--kv-cache-memory",
+        type=Bytes(),
+        show_default="from free memory",
+        help="KV cache of each rank, such as 4GiB.",
+    ),
+    Option("--gpu-memory-utilization", type=float, default=0.9, help="Share of a GPU's memory to use, at most 1."),
+    Option(
+        "--page-size",
+        "--block-size",
+        type=Count(auto=True),
+        default="auto",
+        show_default="16",
+        help="Tokens per page of the KV cache.",
+    ),
+)
+
+PARALLELISM = OptionGroup(
+    "Parallelism",
+    Option(
         "--stages",
         "--pipeline-parallel-size",
         "--pp-size",
         type=Count(),
-        help="Pipeline stages; under torchrun its processes.  [default: 1]",
+        show_default="1, under torchrun from its processes",
+        help="Pipeline stages of each replica.",
     ),
-    click.option(
+    Option(
+        "--replicas",
+        "--data-parallel-size",
+        type=Count(),
+        default=1,
+        help="Pipelines that share the requests.",
+    ),
+    Option(
         "--tensor-parallel-size",
         "--tp-size",
         type=Count(),
         default=1,
-        show_default=True,
-        help="Ranks that hold each stage together.",
+        help="Ranks that share each stage. Must divide the model's KV heads.",
     ),
-    click.option("--layer-split", type=LayerSplit(), default="auto", help="Layers a stage.  [default: auto]"),
-    click.option("--max-num-seqs", type=Count(), help="Running sequences over the pipeline.  [default: 64 x stages]"),
-    click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
-    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True),
-    click.option(
-        "--max-model-len", type=Count(), help="Most tokens of prompt and output together.  [default: the model's]"
+    Option(
+        "--layer-split",
+        type=LayerSplit(),
+        default="auto",
+        help="Layers per stage. auto: equal time by the profile, else even.",
     ),
-    click.option("--kv-cache-memory", type=Bytes(), help="KV cache of each stage, like 4GiB."),
-    click.option(
-        "--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Share of a GPU's memory to use."
+    Option(
+        "--head",
+        type=click.Choice(HEADS),
+        default="auto",
+        help="Stage of the LM head. auto: on CPU the first may compute it too.",
     ),
-    click.option(
-        "--page-size", "--block-size", type=Count(auto=True), default="auto", help="Tokens a KV page.  [default: 16]"
+    Option(
+        "--transport",
+        type=click.Choice(TRANSPORTS),
+        default="auto",
+        help="auto: shared memory on CPUs of a host, NCCL on GPUs, else gloo.",
     ),
 )
 
+SCHEDULE = OptionGroup(
+    "Schedule",
+    Option(
+        "--profile",
+        type=_PATH,
+        metavar="FILE",
+        help="profile.json of this model and machine. It decides what is auto.",
+    ),
+    Option(
+        "--policy",
+        default="balanced",
+        metavar="NAME[:key=value,...]",
+        help=f"One of {', '.join(sorted(POLICIES))}.",
+    ),
+    Option(
+        "--chunk-size",
+        "--max-num-batched-tokens",
+        type=Count(auto=True),
+        default="auto",
+        show_default="auto, by the profile or the policy",
+        help="Most tokens in a microbatch.",
+    ),
+    Option(
+        "--max-num-seqs",
+        type=Count(),
+        show_default="64 x stages",
+        help="Most sequences that run at once in a pipeline.",
+    ),
+    Option(
+        "--inflight",
+        type=Count(auto=True),
+        default="auto",
+        show_default="auto, the stages or one more",
+        help="Most microbatches at once in a pipeline.",
+    ),
+    Option(
+        "--tbt-slo",
+        type=Real(0, min_open=True),
+        help="Most seconds between tokens of a request. balanced keeps to it.",
+    ),
+)
 
-policies_option = click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("balanced",),
-    show_default=True,
-    metavar="NAME[:key=value,...]",
-    help=f"May be given several times. One of {', '.join(sorted(POLICIES))}.",
+SAMPLING = OptionGroup(
+    "Sampling",
+    Option(
+        "--max-new-tokens",
+        "--max-tokens",
+        type=click.IntRange(min=0),
+        show_default="256",
+        help="Most tokens to generate per request.",
+    ),
+    Option("--temperature", type=float, help="Randomness of sampling. 0 is greedy."),
+    Option("--top-k", type=int, help="Sample from the k likeliest tokens. 0 keeps all."),
+    Option("--top-p", type=float, help="Sample from the likeliest tokens that hold this share."),
+    Option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
+    Option("--stop", multiple=True, help="String that ends an output. May be repeated."),
+    Option("--ignore-eos", is_flag=True, default=None, help="Continue after the end-of-sequence token."),
+    Option(
+        "--override-generation-config",
+        type=JsonObject(),
+        help="Settings that win over the model's generation_config.json.",
+    ),
+)
+
+RECOVERY = OptionGroup(
+    "Recovery",
+    Option("--resume", is_flag=True, help="Continue an existing output. Rows that have a line are skipped."),
+    Option("--retry-errors", is_flag=True, help="With --resume: run rows again that ended with an error."),
+    Option("--force", is_flag=True, help="With --resume: continue although model, parameters or input differ."),
+    Option(
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="N",
+        help="Restart and resume up to N times after a stage fails.",
+    ),
+    Option(
+        "--peer-timeout",
+        type=float,
+        default=60.0,
+        help="Seconds of silence after which a stage counts as lost.",
+    ),
+    Option(
+        "--join-timeout",
+        type=float,
+        default=300.0,
+        help="Seconds for all ranks to join, and for each to load its stage.",
+    ),
+)
+
+DEBUGGING = OptionGroup(
+    "Debugging",
+    Option(
+        "--verify",
+        type=click.Choice(["sha256"]),
+        help="Compare weight files with published sums or with SHA256SUMS.",
+    ),
+    Option("--debug-nan", is_flag=True, help="Report the first stage whose output has NaN or infinity."),
+    Option("--enforce-eager", is_flag=True, help="Do not use CUDA graphs."),
 )
 
 
-def workload_option(*, example: str, default: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(
-        "--workload",
-        required=default is None,
-        default=default,
-        show_default=default is not None,
-        metavar="SPEC|FILE",
-        help=f"Like {example}; or a file with a line a request, as generate writes its output.",
-    )
+def run_config(options: Mapping[str, Any], world_size: int | None) -> RunConfig:
+    """Return the run that the options of a command describe. Raises ConfigError with the option's name.
 
+    An option sets the field that it is named after. A field keeps its default if its option is None, or absent from the
+    command. `--seed` is the run's seed; only a line of the input can give a request its own.
 
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds them to a command, in the order above."""
-    for option in reversed(_MODEL_OPTIONS):
-        command = option(command)
-    return command
-
-
-def run_config(options: dict[str, Any], world_size: int | None) -> RunConfig:
-    """The run that these options describe. world_size: torchrun's processes, each of which is a shard of a stage."""
-    stages, shards = options["stages"] or 1, options["tensor_parallel_size"]
+    Args:
+        options: values by name of the command's parameter. Options that are not of a RunConfig are ignored.
+        world_size: processes that torchrun has started; None without torchrun.
+    """
+    given = {one.name: options.get(_parameter(one.name)) for one in fields(RunConfig)}
     if world_size is not None:
-        stages = stages_among(world_size, options["stages"], 1, shards)
-    named = ("model", "layer_split", "max_num_seqs", "dtype", "device", "max_model_len", "page_size")
-    some = ("gpu_memory_utilization", "attention", "run_dir", "seed", "profile")
-    given = {name: options[name] for name in (*named, *some) if name in options}
-    if "peer_timeout" in options:
-        given["peer_timeout_s"] = options["peer_timeout"]
-    with naming_options():
-        return RunConfig(
-            stages=stages, tensor_parallel_size=shards, kv_cache_memory_bytes=options["kv_cache_memory"], **given
-        )
-
-
-@contextmanager
-def naming_options() -> Iterator[None]:
-    """Let an error of a RunConfig that is made inside name the command's option, not Python's argument."""
+        replicas, shards = options.get("replicas", 1), options["tensor_parallel_size"]
+        given["stages"] = stages_among(world_size, options["stages"], replicas, shards)
+    if "emulate" in options and (options["model"] is None) == (options["emulate"] is None):
+        raise click.UsageError("give either --model or, to run without one, --emulate PROFILE")
+    given["sampling_overrides"] = {
+        one.name: options[one.name]
+        for one in fields(SamplingParams)
+        if one.name != "seed" and options.get(one.name) not in (None, ())
+    }
     try:
-        yield
+        if bound_s := options.get("tbt_slo"):
+            given["policy"] = with_tbt_slo(options["policy"], bound_s)
+        return RunConfig(**{"model": "", **{name: value for name, value in given.items() if value is not None}})
     except OptionError as error:
         raise ConfigError(error.for_command) from None
+
+
+def _parameter(field: str) -> str:
+    """Return click's name for the option that sets a field of RunConfig: peer_timeout for peer_timeout_s."""
+    return option_of(field).removeprefix("--").replace("-", "_")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,16 +12,25 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sarathi_pp.cli.options import model_options, run_config, workload_option
+from sarathi_pp.cli.option_group import SectionedCommand
+from sarathi_pp.cli.options import MEMORY, MODEL, PARALLELISM, RUN, SCHEDULE, WORKLOAD, run_config
 from sarathi_pp.config import RunConfig
 from sarathi_pp.report import formats
 
 
-@click.command()
-@model_options
-@click.option("--profile", type=click.Path(path_type=Path), help="profile.json.  [default: an estimate from the shape]")
-@workload_option(example="zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10", default="uniform:n=256,min=256,max=512,pd=8")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
+@click.command(
+    cls=SectionedCommand,
+    params=[
+        WORKLOAD.option("--workload", default="uniform:n=256,min=256,max=512,pd=8"),
+        *RUN.options("--json"),
+        MODEL.option("--model", required=True),
+        *MODEL.options("--dtype", "--device", "--max-model-len"),
+        *MEMORY.options(),
+        *PARALLELISM.options("--stages", "--tensor-parallel-size", "--layer-split"),
+        SCHEDULE.option("--profile", show_default="an estimate from the shape"),
+        *SCHEDULE.options("--max-num-seqs"),
+    ],
+)
 def plan(workload: str, as_json: bool, **options: Any) -> None:
     """Say how to cut a model into stages and prompts into chunks, what fits, and what to expect. Runs nothing."""
     from sarathi_pp.bench.workload_file import read_workload

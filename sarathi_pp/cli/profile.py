@@ -14,36 +14,41 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sarathi_pp.cli.options import model_options, run_config
+from sarathi_pp.cli.option_group import SectionedCommand, SectionedOption
+from sarathi_pp.cli.options import MEMORY, MODEL, PARALLELISM, RECOVERY, RUN, SCHEDULE, run_config
 from sarathi_pp.cli.show import BatchDisplay
 from sarathi_pp.cli.values import OutputFile
-from sarathi_pp.config import ATTENTIONS, RunConfig
+from sarathi_pp.config import RunConfig
 from sarathi_pp.report import formats
 
 
-@click.command()
-@click.option(
-    "--output", "-o", type=OutputFile("--json prints the profile"), required=True, help="The profile.json to write."
+@click.command(
+    cls=SectionedCommand,
+    params=[
+        SectionedOption(
+            ["--output", "-o"],
+            section=RUN.title,
+            type=OutputFile("--json prints the profile"),
+            required=True,
+            help="The profile.json to write.",
+        ),
+        *RUN.options("--overwrite"),
+        RUN.option("--run-dir", show_default="deleted at the end"),
+        RUN.option("--seed", help="Seed of the synthetic prompts and of their order."),
+        *RUN.options("--json", "--quiet"),
+        MODEL.option("--model", required=True),
+        *MODEL.options("--dtype", "--device", "--attention", "--max-model-len"),
+        *MEMORY.options(),
+        *PARALLELISM.options("--stages", "--tensor-parallel-size", "--layer-split"),
+        *SCHEDULE.options("--max-num-seqs"),
+        *RECOVERY.options("--peer-timeout"),
+    ],
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing profile and run directory.")
-@model_options
-@click.option("--attention", type=click.Choice(ATTENTIONS), default="auto", show_default=True)
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the traces here.  [default: thrown away]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up prompts and of their order.")
-@click.option(
-    "--peer-timeout",
-    type=float,
-    default=60.0,
-    show_default=True,
-    help="Seconds of silence after which a stage counts as lost.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the profile as the last line of standard output.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress and no table.")
 def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Measure what the stages of a model cost, on made-up prompts.
+    """Measure what the stages of a model cost, on synthetic prompts.
 
-    Runs microbatches of many sizes through the real pipeline for a minute or so, fits the cost model to their times,
-    and says how far it is off on microbatches that it was not fitted to. `plan` and `generate --profile` use it.
+    Runs microbatches of many sizes through the real pipeline for about a minute and fits the cost model to their times.
+    Prints its error on microbatches that were kept from the fit. `plan` and `generate --profile` use the result.
     """
     from sarathi_pp.distributed.environment import find_place, let_threads_sleep, mesh_of
 

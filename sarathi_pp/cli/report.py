@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sarathi_pp.analysis.replicas import Replica
 from sarathi_pp.cli import stdout
+from sarathi_pp.cli.options import RUN
 from sarathi_pp.errors import ConfigError, OutputError
 from sarathi_pp.report.run_reader import Run, read_run
 from sarathi_pp.report.table import render
@@ -24,13 +25,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 _STDOUT = Path("-")
 
 
-@click.command()
+@click.command(params=RUN.options("--json"))
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--attempt", type=click.IntRange(min=0), help="Which start of the run.  [default: the last]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
-@click.option("--html", type=_FILE, help="Also write a page: timeline, causes, latencies. It needs no network.")
-@click.option("--perfetto", type=_FILE, help="Also write a Chrome trace, for ui.perfetto.dev; one a replica.")
-@click.option("--csv", type=_FILE, help="Also write a line for each microbatch on each stage; a file a replica.")
+@click.option("--attempt", type=click.IntRange(min=0), help="Start of the run to show. The last if not given.")
+@click.option("--html", type=_FILE, help="Also write a page: timeline, causes and latencies.")
+@click.option("--perfetto", type=_FILE, help="Also write a Chrome trace per replica, for ui.perfetto.dev.")
+@click.option("--csv", type=_FILE, help="Also write a file per replica, a line per microbatch and stage.")
 def report(
     run: Path, attempt: int | None, as_json: bool, html: Path | None, perfetto: Path | None, csv: Path | None
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,9 +11,9 @@ from rich.console import Console
 
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench.workload_file import read_workload
-from sarathi_pp.cli.options import policies_option, workload_option
-from sarathi_pp.cli.values import Count, Real
-from sarathi_pp.config import HEADS
+from sarathi_pp.cli.option_group import Option, OptionGroup, SectionedCommand
+from sarathi_pp.cli.options import PARALLELISM, RUN, SCHEDULE, WORKLOAD
+from sarathi_pp.cli.values import Real
 from sarathi_pp.core.policy import auto_chunk_size, keeps_tbt_slo, with_tbt_slo
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.report.policies import render_policies, runs_document
@@ -38,47 +37,44 @@ class SlowStage(click.ParamType[tuple[int, float]]):
         return slow
 
 
-@click.command()
-@click.option("--profile", type=click.Path(path_type=Path), help="profile.json of the pipeline.")
-@click.option("--preset", "preset_name", type=click.Choice(list(PRESETS)), help="A published pipeline instead.")
-@workload_option(example="zipf:n=1000,min=1024,max=4096,theta=0.4,pd=10")
-@policies_option
-@click.option(
-    "--chunk-size",
-    "chunk_sizes",
-    multiple=True,
-    type=Count(auto=True),
-    help="Several times for a sweep.  [default: each policy's own]",
+_SIMULATION = OptionGroup(
+    "Simulation",
+    Option(
+        "--preset", "preset_name", type=click.Choice(list(PRESETS)), help="Published pipeline in place of a profile."
+    ),
+    Option("--jitter-cv", type=Real(0, 1), show_default="the profile's", help="Noise of stage times."),
+    Option(
+        "--slow-stage",
+        "slow",
+        multiple=True,
+        type=SlowStage(),
+        help="Stage slower than the policy expects, as 3:1.1. May be repeated.",
+    ),
 )
-@click.option("--stages", type=Count(), help="Layers are shared out evenly.  [default: the profile's]")
-@click.option(
-    "--replicas",
-    "--data-parallel-size",
-    type=Count(),
-    default=1,
-    show_default=True,
-    help="Pipelines of so many stages, which share the requests.",
+
+
+@click.command(
+    cls=SectionedCommand,
+    params=[
+        WORKLOAD.option("--workload", required=True),
+        RUN.option("--seed", help="Seed of the noise. A workload has its own."),
+        *RUN.options("--json"),
+        *_SIMULATION.options(),
+        PARALLELISM.option("--stages", show_default="the profile's"),
+        *PARALLELISM.options("--replicas", "--head"),
+        *SCHEDULE.options("--profile"),
+        SCHEDULE.option("--policy", "policies", multiple=True, default=("balanced",)),
+        SCHEDULE.option("--chunk-size", "chunk_sizes", multiple=True, default=(), show_default="auto, by the policy"),
+        SCHEDULE.option("--max-num-seqs", show_default="the profile's"),
+        *SCHEDULE.options("--inflight"),
+        SCHEDULE.option("--tbt-slo", help="Also find the highest request rate within this bound, in seconds."),
+    ],
 )
-@click.option("--max-num-seqs", type=Count(), help="Of a pipeline.  [default: the profile's]")
-@click.option("--inflight", type=Count(auto=True), default="auto", help="[default: stages; balanced: one more]")
-@click.option(
-    "--head",
-    type=click.Choice(HEADS),
-    default="auto",
-    show_default=True,
-    help="As in generate, where the profile is of a CPU.",
-)
-@click.option("--jitter-cv", type=Real(0, 1), help="Noise of stage times.  [default: the profile's]")
-@click.option("--slow-stage", "slow", multiple=True, type=SlowStage(), help="A stage slower than the policy is told.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the noise; a workload has its own.")
-@click.option(
-    "--tbt-slo",
-    type=Real(0, min_open=True),
-    help="Also find the highest request rate within this bound, which balanced is told.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of the table.")
 def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_json: bool, **options: Any) -> None:
-    """Run policies on a modelled pipeline: the real coordinator, a virtual clock, the figures of a real run."""
+    """Run policies on a modelled pipeline: the real coordinator, a virtual clock, the figures of a real run.
+
+    Needs --profile or --preset. Stages of another number than theirs get equal numbers of layers.
+    """
     if (options["profile"] is None) == (options["preset_name"] is None):
         raise click.UsageError("give either --profile FILE or --preset NAME")
     slow = dict(options["slow"])

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import click
@@ -113,14 +114,29 @@ def test_the_map_names_every_folder() -> None:
     assert set(re.findall(r"^(sarathi_pp/\w+/) ", README, re.MULTILINE)) == packages
 
 
-def test_every_module_that_the_walk_names_exists() -> None:
-    walk = README.partition("## The walk of a prompt")[2].partition("\n## ")[0]
-    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", walk)
-    assert len(named) > 15
-    assert not [name for name in named if not (ROOT / "sarathi_pp" / name).exists()]
+ARCHITECTURE = (ROOT / "docs" / "internals" / "architecture.md").read_text()
 
 
-TEXTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docs/benchmarks/README.md"]
+def test_every_file_that_the_architecture_page_names_exists() -> None:
+    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?|\w+\.py)`", ARCHITECTURE)
+    assert len(named) > 60
+    assert not [name for name in named if not (ROOT / "sarathi_pp" / name).exists() and not (ROOT / name).exists()]
+
+
+def test_the_architecture_page_orders_packages_as_the_contract_does() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer for layer in contracts[0]["layers"] if layer != "__main__"]
+    (page,) = re.findall(r"```\n(cli -> .*?)```", ARCHITECTURE, re.DOTALL)
+    assert re.split(r"\s*->\s*", page.strip()) == layers
+
+
+TEXTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "examples/README.md",
+    "docs/benchmarks/README.md",
+    "docs/internals/architecture.md",
+]
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -22,7 +22,7 @@ LONG = "1+1=2\n" * 300 + "1+2="
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_answers_in_order_and_one_bad_prompt_harms_no_other(stages):
     with LLM(ADDER, stages=stages) as llm:
         outputs = llm.generate(["12+30=", LONG, [1, 5, 13, 6, 15]], SamplingParams(max_new_tokens=8))
@@ -157,7 +157,7 @@ def test_natural_values_reach_the_workers(tmp_path):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_error_of_the_set_up_keeps_its_class(stages):
     with pytest.raises(CapacityError, match="one KV page"):
         LLM(ADDER, stages=stages, kv_cache_memory_bytes=1024)

@@ -194,7 +194,7 @@ def test_one_after_the_other_leaves_nothing_behind() -> None:
     assert held() <= before
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("body", "how"), [("exit 3", "ended with exit code 3"), ("kill -9 $$", "was killed by SIGKILL")]
 )
@@ -226,7 +226,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("after_s", [2.5, 4.5])
+@pytest.mark.parametrize("after_s", [2.5, pytest.param(4.5, marks=pytest.mark.full)])
 def test_an_interrupted_start_leaves_no_worker(after_s: float, tmp_path: Path) -> None:
     """And no hang when the interpreter ends. Wherever it falls: before the workers, while they join, or at the end."""
     began_s = time.monotonic()

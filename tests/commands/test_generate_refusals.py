@@ -208,7 +208,7 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         ("in.jsonl", b"secret words\n", "none of its 1 rows can run: line 1: not JSON"),
     ],
 )
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_an_input_without_a_row_that_can_run_is_refused_before_a_model_loads(
     tmp_path, capsys, monkeypatch, name, made, says, stages
 ):
@@ -230,7 +230,7 @@ def test_text_for_a_model_without_a_tokenizer_is_refused_before_it_loads(tmp_pat
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["redirected", "piped"])
+@pytest.mark.parametrize("how", [pytest.param("redirected", marks=pytest.mark.full), "piped"])
 def test_a_stream_that_is_no_lines_is_named_as_what_it_is(tmp_path, how):
     (tmp_path / "in.csv").write_bytes(b"id,prompt\n1,hi\n")
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "-i", "-", "-o", "-", "-q"]

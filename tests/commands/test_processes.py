@@ -40,7 +40,9 @@ def expect(files: Files, known: Reference, stages: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.oldest), 3, 4])
+@pytest.mark.parametrize(
+    "stages", [1, pytest.param(2, marks=pytest.mark.oldest), pytest.param(3, marks=pytest.mark.full), 4]
+)
 def test_generate_starts_its_own_stages(stages, reference, tmp_path):
     known, files = reference("llama"), Files(tmp_path)
     files.write_prompts(known.prompts)
@@ -89,7 +91,13 @@ def test_stages_that_do_not_find_each_others_sockets_send_by_gloo(reference, tmp
 
 
 @pytest.mark.parametrize(
-    "stages", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(4, marks=pytest.mark.full)]
+    "stages",
+    [
+        pytest.param(1, marks=pytest.mark.full),
+        pytest.param(2, marks=pytest.mark.full),
+        3,
+        pytest.param(4, marks=pytest.mark.full),
+    ],
 )
 def test_generate_joins_torchrun(stages, reference, tmp_path):
     known, files = reference("llama"), Files(tmp_path)

@@ -18,7 +18,9 @@ GREEDY = ("--max-new-tokens", str(NEW_TOKENS), "--ignore-eos", "--chunk-size", "
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.full), pytest.param("qwen3", marks=pytest.mark.full), "mixtral"]
+)
 def test_two_stages_of_two_ranks_give_transformers_tokens(family, reference, tmp_path):
     known, files = reference(family), Files(tmp_path)
     files.write_prompts(known.prompts)
@@ -50,7 +52,7 @@ def test_under_torchrun_the_stages_are_what_the_ranks_leave(shape, reference, tm
     assert files.report()["stages"] == (2 if len(shape) == 2 else 1)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_lost_shard_ends_the_run_with_its_name(rank, reference, tmp_path):
     """1 is the other rank of the coordinator's stage, 3 that of the last one, which sends no results."""
     known, files = reference("llama"), Files(tmp_path)

@@ -202,7 +202,7 @@ def test_a_head_without_memory_is_computed_at_a_second_attempt(monkeypatch: pyte
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("head, some", [("auto", True), ("last", False)])
+@pytest.mark.parametrize("head, some", [("auto", True), pytest.param("last", False, marks=pytest.mark.full)])
 def test_processes_move_heads_unless_told_not_to(head: str, some: bool, tmp_path: Path) -> None:
     """The traces add up, and the answers are those of one stage, which moves none."""
     files, alone = Files(tmp_path / "two"), Files(tmp_path / "one")

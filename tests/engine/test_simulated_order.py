@@ -24,7 +24,7 @@ COSTS = {"a0": 0.1, "a1": 1.5e-3, "a3": 1e-6}
 WORKLOAD = "fixed:n=9,prompt=48,output=4"
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "orca"])
+@pytest.mark.parametrize("policy", ["sarathi", pytest.param("orca", marks=pytest.mark.full)])
 def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> None:
     workload = parse_workload(WORKLOAD)
     path = write_profile(tmp_path / "profile.json", STAGES, **COSTS)

@@ -66,7 +66,7 @@ def tokens(rows: list[dict]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.full)])
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_the_neighbours_are_unharmed(value, stages, model, tmp_path):
     """Also those that get the pages which such a request has filled: the pool holds a handful of sequences."""
     files = Files(tmp_path)

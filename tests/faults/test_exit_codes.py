@@ -22,7 +22,7 @@ PROMPTS = ADDER.parent / "prompts.jsonl"
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_file_without_a_row_is_answered_by_one_without_a_line(stages, tmp_path):
     files = Files(tmp_path)
     files.write_prompts([])
@@ -72,7 +72,7 @@ def test_a_full_disk_is_74_and_said_once(tmp_path):
         ),
     ],
 )
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_what_a_shell_has_closed_or_removed_is_one_line(shell, code, says, stages, tmp_path):
     generate = shlex.join((*COMMAND, "generate", "--model", str(ADDER), "--stages", stages))
     line = shell.format(generate=generate)
@@ -98,7 +98,7 @@ def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
     RunDirectory.check(files.run, overwrite=False)
 
 
-@pytest.mark.parametrize("refused", ["output", "option", "model"])
+@pytest.mark.parametrize("refused", ["output", "option", pytest.param("model", marks=pytest.mark.full)])
 def test_a_start_that_is_refused_under_torchrun_says_so_once(refused, tmp_path):
     """Before torchrun's own table: other ranks say neither the same nor that torchrun has stopped them."""
     files = Files(tmp_path)
@@ -140,7 +140,7 @@ def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tmp_path):
     assert "Traceback" not in said and "terminate called" not in said
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_stopped_stage_is_named_when_the_timeout_is_over(stage, tmp_path):
     """SIGSTOP: alive and silent. Three seconds of silence are allowed, so the end is due well within 3 x 10."""
     prompts = tmp_path / "many.jsonl"

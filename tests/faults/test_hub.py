@@ -60,7 +60,7 @@ def expect_one_line(code: int, said: str) -> None:
     assert "Traceback" not in said and said.count("MissingError") == 1
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 @pytest.mark.parametrize("offline", "01")
 def test_no_network(offline, stages, files):
     expect_one_line(*from_hub(files, f"http://127.0.0.1:{free_port()}", offline=offline, stages=stages))

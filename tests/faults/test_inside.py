@@ -43,7 +43,7 @@ def undisturbed(model, tmp_path_factory):
     return answers(files)
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_exception_in_a_layer_is_shown_as_it_was(stage, files, model):
     with started(files, model, *OPTIONS, "--stages", str(STAGES), **fault(stage, "raise")) as run:
         run.stage(2)
@@ -58,7 +58,7 @@ def test_an_exception_in_a_layer_is_shown_as_it_was(stage, files, model):
         assert len(answers(files)) < len(PROMPTS)
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_stage_that_hangs_is_named_and_shows_its_stacks(stage, files, model):
     options = (*OPTIONS, "--stages", str(STAGES), "--peer-timeout", "2")
     with started(files, model, *options, **fault(stage, "hang")) as run:
@@ -103,7 +103,7 @@ def test_a_stage_that_hangs_ends_though_nobody_reads_what_it_says(files, model):
         os.close(reader)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2])
 def test_a_stage_that_never_ends_loading_is_named(stage, files, model):
     options = (*OPTIONS, "--stages", str(STAGES), "--join-timeout", "12", "--peer-timeout", "12")
     with started(files, model, *options, **fault(stage, "stall")) as run:
@@ -144,7 +144,7 @@ def test_a_rank_0_that_is_stopped_in_set_up_holds_nobody(files, model):
             rank.communicate()
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2])
 def test_no_memory_once_costs_no_answer(stage, files, model, undisturbed):
     with started(files, model, *OPTIONS, "--stages", str(STAGES), **fault(stage, "memory")) as run:
         said = run.end()

@@ -127,7 +127,9 @@ def stage_pids(family: list[psutil.Process]) -> list[int]:
     return [ranks[rank] for rank in range(len(ranks))]
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(stage, marks=pytest.mark.full) for stage in range(1, STAGES - 1)), STAGES - 1]
+)
 def test_a_killed_stage_ends_the_run_with_75(stage, start):
     running = start(COMMAND, "--stages", str(STAGES), "--quiet", until=traced)
     assert len(running.stages) == STAGES
@@ -167,7 +169,7 @@ def test_a_stage_killed_during_set_up_leaves_the_code_too(stage, start, tmp_path
     running.expect_nobody_left()
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_that_is_told_to_stop_ends_with_75(stages, start):
     running = start(COMMAND, "--stages", str(stages), "--quiet")
     started_s = time.monotonic()

@@ -234,7 +234,7 @@ def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, model):
         assert files.exit_code() == 2
 
 
-@pytest.mark.parametrize("without", [0, 1])
+@pytest.mark.parametrize("without", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, hosts, files, model):
     there, nowhere = ({host: hosts.on(host)} for host in (1 - without, without))
     with started(files, model, there, **MEET) as one:

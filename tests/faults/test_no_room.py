@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_kv_pages_that_do_not_fit_are_refused_with_what_would(stages, model, tmp_path):
     files = Files(tmp_path)
     files.write_prompts([(5, 6)])

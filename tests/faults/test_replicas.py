@@ -66,7 +66,7 @@ def lose(run: Started, rank: int, number: signal.Signals = signal.SIGKILL) -> st
     return run.end()
 
 
-@pytest.mark.parametrize("rank", [3, pytest.param(2, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("rank", [3, *(pytest.param(rank, marks=pytest.mark.full) for rank in (1, 2))])
 def test_a_lost_replicas_requests_go_to_the_other(rank, files, tmp_path_factory):
     """3 and 2 are a later stage and the leader of replica 1; 1 is the last stage of rank 0's own."""
     with started(files, files.folder, *SHAPE) as run:

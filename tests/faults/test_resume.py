@@ -65,9 +65,10 @@ def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, undisturbed, tmp
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.full
 def test_a_job_that_is_killed_as_a_whole_at_random_moments_goes_on(model, tmp_path):
     """Also before it has joined, loaded or written anything."""
-    kills = 20 if thinning.full else 2
+    kills = 20
     num_rows, options = 100 * kills, (*OPTIONS, "--stages", "2")
     calm, files = files_of(tmp_path / "calm", num_rows), files_of(tmp_path / "killed", num_rows)
     with started(calm, model, *options) as run:
@@ -84,7 +85,7 @@ def test_a_job_that_is_killed_as_a_whole_at_random_moments_goes_on(model, tmp_pa
     assert answers(files) == answers(calm)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2])
 def test_a_stage_that_is_killed_is_started_again(stage, model, undisturbed, tmp_path):
     files = files_of(tmp_path)
     with started(files, model, *OPTIONS, "--stages", "3", "--max-restarts", "1") as run:
@@ -102,7 +103,7 @@ def test_a_stage_that_is_killed_is_started_again(stage, model, undisturbed, tmp_
 
 @pytest.mark.timeout(900)
 def test_stages_that_are_killed_at_random_moments_again_and_again(model, tmp_path):
-    kills = 20 if thinning.full else 2
+    kills = 20 if thinning.full else 1
     # A stage lives for 7 s at the most, and rows come at a rate: no machine answers all of them in between.
     num_rows, rate = 210 * kills, ("--request-rate", "30")
     calm = files_of(tmp_path / "calm", num_rows)
@@ -221,7 +222,7 @@ def finished(ended, tmp_path):
     return Files(shutil.copytree(ended.folder, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_another_question_is_refused_with_what_is_different(stages, finished, model):
     before = finished.output.read_bytes()
     code, said = generate(finished, model, "--resume", "--max-new-tokens", "5", "--seed", "1", "--stages", stages)
@@ -236,7 +237,7 @@ def test_another_question_is_refused_with_what_is_different(stages, finished, mo
     assert finished.output.read_bytes() == before
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_what_is_done_is_not_done_again(stages, finished, model):
     """No attempt is made, so no model is loaded."""
     before, report = finished.output.read_bytes(), finished.report()
@@ -342,7 +343,7 @@ def test_options_that_say_nothing_are_refused(options, says, finished, model):
     assert code == 2 and says in said
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_strict_refuses_a_file_with_a_bad_line_before_anything_runs(stages, model, tmp_path):
     files = Files(tmp_path)
     files.input.write_text('{"id": 1, "prompt_token_ids": [5]}\n{nonsense\n{"id": 1, "prompt_token_ids": [6]}\n')

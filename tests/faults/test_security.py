@@ -47,7 +47,7 @@ def listeners(run: Started) -> list[str]:
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_nobody_outside_this_machine_can_connect(stages, model, tmp_path):
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)

@@ -68,7 +68,7 @@ def last_begun_s(files: Files) -> float:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
 )
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_what_runs_is_finished(number, code, stages, files, model):
     with started(files, model, *OPTIONS, "--stages", stages) as run:
         run.wait_for_lines(30)
@@ -99,7 +99,7 @@ def test_under_torchrun_too(number, files, model, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_signal_to_every_process_is_one_signal(first, number, files, model):
     """As a batch system sends it to all processes of a job; first: with the launcher among them, or only the stages."""
     with started(files, model, *OPTIONS, "--stages", "2", "--max-restarts", "1") as run:
@@ -112,7 +112,7 @@ def test_a_signal_to_every_process_is_one_signal(first, number, files, model):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_the_second_signal_ends_it_at_once(number, stages, files, model):
     """Outputs so long that nobody would wait for their end. What is written by then is whole lines."""
     options = ("--max-new-tokens", "100000", "--max-model-len", "512", "--ignore-eos", "--max-num-seqs", "16")
@@ -132,7 +132,7 @@ def test_the_second_signal_ends_it_at_once(number, stages, files, model):
     assert len(answers(files)) >= 1
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 @pytest.mark.parametrize("told", [True, False])
 def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, files, model):
     """A supervisor repeats SIGTERM; told: from the middle of the run, or only once rank 0 has written its exit code."""
@@ -196,7 +196,10 @@ def test_a_run_that_waits_for_its_input_ends_too(model, tmp_path):
     assert len(answers(files)) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(more, marks=pytest.mark.full) for more in (signal.SIGUSR1, signal.SIGHUP))],
+)
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_while_the_input_is_looked_through_there_is_nothing_to_finish(number, stages, model, tmp_path):
     """For minutes, where it is large: no stage is there yet."""

@@ -21,7 +21,7 @@ ADDER = ROOT / "examples" / "tiny-adder"
 PROMPTS = [(3, 4, 5), (6, 7)]
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages, model, tmp_path):
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)
@@ -44,7 +44,7 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages, number, code, model, tmp_path):
     files = Files(tmp_path)
     os.mkfifo(files.input)
@@ -63,7 +63,7 @@ def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages
     assert files.report()["requests"] == 0 and files.output.read_bytes() == b""
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_what_a_shell_puts_in_place_of_files_reaches_the_stage_that_reads_and_writes(stages, model, tmp_path):
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)
@@ -102,7 +102,7 @@ def test_what_cannot_be_gone_on_with_is_not_restarted(name, model, tmp_path):
     assert not files.run.exists()
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 @pytest.mark.parametrize("name", ["-", "in.jsonl"])
 def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, model, tmp_path):
     files = Files(tmp_path)

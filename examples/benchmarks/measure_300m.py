@@ -220,7 +220,10 @@ def one_heat(work: Work, cases: Sequence[Case]) -> Report:
     print(f"profile error {profile.error:.3f}  stolen {lost.share:.3f}", flush=True)
     for case in cases:
         timelines = case.timelines(work, away[case.name])
-        reports = [summarise_timeline(timeline, measure_bubbles(timeline), fit_cost) for timeline in timelines]
+        reports = [
+            summarise_timeline(timeline, measure_bubbles(timeline), fit_cost(timeline) or "too short")
+            for timeline in timelines
+        ]
         kept = (*FIGURES, "microbatches", "per_stage", "chunk_size", "inflight", "causes")
         figures = found["cases"][case.name] = {name: reports[0][name] for name in kept}
         figures["wall_s"] = statistics.fmean(report["wall_s"] for report in reports)

@@ -45,7 +45,7 @@ class Replica:
     report: Report
 
     @classmethod
-    def fold(cls, timeline: Timeline, fit: CostFit | None = None) -> Replica:
+    def fold(cls, timeline: Timeline, fit: CostFit = None) -> Replica:
         """Raises as `summarise`."""
         bubbles = measure_bubbles(timeline)
         return cls(timeline, bubbles, summarise_timeline(timeline, bubbles, fit))

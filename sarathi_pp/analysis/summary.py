@@ -9,11 +9,11 @@ Traces have a largest size. If one was cut there, every figure is of the first p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sarathi_pp.analysis.bubbles import Bubbles, StageBubbles, busy_strip, measure_bubbles
 from sarathi_pp.analysis.causes import explain
@@ -47,12 +47,12 @@ class FittedCost(Protocol):
     def error(self) -> float: ...
 
 
-# None where a run is too short to fit anything.
-CostFit = Callable[[Timeline], FittedCost | None]
+# None: nobody has looked for one.
+CostFit = FittedCost | Literal["too short"] | None
 
 
 def summarise(
-    traces: Sequence[Path | Iterable[Event]], facts: Mapping[str, object] | None = None, fit: CostFit | None = None
+    traces: Sequence[Path | Iterable[Event]], facts: Mapping[str, object] | None = None, fit: CostFit = None
 ) -> Report:
     """The report of one run from its traces, one a stage, as files or as events.
 
@@ -73,10 +73,10 @@ def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
     return timeline
 
 
-def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None = None) -> Report:
+def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit = None) -> Report:
     """The same from what was already read and measured."""
     settings = timeline.stages[0].start
-    fitted = fit(timeline) if fit is not None else None
+    fitted = fit if fit != "too short" else None
     return {
         "schema": SCHEMA,
         "policy": settings.policy,
@@ -106,7 +106,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit | None
         "clock_uncertainty_s": max(_clock_uncertainty(stage) for stage in timeline.stages),
         "closing_error": max(stage.closing_error for stage in bubbles.stages),
         **whole_run([(timeline, 0.0)]),
-        "notes": [*_notes(timeline, bubbles), *(_UNFITTED if fit is not None and fitted is None else ())],
+        "notes": [*_notes(timeline, bubbles), *(_UNFITTED if fit == "too short" else ())],
     }
 
 

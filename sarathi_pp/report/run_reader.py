@@ -93,10 +93,7 @@ def _fold(path: Path, traces: Sequence[Sequence[Path]], facts: Mapping[str, obje
 
     timelines = [read_timeline(of_one) for of_one in traces]
     fits = [fit_cost(timeline) for timeline in timelines]
-    replicas = [
-        Replica.fold(timeline, lambda _, fitted=fitted: fitted)  # type: ignore[misc]
-        for timeline, fitted in zip(timelines, fits, strict=True)
-    ]
+    replicas = [Replica.fold(timeline, fitted or "too short") for timeline, fitted in zip(timelines, fits, strict=True)]
     return Run(path, replicas, summarise_replicas(replicas) | dict(facts), fits[0])
 
 

@@ -129,14 +129,14 @@ class Fitted:
 
 def test_with_a_cost_model_the_bubble_has_causes() -> None:
     model = CostModel(1, tuple(StageCost((stage, stage + 1), 1.0, 0.0, 0.0, 0.0, 0.0) for stage in range(2)))
-    report = summarise(Schedule(8, 2, constant(1.0)).events(), fit=lambda timeline: Fitted(model, 0.125))
+    report = summarise(Schedule(8, 2, constant(1.0)).events(), fit=Fitted(model, 0.125))
     assert report["cost_error"] == 0.125
     assert report["causes"].pop("ramp_s") == pytest.approx(2.0)
     assert list(report["causes"].values()) == pytest.approx([0.0] * 8)
 
 
 def test_a_run_too_short_to_fit_has_no_causes() -> None:
-    report = summarise(Schedule(8, 2, constant(1.0)).events(), fit=lambda timeline: None)
+    report = summarise(Schedule(8, 2, constant(1.0)).events(), fit="too short")
     assert report["causes"] is None and report["cost_error"] is None
     assert report["notes"] == ["the run has too few microbatches to fit a cost model: no causes"]
     assert json.loads(json.dumps(report, allow_nan=False)) == report

@@ -119,7 +119,7 @@ def run(experiment: Experiment) -> Run:
     timeline = simulate(experiment)
     fitted = fit_cost(timeline)
     assert fitted is not None
-    report = summarise_timeline(timeline, measure_bubbles(timeline), lambda _: fitted)
+    report = summarise_timeline(timeline, measure_bubbles(timeline), fitted)
     rate = experiment.workload.rate
     rerun = Rerun.of(
         timeline,

@@ -131,20 +131,19 @@ def main(model: Path, named: tuple[str, ...], workload: str, policy: str, rounds
     requests = list(parse_workload(workload).requests(vocabulary=facts.vocab_size))
     runs: list[Run] = []
 
-    def keep(run: Run) -> None:
-        _say(run)
-        runs.append(run)
-        if len(runs) % len(commits) == 0:
-            rows = [{**row, "subject": subjects[row["commit"]]} for row in compare(commits, runs)]
-            given = {"model": str(model), "workload": workload, "policy": policy}
-            record.write(output, {**given, "rounds": run.round + 1, "commits": rows})
-
     with TemporaryDirectory() as scratch:
         arguments = ("--stages", "2", "--policy", policy)
         entrants = [CommitRun.lay_out(commit, arguments, Path(scratch)) for commit in commits]
         work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
-        hold(work, entrants, 1, lambda run: None)
-        hold(work, entrants, rounds, keep)
+        for _ in hold(work, entrants, 1):  # warms up what later runs find in caches
+            pass
+        for run in hold(work, entrants, rounds):
+            _say(run)
+            runs.append(run)
+            if len(runs) % len(commits) == 0:
+                rows = [{**row, "subject": subjects[row["commit"]]} for row in compare(commits, runs)]
+                given = {"model": str(model), "workload": workload, "policy": policy}
+                record.write(output, {**given, "rounds": run.round + 1, "commits": rows})
     rows = compare(commits, runs)
     print(json.dumps([{name: row[name] for name in row if name != "rounds"} for row in rows], indent=1))
 

@@ -91,7 +91,10 @@ def main(
         with TemporaryDirectory() as scratch:
             requests = list(parse_workload(WORKS[title]).requests(vocabulary=facts.vocab_size))
             work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
-            runs = hold(work, option.entrants(policies), rounds, _say)
+            runs = []
+            for run in hold(work, option.entrants(policies), rounds):
+                _say(run)
+                runs.append(run)
         found[title] = option.compare(policies, runs)
         document = record.write(output, {"model": str(model), "rounds": rounds, "works": found})
     print(json.dumps(document["works"]))

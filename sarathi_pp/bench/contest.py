@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -186,21 +186,19 @@ class Run:
         return {**facts, "peak_memory_bytes": self.peak_bytes, "same_tokens": same, **self.report}
 
 
-def hold(work: Work, entrants: Sequence[Entrant], rounds: int, say: Callable[[Run], None]) -> list[Run]:
-    """All rounds, every second one backwards: what drifts, and what an entrant leaves to the next, then does not always
-    fall on the same. `say` is told of each run when it is over.
+def hold(work: Work, entrants: Sequence[Entrant], rounds: int) -> Iterator[Run]:
+    """Run all rounds and yield each run when it is over.
+
+    Every second round goes backwards. Drift of the machine, and what one entrant leaves for the next, then do not
+    always hit the same entrant.
 
     Raises SarathiError where an entrant failed, with the end of what it said, or where its outputs are of other lengths
     than they were asked to be: it did not do the work.
     """
     write_prompts(work.prompts, work.requests)
-    runs = []
     for number in range(rounds):
         for entrant in entrants[:: -1 if number % 2 else 1]:
-            run = _run(work, entrant, number)
-            runs.append(run)
-            say(run)
-    return runs
+            yield _run(work, entrant, number)
 
 
 def _run(work: Work, entrant: Entrant, number: int) -> Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +44,8 @@ class Setting:
     kv_cache_memory: int | None
 
 
-def compete(setting: Setting, say: Callable[[Run, Document], None]) -> Document:
-    """Runs it; `say` gets each run when it is over, with the document so far.
+def compete(setting: Setting) -> Iterator[tuple[Run, Document]]:
+    """Run it, and yield each run when it is over, with the document so far.
 
     Raises ConfigError or MissingError for what cannot run, before anything runs, and what `hold` raises.
     """
@@ -75,19 +75,13 @@ def compete(setting: Setting, say: Callable[[Run, Document], None]) -> Document:
         "rounds": setting.rounds,
     }
     runs: list[Run] = []
-
-    def document() -> Document:
-        first = runs[0].token_ids
-        return contest_document([run.to_json(first) for run in runs], floor.seconds, **told)
-
-    def add(run: Run) -> None:
-        runs.append(run)
-        say(run, document())
-
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-bench-") as scratch:
         requests = list(workload.requests(vocabulary=facts.vocab_size))
-        hold(Work(directory, dtype, requests, setting.max_num_seqs, Path(scratch)), entrants, setting.rounds, add)
-    return document()
+        work = Work(directory, dtype, requests, setting.max_num_seqs, Path(scratch))
+        for run in hold(work, entrants, setting.rounds):
+            runs.append(run)
+            first = runs[0].token_ids
+            yield run, contest_document([one.to_json(first) for one in runs], floor.seconds, **told)
 
 
 def _entrants(setting: Setting) -> Iterator[Entrant]:

@@ -69,13 +69,14 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
     for name in ("model", "workload"):  # not `required`, since `bench gpu` needs neither
         if options[name] is None:
             raise click.UsageError(f"Missing option '--{name}'.")
-    from sarathi_pp.bench.contest import Run
     from sarathi_pp.bench.versus import Setting, compete
     from sarathi_pp.report.contest import render_contest
 
     console = Console(stderr=True)
 
-    def say(run: Run, document: dict[str, Any]) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is running is ended too
+    document: dict[str, Any] = {}
+    for run, document in compete(Setting(**options)):
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(document, indent=1) + "\n")
@@ -83,9 +84,6 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
             rate, bubble = run.report["total_tokens_per_s"], run.report.get("bubble_ratio_steady")
             beside = f", steady bubble {bubble:.1%}" if bubble is not None else ""
             console.print(f"round {run.round + 1}  {run.entrant}: {rate:.0f} tokens/s{beside}", highlight=False)
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is running is ended too
-    document = compete(Setting(**options), say)
     if not quiet:
         console.print(render_contest(document))
     if as_json:
@@ -110,13 +108,12 @@ def gpu(budget: float, output: Path | None) -> int:
     from sarathi_pp.bench.gpu.suite import bench_gpu
     from sarathi_pp.trace.clock import SystemClock
 
-    def say(part: str) -> None:
-        click.echo(part, err=True)
-
-    def save(document: dict[str, Any]) -> None:
-        if output is not None:
+    document: dict[str, Any] = {}
+    for step in bench_gpu(torch.device("cuda", 0), SystemClock(), budget):
+        document = step.document
+        if not step.ended:
+            click.echo(step.part, err=True)
+        elif output is not None:
             output.write_text(json.dumps(document, indent=1) + "\n")
-
-    document = bench_gpu(torch.device("cuda", 0), SystemClock(), budget, say, save)
     click.echo(json.dumps(document))
     return 0 if all(check["met"] for check in document["checks"]) else 1

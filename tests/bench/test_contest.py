@@ -15,7 +15,7 @@ import pytest
 
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench import contest
-from sarathi_pp.bench.contest import PeerRun, Run, TokenIds, Work, hold, write_prompts
+from sarathi_pp.bench.contest import PeerRun, TokenIds, Work, hold, write_prompts
 from sarathi_pp.bench.footprint import Footprint
 from sarathi_pp.bench.machine import measure_rates, stolen
 from sarathi_pp.bench.peers import parse_peer
@@ -55,32 +55,31 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
 
 
 def test_entrants_take_turns_and_each_run_is_told_when_it_is_over(work: Work) -> None:
-    told: list[Run] = []
-    runs = hold(work, [Script("a"), Script("b")], 3, told.append)
+    runs = [*hold(work, [Script("a"), Script("b")], 3)]
     assert [(run.entrant, run.round) for run in runs] == [*zip("abbaab", [0, 0, 1, 1, 2, 2], strict=True)]
-    assert told == runs
     assert all(run.command_s > 0 and run.token_ids == [[7] * length for length in LENGTHS] for run in runs)
 
 
 def test_an_entrant_finds_its_variables_beside_ours(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OURS", "1")
     code = f"import os; assert os.environ['OURS'] == '1' and os.environ['THEIRS'] == '2'; print({LENGTHS})"
-    hold(work, [Script("a", code, {"THEIRS": "2"})], 1, lambda run: None)
+    assert [*hold(work, [Script("a", code, {"THEIRS": "2"})], 1)]
 
 
 def test_one_that_fails_is_quoted(work: Work) -> None:
     with pytest.raises(SarathiError, match=r"b ended with code 3:\n.*no such engine"):
-        hold(
-            work,
-            [Script("a"), Script("b", "import sys; print('no such engine', file=sys.stderr); sys.exit(3)")],
-            1,
-            lambda run: None,
+        list(
+            hold(
+                work,
+                [Script("a"), Script("b", "import sys; print('no such engine', file=sys.stderr); sys.exit(3)")],
+                1,
+            )
         )
 
 
 def test_one_that_answers_less_than_it_was_asked_did_not_do_the_work(work: Work) -> None:
     with pytest.raises(SarathiError, match=r"a answered 1 of 3 requests .* request 2: 2 instead of 4"):
-        hold(work, [Script("a", "print([3, 1, 2])")], 1, lambda run: None)
+        list(hold(work, [Script("a", "print([3, 1, 2])")], 1))
 
 
 def test_who_interrupts_leaves_nothing_running(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +99,7 @@ def test_who_interrupts_leaves_nothing_running(work: Work, monkeypatch: pytest.M
     wait = subprocess.Popen.wait
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        hold(work, [Script("a", child)], 1, lambda run: None)
+        list(hold(work, [Script("a", child)], 1))
     assert len(started) == 2
     _, alive = psutil.wait_procs(started, timeout=10)
     assert alive == []

@@ -58,14 +58,16 @@ PARTS = [
 ]
 
 
-def forget(document: object) -> None: ...
-
-
 @pytest.mark.timeout(300)
 def test_every_part_runs_on_cpu():
     said: list[str] = []
     saved: list[str] = []
-    document = bench_gpu(CPU, SystemClock(), 280.0, said.append, lambda part: saved.append(json.dumps(part)), SIZES)
+    for step in bench_gpu(CPU, SystemClock(), 280.0, SIZES):
+        if step.ended:
+            saved.append(json.dumps(step.document))
+        else:
+            said.append(step.part)
+    document = step.document
     assert said == PARTS and len(saved) == len(PARTS)
     assert json.loads(saved[-1]) == (document := json.loads(json.dumps(document)))
     assert "microbatches" in json.loads(saved[4]) and "piggyback" not in json.loads(saved[4])
@@ -105,7 +107,8 @@ def test_a_part_that_fails_is_a_check_that_is_not_met_and_the_others_go_on(monke
     for name in PARTS:
         monkeypatch.setattr(suite, name, renamed(part, name))
     monkeypatch.setattr(suite, "exact", exact)
-    document = bench_gpu(CPU, SystemClock(), 10.0, lambda part: None, forget, SIZES)
+    *_, last = bench_gpu(CPU, SystemClock(), 10.0, SIZES)
+    document = last.document
     assert document["exact"]["error"] == "RuntimeError: no kernel image is available"
     assert document["exact"]["rows"] == 3, "what it had before is kept"
     assert document["checks"] == [{"what": "exact runs", "seen": False, "wanted": True, "met": False}]
@@ -154,10 +157,10 @@ def test_what_there_is_no_time_for_is_said(monkeypatch):
         clock.sleep(100)
 
     monkeypatch.setattr(suite, "rates", rates)
-    saved: list[Figures] = []
-    document = bench_gpu(CPU, clock, 50.0, lambda part: None, lambda part: saved.append(copy.deepcopy(part)), SIZES)
+    steps = [(step.ended, copy.deepcopy(step.document)) for step in bench_gpu(CPU, clock, 50.0, SIZES)]
+    assert steps[-1][0]
+    document = steps[-1][1]
     assert document["rates"] == {"took_s": 100}
-    assert saved[-1] == document
     assert {document[part]["left_out"] for part in ("exact", "attention")} == {"the 50 s were over"}
 
 

@@ -11,8 +11,8 @@ pipelines come first: they are processes of their own, and a kernel that fails i
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -32,15 +32,18 @@ from sarathi_pp.trace.clock import Clock
 
 SCHEMA = "sarathi-pp/gpu/2"
 
-# Told of a part that begins, and of the document behind each part.
-Say = Callable[[str], None]
-Save = Callable[[Figures], None]
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part that starts now, or has ended. document: all figures so far."""
+
+    part: str
+    ended: bool
+    document: Figures
 
 
-def bench_gpu(
-    device: torch.device, clock: Clock, budget_s: float, say: Say, save: Save, sizes: Sizes | None = None
-) -> Figures:
-    """The document. Raises ConfigError where there is no such device."""
+def bench_gpu(device: torch.device, clock: Clock, budget_s: float, sizes: Sizes | None = None) -> Iterator[Step]:
+    """Run the parts, each before and after which a step is yielded. Raises ConfigError if there is no such device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("bench gpu: torch finds no CUDA device here")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -54,11 +57,10 @@ def bench_gpu(
         if clock.now() > bench.end_s:
             figures["left_out"] = f"the {budget_s:g} s were over"
         else:
-            say(name)
+            yield Step(name, False, document)
             _run(part, bench, figures)
         document["took_s"] = clock.now() - begin_s
-        save(document)
-    return document
+        yield Step(name, True, document)
 
 
 def _run(part: Callable[[Bench, Figures], None], bench: Bench, figures: Figures) -> None:

@@ -149,7 +149,7 @@ def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
     check_lines(job, checked, display.warn)
     check_weights(job)
     mesh, descriptors = mesh_of(job.config), descriptors_of(job.input_path, job.output_path)
-    code = launch(mesh, sys.argv[1:], display.error, max_restarts=max_restarts, descriptors=descriptors)
+    code = launch(mesh, sys.argv[1:], display, max_restarts=max_restarts, descriptors=descriptors)
     if code:
         checked.run_dir.write_end(code)
     return code

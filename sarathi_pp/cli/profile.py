@@ -61,7 +61,7 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     if place is None and config.num_ranks > 1:
         from sarathi_pp.distributed.launcher import launch
 
-        return launch(mesh_of(config), sys.argv[1:], lambda text: console.print(text, highlight=False))
+        return launch(mesh_of(config), sys.argv[1:], _ProfileDisplay(console, quiet=quiet, as_json=as_json))
     from sarathi_pp.tuning.measure import run_profile
 
     display = _ProfileDisplay(console, quiet=quiet, as_json=as_json)

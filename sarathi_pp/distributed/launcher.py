@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from sarathi_pp.distributed.environment import (
 )
 from sarathi_pp.distributed.network_interface import require_loopback
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, StoppedError, signal_name
+from sarathi_pp.process.console import Console
 from sarathi_pp.process.host import usable_cpus
 from sarathi_pp.process.signals import DRAIN_S, ignore_signals
 from sarathi_pp.trace.clock import SystemClock
@@ -88,7 +89,7 @@ class Workers:
             if code is not None
         }
 
-    def wait(self, say: Callable[[str], None], noted: Sequence[int]) -> int | None:
+    def wait(self, console: Console, noted: Sequence[int]) -> int | None:
         """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
 
         noted: signals that have come. The first is rank 0's, which then drains the run; None where it cannot yet,
@@ -97,11 +98,11 @@ class Workers:
         After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
         peer (75) is an echo, any other code is the cause. Of several replicas some may be lost: then the run lasts as
         long as rank 0. Where that has finished, the others have longer, and no say in how the run ended if they stay.
-        `say` is told of a worker that was killed, since it could not speak for itself.
+        The console reports a worker that was killed, which could not speak for itself.
         """
         clock = SystemClock()
         told_s: float | None = None
-        while not self._is_over(self._codes(say)):
+        while not self._is_over(self._codes(console)):
             if noted and told_s is None:
                 if not heeded_mark(self.store).exists():
                     return None
@@ -111,17 +112,17 @@ class Workers:
             if len(noted) > 1 or late:
                 return None
             clock.sleep(_POLL_S)
-        finished = self._has_finished(self._codes(say))
+        finished = self._has_finished(self._codes(console))
         left_s = _LEAVE_S if finished else _ECHO_S
         deadline_s = clock.now() + left_s
-        while None in self._codes(say).values() and clock.now() < deadline_s:
+        while None in self._codes(console).values() and clock.now() < deadline_s:
             if len(noted) > 1:
                 return None
             clock.sleep(_POLL_S)
-        codes = self._codes(say)
+        codes = self._codes(console)
         if finished:
             for rank in (rank for rank, code in codes.items() if code is None):
-                say(f"{self._mesh.title(rank)} had not ended {left_s:g} s after rank 0, and was killed")
+                console.error(f"{self._mesh.title(rank)} had not ended {left_s:g} s after rank 0, and was killed")
         self.told_to_stop = stopped_mark(self.store).exists()  # by others: what follows is a signal of ours
         self.stop()
         return codes[self._first_rank] if finished else self._cause(codes)
@@ -155,13 +156,13 @@ class Workers:
     def _may_lose_replicas(self) -> bool:
         return self._mesh.replicas > 1 and begun_mark(self.store).exists()
 
-    def _codes(self, say: Callable[[str], None]) -> dict[int, int | None]:
+    def _codes(self, console: Console) -> dict[int, int | None]:
         """Exit code by rank, the negative signal of one that was killed, None of one that still runs."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         for rank, code in codes.items():
             if code is not None and code < 0 and rank not in self._killed:
                 self._killed.add(rank)
-                say(f"{self._mesh.title(rank)} was killed by {signal_name(-code)}")
+                console.error(f"{self._mesh.title(rank)} was killed by {signal_name(-code)}")
         return codes
 
     def stop(self) -> None:
@@ -201,7 +202,7 @@ def descriptors_of(*paths: str) -> tuple[int, ...]:
 def launch(
     mesh: Mesh,
     arguments: Sequence[str],
-    say: Callable[[str], None],
+    console: Console,
     *,
     max_restarts: int = 0,
     descriptors: Sequence[int] = (),
@@ -217,7 +218,7 @@ def launch(
             workers = Workers(store, mesh, restart=restart, descriptors=descriptors)
             try:
                 workers.start(arguments)
-                code = workers.wait(say, noted)
+                code = workers.wait(console, noted)
             finally:
                 workers.stop()
             if code is None:
@@ -225,7 +226,7 @@ def launch(
             stopped = bool(noted) or workers.told_to_stop
             if code != PeerLostError.exit_code or stopped or restart == max_restarts:
                 break
-            say(f"a stage was lost: restart {restart + 1} of {max_restarts}")
+            console.error(f"a stage was lost: restart {restart + 1} of {max_restarts}")
     if noted and code in (None, PeerLostError.exit_code):
         return StoppedError.by(noted[0], "the run").exit_code
     assert code is not None, "workers are given up for a signal only"

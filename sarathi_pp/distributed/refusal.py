@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -10,10 +9,11 @@ from sarathi_pp.distributed.environment import Place, speaks_for_host
 from sarathi_pp.distributed.failure_cause import report_cause
 from sarathi_pp.distributed.network_interface import choose_interface
 from sarathi_pp.errors import SarathiError
+from sarathi_pp.process.console import Console
 from sarathi_pp.trace.clock import SystemClock
 
 
-def refuse(error: SarathiError, place: Place, join_timeout_s: float, say: Callable[[str], None]) -> int:
+def refuse(error: SarathiError, place: Place, join_timeout_s: float, console: Console) -> int:
     """Say why this rank does not join: here, and to all ranks, of which rank 0 raises it with this host's name.
 
     Returns the exit code. Raises the error where all ranks are on this host: their launcher or agent ends them.
@@ -22,7 +22,7 @@ def refuse(error: SarathiError, place: Place, join_timeout_s: float, say: Callab
         report_cause(place)
         raise error
     if speaks_for_host():
-        say(f"{type(error).__name__}: {error}")
+        console.error(f"{type(error).__name__}: {error}")
     # Whatever keeps the others from hearing it, the cause is said.
     with suppress(SarathiError, RuntimeError):
         report_refusal(error, place, join_timeout_s)

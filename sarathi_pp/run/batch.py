@@ -53,7 +53,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
                     return code
             checked = _claim(job, rank, again, held, checked)
         except SarathiError as error:
-            return refuse(error, rank, job.config.join_timeout_s, display.error)
+            return refuse(error, rank, job.config.join_timeout_s, display)
         for warning in checked.warnings:
             display.warn(warning)
         return _run_checked(job, checked, rank, display, again)

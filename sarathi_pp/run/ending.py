@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed.environment import Place, heeded_mark, mesh_of, stopped_mark
@@ -22,15 +21,10 @@ from sarathi_pp.distributed.failure_cause import is_echo, report_cause
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.outputs.sink import OutputClosedError
+from sarathi_pp.process.console import Console
 from sarathi_pp.process.signals import Signals, ignore_signals
 from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.wire.channel import COMMUNICATING
-
-
-class Console(Protocol):
-    """Who says an error to the user."""
-
-    def error(self, text: str) -> None: ...
 
 
 class Ending:

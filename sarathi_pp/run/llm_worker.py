@@ -11,7 +11,8 @@ from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
-from sarathi_pp.run.ending import Console, WorkerEnding, exit_code, heeding
+from sarathi_pp.process.console import Console
+from sarathi_pp.run.ending import WorkerEnding, exit_code, heeding
 from sarathi_pp.run.joining import joined, ready
 from sarathi_pp.run.preflight import Preflight
 

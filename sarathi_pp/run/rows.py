@@ -47,7 +47,7 @@ def run_rows(
     try:
         config, model_dir, profile, facts = open_model(config)
     except SarathiError as error:
-        return refuse(error, place, config.join_timeout_s, display.error)
+        return refuse(error, place, config.join_timeout_s, display)
     # Inside the launcher's own directory, which it removes, where there is one: a rank that fails does not tidy up.
     private = Path(place.store).parent if place.store else None
     with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:

@@ -42,7 +42,7 @@ from sarathi_pp.distributed import launcher
 class Workers(launcher.Workers):
     def start(self, arguments):
         print("loaded:", *({"torch", "transformers", "safetensors"} & set(sys.modules)))
-    def wait(self, say, given_up):
+    def wait(self, console, given_up):
         return 0
 
 launcher.Workers = Workers

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_signal_gives_up_the_run(number, code, ends):
         assert noted == [number]
 
     ends(given_up_after_it)
-    assert launch(TWO, (), print) == code
+    assert launch(TWO, (), Mock()) == code
     os.kill(os.getpid(), number)  # too late: the process ends with that code
     assert signal.getsignal(number) is signal.SIG_IGN
 
@@ -49,7 +50,7 @@ def test_a_signal_changes_nothing_about_a_run_that_has_ended(code, ends):
         return code
 
     ends(ended_before_it)
-    assert launch(TWO, (), print) == code
+    assert launch(TWO, (), Mock()) == code
 
 
 def test_what_is_ignored_stays_ignored(ends):
@@ -63,7 +64,7 @@ def test_what_is_ignored_stays_ignored(ends):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ends(hung_up)
-        assert launch(TWO, (), print) == 0
+        assert launch(TWO, (), Mock()) == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -77,7 +78,7 @@ def test_only_a_lost_stage_starts_a_run_again(ended_with, starts, code, ends):
     codes = list(ended_with)
     said = []
     ends(lambda noted: codes.pop(0))
-    assert launch(TWO, (), said.append, max_restarts=2) == code
+    assert launch(TWO, (), Mock(error=said.append), max_restarts=2) == code
     assert len(ended_with) - len(codes) == starts == len(said) + 1
 
 
@@ -87,7 +88,7 @@ def test_a_run_that_was_told_to_stop_is_not_started_again(ends):
         return PeerLostError.exit_code
 
     ends(told)
-    assert launch(TWO, (), pytest.fail, max_restarts=2) == PeerLostError.exit_code
+    assert launch(TWO, (), Mock(error=pytest.fail), max_restarts=2) == PeerLostError.exit_code
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_the_first_signal_is_the_first_ranks_and_the_second_is_everybodys(stays,
             return signal.SIGUSR1
 
     try:
-        assert workers.wait(print, Noted()) == (None if stays else PeerLostError.exit_code)
+        assert workers.wait(Mock(), Noted()) == (None if stays else PeerLostError.exit_code)
         assert not (tmp_path / "told-1").exists()
     finally:
         workers.stop()
@@ -169,7 +170,7 @@ def test_a_worker_that_a_signal_killed_is_named_with_it(number, tmp_path, monkey
     workers, said = Workers(tmp_path / "store", TWO), []
     try:
         workers.start(())
-        assert workers.wait(said.append, []) == PeerLostError.exit_code
+        assert workers.wait(Mock(error=said.append), []) == PeerLostError.exit_code
     finally:
         workers.stop()
     assert said == [f"stage 1 (rank 1) was killed by {'SIGKILL' if number == signal.SIGKILL else 'signal 35'}"]
@@ -202,7 +203,7 @@ def test_a_rank_that_stays_when_the_first_has_finished_is_waited_for_and_not_for
     workers.start(())
     began_s = time.monotonic()
     try:
-        assert workers.wait(said.append, []) == code
+        assert workers.wait(Mock(error=said.append), []) == code
         assert time.monotonic() - began_s < 8.0 + 3 * 3.0
         stays = longer_s > 8.0
         assert (tmp_path / "store.ended-1").exists() == (not stays)

@@ -25,7 +25,7 @@ from sarathi_pp.distributed.transport import Lanes, surrounded
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.process.host import host_id
 from sarathi_pp.process.timeout import within
-from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.wire.channel import Receiver, Sender
 from sarathi_pp.wire.codec import SMALL_FRAME_BYTES, Heartbeat
 from sarathi_pp.wire.group import Group
@@ -170,7 +170,7 @@ class Topology:
                 group = self._new_group(ranks, peer_timeout_s, backend)
                 if group is not None:
                     others = tuple(self._names[rank] for rank in ranks if rank != self.place.rank)
-                    found = ShardGroup(mine.shard, mesh.shards, others, group, SystemClock().now)
+                    found = ShardGroup(mine.shard, mesh.shards, others, group, SystemClock())
         return found
 
     def _new_group(self, ranks: Sequence[int], timeout_s: float, backend: str) -> Group | None:
@@ -254,7 +254,7 @@ class Topology:
             on_failure,
             num_slots=num_buffers,
             slot_bytes=payloads.max_bytes(frame_bytes),
-            now=SystemClock().now,
+            clock=SystemClock(),
             timeout_s=self._patience_s,
         )
 
@@ -264,7 +264,7 @@ class Topology:
         frame_bytes: int,
         payloads: Payloads,
         num_buffers: int,
-        now: Callable[[], float],
+        clock: Clock,
         peer_timeout_s: float,
         on_failure: Callable[[SarathiError], None],
     ) -> Receiver[torch.Tensor]:
@@ -273,7 +273,7 @@ class Topology:
 
         def over_gloo(edge: Edge, num_buffers: int, failed: Callable[[SarathiError], None]) -> TorchReceiver:
             return TorchReceiver(
-                edge, num_buffers=num_buffers, now=now, peer_timeout_s=peer_timeout_s, on_failure=failed
+                edge, num_buffers=num_buffers, clock=clock, peer_timeout_s=peer_timeout_s, on_failure=failed
             )
 
         if way is None:
@@ -288,7 +288,7 @@ class Topology:
             num_slots=num_buffers,
             frame_bytes=frame_bytes,
             payloads=payloads,
-            now=now,
+            clock=clock,
         )
 
     def _edge(self, source: int, target: int, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:

@@ -74,12 +74,12 @@ def open_wires(
 
     source, target = upstream(mesh, seat), downstream(mesh, seat)
     if source == rank:
-        channel: QueueChannel[Tensor] = QueueChannel(clock.now, buffers)
+        channel: QueueChannel[Tensor] = QueueChannel(clock, buffers)
         way_in: Receiver[Tensor] = channel
         way_out: Sender[Tensor] = channel
     else:
         way_in = topology.receiver(
-            source, frame_bytes, payloads((source, rank)), buffers, clock.now, run.peer_timeout_s, on_loss
+            source, frame_bytes, payloads((source, rank)), buffers, clock, run.peer_timeout_s, on_loss
         )
         way_out = NoSender() if target is None else sender(target)
     others = mesh.shard_ranks(seat.replica, 0)[1:] if seat.leads else ()
@@ -92,6 +92,6 @@ def open_post(
     """The edges of requests and answers between rank 0 and the leader of another replica; rank: of the other end."""
     outgoing = topology.sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, progress, on_loss)
     incoming = topology.receiver(
-        rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, clock.now, peer_timeout_s, on_loss
+        rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, clock, peer_timeout_s, on_loss
     )
     return Remote(topology.name(rank), PostSender(outgoing), PostReceiver(incoming))

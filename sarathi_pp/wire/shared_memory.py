@@ -31,7 +31,7 @@ from typing import Protocol
 import torch
 
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
-from sarathi_pp.wire.channel import Message, NumberCheck
+from sarathi_pp.wire.channel import Clock, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye
 from sarathi_pp.wire.message import Payloads, bytes_of, read, write
 
@@ -191,7 +191,7 @@ class _End:
 class SharedSender(_End):
     """The sending end; a Sender. One thread uses it.
 
-    way: to the receiving end. num_slots, slot_bytes: of the memory, as the other end makes it. now: the host's clock.
+    way: to the receiving end. num_slots, slot_bytes: of the memory, as the other end makes it.
     beside, on_failure: makes this end of the edge beside, whose end `on_failure` is told. timeout_s: how long the
     receiving end may take to come. Raises PeerLostError, ProtocolError.
     """
@@ -205,11 +205,11 @@ class SharedSender(_End):
         *,
         num_slots: int,
         slot_bytes: int,
-        now: Callable[[], float],
+        clock: Clock,
         timeout_s: float,
     ) -> None:
         super().__init__(way, peer_name, beside, on_failure)
-        self._now = now
+        self._clock = clock
         slots = self._take_slots(num_slots, _whole_pages(slot_bytes), timeout_s)
         self._slots = [slot[:slot_bytes] for slot in slots]
         # The last one that became free is the first to be filled: it is the likeliest to be in a cache.
@@ -250,7 +250,7 @@ class SharedSender(_End):
         slot = self._free.pop()
         write(self._slots[slot], frame, self._number, payload)
         self._number += 1
-        self._say(_FILLED.pack(slot, self._now()))
+        self._say(_FILLED.pack(slot, self._clock.now()))
 
     def close(self) -> None:
         if self._failure is None:
@@ -276,11 +276,11 @@ class SharedReceiver(_End):
         num_slots: int,
         frame_bytes: int,
         payloads: Payloads,
-        now: Callable[[], float],
+        clock: Clock,
     ) -> None:
         super().__init__(way, peer_name, beside, on_failure)
         self._payloads = payloads
-        self._now = now
+        self._clock = clock
         self._numbers = NumberCheck()
         self._slots = self._share_slots(num_slots, _whole_pages(payloads.max_bytes(frame_bytes)))
         self._bytes = [bytes_of(slot) for slot in self._slots]
@@ -310,7 +310,7 @@ class SharedReceiver(_End):
         if slot >= len(self._slots):
             raise self._broken(f"filled slot {slot} of {len(self._slots)}")
         # What was there before it was asked for was so from the moment on in which it was filled.
-        arrived_s = self._now() if waited else filled_s
+        arrived_s = self._clock.now() if waited else filled_s
         try:
             return self._message(slot, arrived_s)
         except ProtocolError as error:

@@ -23,7 +23,7 @@ import torch
 
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError, StalledError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
+from sarathi_pp.wire.channel import COMMUNICATING, Clock, Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
 from sarathi_pp.wire.group import Group, Transfer
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
@@ -220,12 +220,12 @@ class TorchReceiver:
         edge: Edge,
         *,
         num_buffers: int,
-        now: Callable[[], float],
+        clock: Clock,
         peer_timeout_s: float,
         on_failure: Callable[[SarathiError], None],
     ) -> None:
         self._edge = edge
-        self._now = now
+        self._clock = clock
         self._peer_timeout_s = peer_timeout_s
         self._on_failure = on_failure
         # No SimpleQueue: where a signal's handler runs beyond its timeout, that one waits for ever (CPython 3.11).
@@ -288,11 +288,11 @@ class TorchReceiver:
         self._stalled_since = None
         if isinstance(frame, Parcel):
             # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
-            self._inbox.put(Message(frame, copied(behind), self._now(), lambda: None))
+            self._inbox.put(Message(frame, copied(behind), self._clock.now(), lambda: None))
             self._free.put(buffer)
             return False
         payload, landed = self._payload(frame, behind, buffer.rows)
-        self._inbox.put(Message(frame, payload, self._now(), lambda: self._free.put(buffer), landed))
+        self._inbox.put(Message(frame, payload, self._clock.now(), lambda: self._free.put(buffer), landed))
         return isinstance(frame, Goodbye)
 
     def _payload(
@@ -314,7 +314,7 @@ class TorchReceiver:
 
     def _watch(self, beat: Heartbeat) -> None:
         """A peer that stays in the same layer of a microbatch for the whole timeout hangs, although it lives."""
-        now = self._now()
+        now = self._clock.now()
         if not beat.busy:
             self._stalled_since = None
         elif self._stalled_since is None or self._stalled_since[0] != beat:

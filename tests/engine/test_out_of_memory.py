@@ -63,7 +63,7 @@ class NoRecorder:
 def run(*failures: Callable[[], None], last: bool = False, short: bool = False) -> tuple[bool, bool]:
     """Whether two microbatches after each other are told to have been short of memory."""
     clock = ManualClock()
-    edge: QueueChannel[Tensor] = QueueChannel(clock.now, 4)
+    edge: QueueChannel[Tensor] = QueueChannel(clock, 4)
     runner = StageRunner(
         Starved(last=last, failures=list(failures)), edge, NoRecorder(), clock, HostTimer(clock), index=1
     )
@@ -96,7 +96,7 @@ def test_there_is_no_third(failure):
 def test_a_rank_that_shares_its_stage_makes_no_second_attempt_and_is_not_busy_afterwards():
     """The others would not know of it, and wait for it in a sum. Rank 0 may go on with other replicas: it hangs not."""
     clock = ManualClock()
-    edge: QueueChannel[Tensor] = QueueChannel(clock.now, 4)
+    edge: QueueChannel[Tensor] = QueueChannel(clock, 4)
     stage = Starved(last=False, failures=[no_memory_on_the_host])
     runner = StageRunner(stage, edge, NoRecorder(), clock, HostTimer(clock), index=1, collectives_s=lambda: 0.0)
     microbatch = MicroBatch(0, (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),))

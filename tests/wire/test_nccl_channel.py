@@ -14,6 +14,7 @@ import torch
 
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
+from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.codec import Heartbeat, MicroBatchFrame
 from sarathi_pp.wire.nccl_channel import Lane
@@ -214,7 +215,7 @@ def receiver_of(device: Device, message: bytes) -> TorchReceiver:
     return TorchReceiver(
         Edge(messages, 1, "stage 0", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
         num_buffers=2,
-        now=lambda: 5.0,
+        clock=ManualClock(5.0),
         peer_timeout_s=60.0,
         on_failure=lambda error: None,
     )

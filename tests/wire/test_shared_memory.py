@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, StageTime, StepResult
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.trace.clock import Clock, ManualClock, SystemClock
 from sarathi_pp.wire import shared_memory
 from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
 from sarathi_pp.wire.message import Payloads
@@ -33,6 +34,7 @@ BLOCKED_S = 10.0
 PAYLOADS = Payloads(64, (8,), torch.bfloat16, torch.device("cpu"))
 FRAME_BYTES = 4096
 SLOTS = 3
+SYSTEM_CLOCK = SystemClock()
 
 
 @dataclass
@@ -65,7 +67,7 @@ def introduced() -> tuple[socket.socket, socket.socket]:
 
 
 @contextmanager
-def opened(now: Callable[[], float] = time.monotonic) -> Iterator[Pair]:
+def opened(clock: Clock = SYSTEM_CLOCK) -> Iterator[Pair]:
     to, came = introduced()
     besides: list[Beside] = []
     failures: list[SarathiError] = []
@@ -82,7 +84,7 @@ def opened(now: Callable[[], float] = time.monotonic) -> Iterator[Pair]:
         num_slots=SLOTS,
         frame_bytes=FRAME_BYTES,
         payloads=PAYLOADS,
-        now=now,
+        clock=clock,
     )
     sender = SharedSender(
         to,
@@ -91,7 +93,7 @@ def opened(now: Callable[[], float] = time.monotonic) -> Iterator[Pair]:
         failures.append,
         num_slots=SLOTS,
         slot_bytes=PAYLOADS.max_bytes(FRAME_BYTES),
-        now=now,
+        clock=clock,
         timeout_s=BLOCKED_S,
     )
     with to, came:
@@ -181,10 +183,10 @@ def test_memory_that_was_freed_last_is_filled_first(pair):
 
 
 def test_a_message_arrives_when_it_was_there_or_when_it_woke_who_waited():
-    clock = [1.0]
-    with opened(lambda: clock[0]) as pair:
+    clock = ManualClock(1.0)
+    with opened(clock) as pair:
         send(pair, result_of(0))
-        clock[0] = 5.0
+        clock.sleep(4.0)
         before = pair.receiver.receive(0)
         assert before is not None and before.arrived_s == 1.0
         threading.Timer(0.1, lambda: send(pair, result_of(1))).start()
@@ -395,7 +397,7 @@ def connect(way: socket.socket, *, num_slots: int = SLOTS, slot_bytes: int = 1, 
         [].append,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
-        now=time.monotonic,
+        clock=SYSTEM_CLOCK,
         timeout_s=timeout_s,
     )
 
@@ -409,7 +411,7 @@ def answer(way: socket.socket, name: str = "stage 0", payloads: Payloads = PAYLO
         num_slots=SLOTS,
         frame_bytes=FRAME_BYTES,
         payloads=payloads,
-        now=time.monotonic,
+        clock=SYSTEM_CLOCK,
     )
 
 

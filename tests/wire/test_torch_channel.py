@@ -15,6 +15,7 @@ import torch
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, StepResult
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel, ResultFrame
@@ -196,7 +197,9 @@ ROWS = bytes(3 * 4)
 )
 def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
     failures: queue.SimpleQueue[SarathiError] = queue.SimpleQueue()
-    receiver = TorchReceiver(edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=failures.put)
+    receiver = TorchReceiver(
+        edge(sent), num_buffers=2, clock=ManualClock(), peer_timeout_s=60.0, on_failure=failures.put
+    )
     for message in messages:
         sent.put(message)
     with pytest.raises(ProtocolError, match=says):
@@ -209,7 +212,7 @@ def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
 
 def test_what_is_whole_comes_through(sent):
     receiver = TorchReceiver(
-        edge(sent), num_buffers=2, now=lambda: 5.0, peer_timeout_s=60.0, on_failure=lambda error: None
+        edge(sent), num_buffers=2, clock=ManualClock(5.0), peer_timeout_s=60.0, on_failure=lambda error: None
     )
     for message in (BEAT, microbatch(1, torch.arange(3.0).numpy().tobytes()), codec.encode(Goodbye(), 2)):
         sent.put(message)
@@ -221,7 +224,7 @@ def test_what_is_whole_comes_through(sent):
 def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
     """Also where the handler takes longer than what was left of it."""
     receiver = TorchReceiver(
-        edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None
+        edge(sent), num_buffers=2, clock=ManualClock(), peer_timeout_s=60.0, on_failure=lambda error: None
     )
     before = signal.signal(signal.SIGUSR1, lambda number, frame: time.sleep(0.2))
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
@@ -236,7 +239,7 @@ def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
 def test_texts_are_taken_in_though_nobody_reads_them(sent):
     """Else a peer that says how far it is would find no receive posted, and take this end for a dead one."""
     receiver = TorchReceiver(
-        edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None
+        edge(sent), num_buffers=2, clock=ManualClock(), peer_timeout_s=60.0, on_failure=lambda error: None
     )
     for number in range(20):
         body = bytes([number]) * (1 + number)

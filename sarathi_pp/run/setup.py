@@ -28,7 +28,7 @@ from sarathi_pp.core.load_balancer import most_held, most_held_tokens
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.distributed.agreement import Agreement
-from sarathi_pp.distributed.clock_sync import Offset, align
+from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
 from sarathi_pp.distributed.control_plane import Topology
 from sarathi_pp.distributed.devices import Standing, choose_device, stand
 from sarathi_pp.distributed.edges import open_post, open_wires
@@ -151,7 +151,7 @@ class Job:
         homes = agreement.each(lambda: {"identity": self._run_dir.identity()}, "opening the run directory")
         self._sends_trace = homes[0] != homes[place.rank]
         agreement.each(lambda: self._open_trace(alone=self._sends_trace), "opening its trace")
-        self._offset = align(self._topology, clock.now, range(mesh.replicas))
+        self._offset = sync_clocks(self._topology, clock, range(mesh.replicas)).offset
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
         self._upstream, self._runner = self._connect()
@@ -292,7 +292,9 @@ class Job:
         self._watchdog.dismiss()
         if self._dispatcher is not None:
             self._lost.update(self._dispatcher.lost)
-        offset = align(self._topology, self._clock.now, self._present(), self._give_up)
+        sync = sync_clocks(self._topology, self._clock, self._present(), may_lose=self.mesh.replicas > 1)
+        offset = sync.offset
+        self._lost.update(sync.lost)
         graphs = self._stage.graphed
         self._recorder.record(
             TraceEnd(
@@ -447,7 +449,7 @@ class Job:
     def _timer(self) -> Timer:
         return CudaTimer(self._clock) if self.device.type == "cuda" else HostTimer(self._clock)
 
-    def _trace_start(self, offset: Offset) -> TraceStart:
+    def _trace_start(self, offset: ClockOffset) -> TraceStart:
         run, leads = self.run, self.seat.leads
         return TraceStart(
             at_s=self._clock.now(),

@@ -218,8 +218,9 @@ class Topology:
         self._exchanges += 1
         with self._others_may_leave():
             self._store.set(f"came/{self._exchanges}/{self.place.rank}", "")
-            waiting = self._waiting() if self._presence is not None and not bounded else None
-            sizes = self._control.all_gather(torch.tensor([len(mine)], dtype=torch.int64), waiting)
+            size = torch.tensor([len(mine)], dtype=torch.int64)
+            watches = self._presence is not None and not bounded
+            sizes = self._gather_watching(size) if watches else self._control.all_gather(size)
             most = max(int(size) for size in sizes)
             texts = self._control.all_gather(torch.frombuffer(bytearray(mine.ljust(most)), dtype=torch.uint8))
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
@@ -365,21 +366,19 @@ class Topology:
                 f"that hangs, or takes longer (--join-timeout is how long ranks wait for each other)"
             ) from error
 
-    def _waiting(self) -> Callable[[], None]:
-        """Return what an exchange does while ranks are missing: look now and then whether they are alive."""
+    def _gather_watching(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Gather, and check regularly that the ranks that are missing are alive."""
         assert self._presence is not None
         presence, clock = self._presence, SystemClock()
         presence.wait_anew()
-        look_s = clock.now() + _FIRST_LOOK_S
-
-        def wait() -> None:
-            nonlocal look_s
-            clock.sleep(_LOOK_EVERY_S)
-            if clock.now() >= look_s:
-                presence.check(self._missing() or self._others)
-                look_s = clock.now() + presence.every_s
-
-        return wait
+        check_s = clock.now() + _FIRST_LOOK_S
+        with self._control.gathering(tensor) as gathering:
+            while not gathering.is_complete():
+                clock.sleep(_LOOK_EVERY_S)
+                if clock.now() >= check_s:
+                    presence.check(self._missing() or self._others)
+                    check_s = clock.now() + presence.every_s
+        return gathering.result()
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not come to this rank's exchange, as far as the store answers in time.

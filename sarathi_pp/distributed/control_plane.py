@@ -27,7 +27,7 @@ from sarathi_pp.process.host import host_id
 from sarathi_pp.process.timeout import within
 from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import SMALL_FRAME_BYTES, Heartbeat
+from sarathi_pp.wire.codec import SMALL_FRAME_BYTES
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.mesh import Mesh
 from sarathi_pp.wire.message import Payloads
@@ -35,6 +35,7 @@ from sarathi_pp.wire.nccl_channel import Lane
 from sarathi_pp.wire.order import edges, forward_edges, stage_edges
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, knock
+from sarathi_pp.wire.stage_progress import StageProgress
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender, heartbeat_s
 
 # How long a store may take to tell who has come: that of a host which is gone would take for ever.
@@ -231,7 +232,7 @@ class Topology:
         frame_bytes: int,
         payloads: Payloads,
         num_buffers: int,
-        progress: Callable[[], Heartbeat],
+        progress: StageProgress,
         on_failure: Callable[[SarathiError], None],
     ) -> Sender[torch.Tensor]:
         """This rank's end of the edge to that one."""

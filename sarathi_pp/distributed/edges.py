@@ -14,15 +14,14 @@ from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire import byte_stream, codec
 from sarathi_pp.wire.byte_stream import PostReceiver, PostSender, Remote
 from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender, edge_buffers
-from sarathi_pp.wire.codec import Heartbeat
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.order import downstream, forward_edges, upstream
+from sarathi_pp.wire.stage_progress import StageProgress
 
 # Parcels under way between rank 0 and the leader of another replica.
 _POST_BUFFERS = 8
 
-# What heartbeats say, and who is told of a loss.
-Progress = Callable[[], Heartbeat]
+# Who is told of a loss.
 OnLoss = Callable[[SarathiError], None]
 
 
@@ -44,7 +43,7 @@ def open_wires(
     activations: Payloads,
     head_size: int,
     clock: Clock,
-    progress: Progress,
+    progress: StageProgress,
     on_loss: OnLoss,
 ) -> Wires:
     """activations: of the largest microbatch. head_size: of the rows that a head takes.
@@ -87,7 +86,7 @@ def open_wires(
 
 
 def open_post(
-    topology: Topology, rank: int, peer_timeout_s: float, clock: Clock, progress: Progress, on_loss: OnLoss
+    topology: Topology, rank: int, peer_timeout_s: float, clock: Clock, progress: StageProgress, on_loss: OnLoss
 ) -> Remote:
     """The edges of requests and answers between rank 0 and the leader of another replica; rank: of the other end."""
     outgoing = topology.sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, progress, on_loss)

@@ -58,9 +58,9 @@ from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.byte_stream import Remote
 from sarathi_pp.wire.channel import Receiver, edge_buffers
-from sarathi_pp.wire.codec import Heartbeat
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.shared_memory import MAX_SLOTS
+from sarathi_pp.wire.stage_progress import StageProgress
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class Job:
         self._offset = sync_clocks(self._topology, clock, range(mesh.replicas)).offset
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
+        self._progress = StageProgress(self._stage)
         self._upstream, self._runner = self._connect()
         self._remotes = [self._remote(rank) for rank in self._others_to_talk_to()]
         self._topology.start()
@@ -203,7 +204,7 @@ class Job:
 
     def _remote(self, rank: int) -> Remote:
         timeout_s = self.run.peer_timeout_s
-        return open_post(self._topology, rank, timeout_s, self._clock, self._runner.progress, self._on_loss())
+        return open_post(self._topology, rank, timeout_s, self._clock, self._progress, self._on_loss())
 
     def _on_loss(self) -> Callable[[SarathiError], None]:
         """Who is told when an edge of this rank breaks."""
@@ -409,8 +410,6 @@ class Job:
         )
         shared = ", ".join(f"{source} to {target}" for source, target in self._topology.shared_edges)
         _log.info("edges through shared memory, between ranks: %s", shared or "none")
-        # The senders' heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
-        runner: list[StageRunner] = []
         activations = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
         wires = open_wires(
             self._topology,
@@ -418,33 +417,28 @@ class Job:
             activations,
             self.facts.head_size or self.facts.hidden_size,
             clock,
-            lambda: runner[0].progress() if runner else Heartbeat(0, False),
+            self._progress,
             self._on_loss(),
         )
-        runner.append(
-            StageRunner(
-                self._stage,
-                wires.way_out,
-                self._recorder,
-                clock,
-                self._timer(),
-                index=self.seat.stage,
-                name=mesh.title(self.place.rank),
-                debug_nan=self._config.debug_nan,
-                shards=wires.shards,
-                collectives_s=self._spent_in_sums if self._shards is not None else None,
-            )
+        runner = StageRunner(
+            self._stage,
+            wires.way_out,
+            self._recorder,
+            clock,
+            self._timer(),
+            progress=self._progress,
+            index=self.seat.stage,
+            name=mesh.title(self.place.rank),
+            debug_nan=self._config.debug_nan,
+            shards=wires.shards,
+            shard_group=self._shards,
         )
-        return over_link(wires.way_in, self._profile, self.seat.stage, mesh.stages, clock), runner[0]
+        return over_link(wires.way_in, self._profile, self.seat.stage, mesh.stages, clock), runner
 
     def _may_share(self, run: ResolvedRun) -> bool:
         """Whether edges go through memory where two ranks have some in common: what lies there is on CPU."""
         by_gloo = self._transport.name == "gloo" and self._config.transport == "auto"
         return by_gloo and self._on_cpu and edge_buffers(run.inflight) <= MAX_SLOTS
-
-    def _spent_in_sums(self) -> float:
-        assert self._shards is not None
-        return self._shards.spent_s
 
     def _timer(self) -> Timer:
         return CudaTimer(self._clock) if self.device.type == "cuda" else HostTimer(self._clock)

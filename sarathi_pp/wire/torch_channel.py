@@ -28,6 +28,7 @@ from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
 from sarathi_pp.wire.group import Group, Transfer
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
 from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.stage_progress import StageProgress
 
 HEARTBEAT_S = 1.0
 # Of the time for which a peer may be silent, so that one heartbeat that is late is no loss.
@@ -102,7 +103,7 @@ class _Buffer:
 class TorchSender:
     """The sending end.
 
-    progress: the heartbeat to send now. heartbeat_s: time without a message after which one is sent.
+    progress: what heartbeats report. heartbeat_s: time without a message after which one is sent.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class TorchSender:
         edge: Edge,
         *,
         num_buffers: int,
-        progress: Callable[[], Heartbeat],
+        progress: StageProgress,
         on_failure: Callable[[SarathiError], None],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -202,7 +203,7 @@ class TorchSender:
         with self._order:
             if not self._outbox.empty():
                 return  # a frame was queued meanwhile and says as much
-            head = codec.encode(self._progress(), self._number)
+            head = codec.encode(self._progress.heartbeat(), self._number)
             self._number += 1
             self._outbox.put((self._begin(torch.frombuffer(bytearray(head), dtype=torch.uint8)), None))
 

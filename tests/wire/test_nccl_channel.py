@@ -16,11 +16,13 @@ from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.codec import Heartbeat, MicroBatchFrame
+from sarathi_pp.wire.codec import MicroBatchFrame
 from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.stage_progress import StageProgress
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 from tests.commands.processes import run, torchrun
 from tests.exact.references import NEW_TOKENS
+from tests.wire.test_torch_channel import Layers
 
 WORKER = Path(__file__).with_name("lane_worker.py")
 BLOCKED_S = 10.0
@@ -178,7 +180,7 @@ def test_a_frame_leaves_before_its_rows_and_without_them(device):
     sender = TorchSender(
         Edge(frames, 1, "stage 1", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
         num_buffers=2,
-        progress=lambda: Heartbeat(0, False),
+        progress=StageProgress(Layers()),
         on_failure=lambda error: None,
     )
     device.do("microbatch 0")

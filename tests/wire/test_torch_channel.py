@@ -19,6 +19,7 @@ from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel, ResultFrame
+from sarathi_pp.wire.stage_progress import StageProgress
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 
 BLOCKED_S = 10.0
@@ -29,12 +30,19 @@ def edge(group: object) -> Edge:
     return Edge(group, 1, "stage 1", 2048, PAYLOADS)  # type: ignore[arg-type]
 
 
+@dataclass
+class Layers:
+    """A stage that has computed so many."""
+
+    steps: int = 0
+
+
 def a_sender(
     peer: Peer, num_buffers: int, beat: Heartbeat, on_failure: Callable[[SarathiError], None] = lambda error: None
 ) -> TorchSender:
-    return TorchSender(
-        edge(peer), num_buffers=num_buffers, progress=lambda: beat, on_failure=on_failure, heartbeat_s=0.05
-    )
+    progress = StageProgress(Layers(beat.steps))
+    progress.num_done, progress.busy = beat.progress, beat.busy
+    return TorchSender(edge(peer), num_buffers=num_buffers, progress=progress, on_failure=on_failure, heartbeat_s=0.05)
 
 
 class Peer:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,21 +23,21 @@ from sarathi_pp.distributed.presence import Presence
 from sarathi_pp.distributed.rendezvous import meet
 from sarathi_pp.distributed.store import open_store
 from sarathi_pp.distributed.transport import Lanes, surrounded
-from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.errors import PeerLostError, ProtocolError
 from sarathi_pp.process.host import host_id
 from sarathi_pp.process.timeout import within
-from sarathi_pp.trace.clock import Clock, SystemClock
+from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import Receiver, Sender
 from sarathi_pp.wire.codec import SMALL_FRAME_BYTES
+from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.mesh import Mesh
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.nccl_channel import Lane
 from sarathi_pp.wire.order import edges, forward_edges, stage_edges
 from sarathi_pp.wire.shard_group import ShardGroup
-from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, knock
-from sarathi_pp.wire.stage_progress import StageProgress
-from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender, heartbeat_s
+from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, SlotConnection, knock
+from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
 # How long a store may take to tell who has come: that of a host which is gone would take for ever.
 _TOLD_S = 2.0
@@ -73,7 +74,6 @@ class Topology:
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._ways: dict[tuple[int, int], socket.socket] = {}
         self.shared_edges: list[tuple[int, int]] = []
-        self._heartbeat_s = heartbeat_s(peer_timeout_s)
         self._presence: Presence | None = None
         if place.world_size == 1:
             return
@@ -227,70 +227,41 @@ class Topology:
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def sender(
-        self,
-        target: int,
-        frame_bytes: int,
-        payloads: Payloads,
-        num_buffers: int,
-        progress: StageProgress,
-        on_failure: Callable[[SarathiError], None],
+        self, target: int, frame_bytes: int, payloads: Payloads, num_buffers: int, options: EdgeOptions
     ) -> Sender[torch.Tensor]:
-        """This rank's end of the edge to that one."""
-        name, way = self._names[target], self._ways.get((self.place.rank, target))
+        """Open this rank's end of the edge to that one."""
+        way = self._ways.get((self.place.rank, target))
         if way is None:
             edge = self._edge(self.place.rank, target, target, frame_bytes, payloads)
-            return TorchSender(
-                edge,
-                num_buffers=num_buffers,
-                progress=progress,
-                on_failure=on_failure,
-                heartbeat_s=self._heartbeat_s,
-            )
+            return TorchSender(edge, num_buffers, options)
+        connection = SlotConnection(way, self._names[target], options.losses)
         beside = self._edge(self.place.rank, target, target, SMALL_FRAME_BYTES, Payloads.none())
         return SharedSender(
-            way,
-            name,
-            lambda failed: TorchSender(
-                beside, num_buffers=1, progress=progress, on_failure=failed, heartbeat_s=self._heartbeat_s
-            ),
-            on_failure,
+            connection,
+            TorchSender(beside, 1, replace(options, losses=connection)),
+            options.clock,
             num_slots=num_buffers,
             slot_bytes=payloads.max_bytes(frame_bytes),
-            clock=SystemClock(),
             timeout_s=self._patience_s,
         )
 
     def receiver(
-        self,
-        source: int,
-        frame_bytes: int,
-        payloads: Payloads,
-        num_buffers: int,
-        clock: Clock,
-        peer_timeout_s: float,
-        on_failure: Callable[[SarathiError], None],
+        self, source: int, frame_bytes: int, payloads: Payloads, num_buffers: int, options: EdgeOptions
     ) -> Receiver[torch.Tensor]:
-        """This rank's end of the edge from that one."""
-        name, way = self._names[source], self._ways.get((source, self.place.rank))
-
-        def over_gloo(edge: Edge, num_buffers: int, failed: Callable[[SarathiError], None]) -> TorchReceiver:
-            return TorchReceiver(
-                edge, num_buffers=num_buffers, clock=clock, peer_timeout_s=peer_timeout_s, on_failure=failed
-            )
-
+        """Open this rank's end of the edge from that one."""
+        way = self._ways.get((source, self.place.rank))
         if way is None:
             edge = self._edge(source, self.place.rank, source, frame_bytes, payloads)
-            return over_gloo(edge, num_buffers, on_failure)
+            return TorchReceiver(edge, num_buffers, options)
+        connection = SlotConnection(way, self._names[source], options.losses)
         beside = self._edge(source, self.place.rank, source, SMALL_FRAME_BYTES, Payloads.none())
         return SharedReceiver(
-            way,
-            name,
-            lambda failed: over_gloo(beside, _BESIDE_BUFFERS, failed),
-            on_failure,
+            connection,
+            TorchReceiver(beside, _BESIDE_BUFFERS, replace(options, losses=connection)),
+            options.clock,
             num_slots=num_buffers,
             frame_bytes=frame_bytes,
             payloads=payloads,
-            clock=clock,
         )
 
     def _edge(self, source: int, target: int, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.distributed.control_plane import Topology
-from sarathi_pp.errors import SarathiError
-from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire import byte_stream, codec
 from sarathi_pp.wire.byte_stream import PostReceiver, PostSender, Remote
 from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender, edge_buffers
+from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.order import downstream, forward_edges, upstream
-from sarathi_pp.wire.stage_progress import StageProgress
 
 # Parcels under way between rank 0 and the leader of another replica.
 _POST_BUFFERS = 8
-
-# Who is told of a loss.
-OnLoss = Callable[[SarathiError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +36,7 @@ def open_wires(
     run: ResolvedRun,
     activations: Payloads,
     head_size: int,
-    clock: Clock,
-    progress: StageProgress,
-    on_loss: OnLoss,
+    options: EdgeOptions,
 ) -> Wires:
     """activations: of the largest microbatch. head_size: of the rows that a head takes.
 
@@ -69,28 +61,22 @@ def open_wires(
         return rows if edge == returning and run.moves_head else Payloads.none()
 
     def sender(to: int) -> Sender[Tensor]:
-        return topology.sender(to, frame_bytes, payloads((rank, to)), buffers, progress, on_loss)
+        return topology.sender(to, frame_bytes, payloads((rank, to)), buffers, options)
 
     source, target = upstream(mesh, seat), downstream(mesh, seat)
     if source == rank:
-        channel: QueueChannel[Tensor] = QueueChannel(clock, buffers)
+        channel: QueueChannel[Tensor] = QueueChannel(options.clock, buffers)
         way_in: Receiver[Tensor] = channel
         way_out: Sender[Tensor] = channel
     else:
-        way_in = topology.receiver(
-            source, frame_bytes, payloads((source, rank)), buffers, clock, run.peer_timeout_s, on_loss
-        )
+        way_in = topology.receiver(source, frame_bytes, payloads((source, rank)), buffers, options)
         way_out = NoSender() if target is None else sender(target)
     others = mesh.shard_ranks(seat.replica, 0)[1:] if seat.leads else ()
     return Wires(way_in, way_out, tuple(sender(other) for other in others))
 
 
-def open_post(
-    topology: Topology, rank: int, peer_timeout_s: float, clock: Clock, progress: StageProgress, on_loss: OnLoss
-) -> Remote:
+def open_post(topology: Topology, rank: int, options: EdgeOptions) -> Remote:
     """The edges of requests and answers between rank 0 and the leader of another replica; rank: of the other end."""
-    outgoing = topology.sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, progress, on_loss)
-    incoming = topology.receiver(
-        rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, clock, peer_timeout_s, on_loss
-    )
+    outgoing = topology.sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, options)
+    incoming = topology.receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, options)
     return Remote(topology.name(rank), PostSender(outgoing), PostReceiver(incoming))

@@ -58,6 +58,7 @@ from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.byte_stream import Remote
 from sarathi_pp.wire.channel import Receiver, edge_buffers
+from sarathi_pp.wire.edge_options import EdgeOptions, IgnoreLosses
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.shared_memory import MAX_SLOTS
 from sarathi_pp.wire.stage_progress import StageProgress
@@ -154,7 +155,7 @@ class Job:
         self._offset = sync_clocks(self._topology, clock, range(mesh.replicas)).offset
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
-        self._progress = StageProgress(self._stage)
+        self._edge_options = self._make_edge_options()
         self._upstream, self._runner = self._connect()
         self._remotes = [self._remote(rank) for rank in self._others_to_talk_to()]
         self._topology.start()
@@ -203,16 +204,7 @@ class Job:
         return [0] if self.place.rank else [self.mesh.leader(replica) for replica in range(1, self.mesh.replicas)]
 
     def _remote(self, rank: int) -> Remote:
-        timeout_s = self.run.peer_timeout_s
-        return open_post(self._topology, rank, timeout_s, self._clock, self._progress, self._on_loss())
-
-    def _on_loss(self) -> Callable[[SarathiError], None]:
-        """Who is told when an edge of this rank breaks."""
-        several = self.mesh.replicas > 1 and self.place.rank == 0
-        return self._lost_elsewhere if several else self._watchdog.report
-
-    def _lost_elsewhere(self, error: SarathiError) -> None:
-        """Of several replicas one may go: who next reads or writes there finds out, and ends no process."""
+        return open_post(self._topology, rank, self._edge_options)
 
     def _engine(
         self,
@@ -416,9 +408,7 @@ class Job:
             run,
             activations,
             self.facts.head_size or self.facts.hidden_size,
-            clock,
-            self._progress,
-            self._on_loss(),
+            self._edge_options,
         )
         runner = StageRunner(
             self._stage,
@@ -426,7 +416,7 @@ class Job:
             self._recorder,
             clock,
             self._timer(),
-            progress=self._progress,
+            progress=self._edge_options.progress,
             index=self.seat.stage,
             name=mesh.title(self.place.rank),
             debug_nan=self._config.debug_nan,
@@ -434,6 +424,11 @@ class Job:
             shard_group=self._shards,
         )
         return over_link(wires.way_in, self._profile, self.seat.stage, mesh.stages, clock), runner
+
+    def _make_edge_options(self) -> EdgeOptions:
+        several = self.mesh.replicas > 1 and self.place.rank == 0
+        losses = IgnoreLosses() if several else self._watchdog
+        return EdgeOptions(self._clock, StageProgress(self._stage), losses, self.run.peer_timeout_s)
 
     def _may_share(self, run: ResolvedRun) -> bool:
         """Whether edges go through memory where two ranks have some in common: what lies there is on CPU."""

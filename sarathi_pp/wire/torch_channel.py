@@ -16,23 +16,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError, StalledError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.channel import COMMUNICATING, Clock, Landing, Message, NumberCheck
+from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
+from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group, Transfer
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
 from sarathi_pp.wire.nccl_channel import Lane
-from sarathi_pp.wire.stage_progress import StageProgress
 
-HEARTBEAT_S = 1.0
-# Of the time for which a peer may be silent, so that one heartbeat that is late is no loss.
-_BEATS = 3
 GOODBYE_S = 10.0
 
 
@@ -101,25 +97,14 @@ class _Buffer:
 
 
 class TorchSender:
-    """The sending end.
+    """The sending end."""
 
-    progress: what heartbeats report. heartbeat_s: time without a message after which one is sent.
-    """
-
-    def __init__(
-        self,
-        edge: Edge,
-        *,
-        num_buffers: int,
-        progress: StageProgress,
-        on_failure: Callable[[SarathiError], None],
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
+    def __init__(self, edge: Edge, num_buffers: int, options: EdgeOptions) -> None:
         self._edge = edge
         self._num_buffers = num_buffers
-        self._progress = progress
-        self._heartbeat_s = heartbeat_s
-        self._on_failure = on_failure
+        self._progress = options.progress
+        self._heartbeat_s = options.heartbeat_s
+        self._losses = options.losses
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
         # What is under way and the buffer to which it belongs; a heartbeat has none.
@@ -191,7 +176,7 @@ class TorchSender:
     def _fail(self, error: SarathiError) -> None:
         self._failure = error
         self._free.release(self._num_buffers)
-        self._on_failure(error)
+        self._losses.report_loss(error)
 
     def _begin(self, message: torch.Tensor) -> Transfer:
         try:
@@ -208,27 +193,14 @@ class TorchSender:
             self._outbox.put((self._begin(torch.frombuffer(bytearray(head), dtype=torch.uint8)), None))
 
 
-def heartbeat_s(peer_timeout_s: float) -> float:
-    """Return how often a rank sends heartbeats if its peers may be silent for `peer_timeout_s`."""
-    return min(HEARTBEAT_S, peer_timeout_s / _BEATS)
-
-
 class TorchReceiver:
     """The receiving end: keeps every free buffer posted, so that data never waits for this rank to ask."""
 
-    def __init__(
-        self,
-        edge: Edge,
-        *,
-        num_buffers: int,
-        clock: Clock,
-        peer_timeout_s: float,
-        on_failure: Callable[[SarathiError], None],
-    ) -> None:
+    def __init__(self, edge: Edge, num_buffers: int, options: EdgeOptions) -> None:
         self._edge = edge
-        self._clock = clock
-        self._peer_timeout_s = peer_timeout_s
-        self._on_failure = on_failure
+        self._clock = options.clock
+        self._peer_timeout_s = options.peer_timeout_s
+        self._losses = options.losses
         # No SimpleQueue: where a signal's handler runs beyond its timeout, that one waits for ever (CPython 3.11).
         self._inbox: queue.Queue[Message[torch.Tensor] | SarathiError] = queue.Queue()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
@@ -330,7 +302,7 @@ class TorchReceiver:
 
     def _fail(self, error: SarathiError) -> None:
         self._inbox.put(error)
-        self._on_failure(error)
+        self._losses.report_loss(error)
 
 
 def _wait(work: Transfer, edge: Edge) -> None:

@@ -14,15 +14,13 @@ import torch
 
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
-from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.codec import MicroBatchFrame
 from sarathi_pp.wire.nccl_channel import Lane
-from sarathi_pp.wire.stage_progress import StageProgress
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 from tests.commands.processes import run, torchrun
 from tests.exact.references import NEW_TOKENS
-from tests.wire.test_torch_channel import Layers
+from tests.wire.test_torch_channel import edge_options
 
 WORKER = Path(__file__).with_name("lane_worker.py")
 BLOCKED_S = 10.0
@@ -179,9 +177,8 @@ def test_a_frame_leaves_before_its_rows_and_without_them(device):
     frames = Frames()
     sender = TorchSender(
         Edge(frames, 1, "stage 1", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
-        num_buffers=2,
-        progress=StageProgress(Layers()),
-        on_failure=lambda error: None,
+        2,
+        edge_options(),
     )
     device.do("microbatch 0")
     sender.reserve()
@@ -216,10 +213,8 @@ def receiver_of(device: Device, message: bytes) -> TorchReceiver:
     messages.put(message)
     return TorchReceiver(
         Edge(messages, 1, "stage 0", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
-        num_buffers=2,
-        clock=ManualClock(5.0),
-        peer_timeout_s=60.0,
-        on_failure=lambda error: None,
+        2,
+        edge_options(now_s=5.0),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import Clock
 
@@ -36,7 +36,7 @@ class ClockSync:
     lost: Mapping[int, PeerLostError] = field(default_factory=dict)  # by replica that did not answer
 
 
-def sync_clocks(topology: Topology, clock: Clock, replicas: Collection[int], *, may_lose: bool = False) -> ClockSync:
+def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *, may_lose: bool = False) -> ClockSync:
     """Measure this rank's clock offset. Every rank of the replicas, and rank 0, calls it at the same point.
 
     It takes a few milliseconds per rank.
@@ -47,11 +47,11 @@ def sync_clocks(topology: Topology, clock: Clock, replicas: Collection[int], *, 
     Raises:
         PeerLostError: a rank does not answer.
     """
-    mesh, rank = topology.mesh, topology.place.rank
+    mesh, rank = plane.mesh, plane.place.rank
     seat = mesh.seat(rank)
     if not seat.leads:
-        return ClockSync(_follow(topology, clock, mesh.leader(seat.replica)))
-    offset = ClockOffset() if rank == 0 else _follow(topology, clock, 0)
+        return ClockSync(_follow(plane, clock, mesh.leader(seat.replica)))
+    offset = ClockOffset() if rank == 0 else _follow(plane, clock, 0)
     # Its own members first: they wait no longer than this rank waits for a leader that does not answer.
     followers = {seat.replica: mesh.members(seat.replica)[1:]} if seat.replica in replicas else {}
     if rank == 0:
@@ -60,7 +60,7 @@ def sync_clocks(topology: Topology, clock: Clock, replicas: Collection[int], *, 
     for replica, ranks in followers.items():
         try:
             for follower in ranks:
-                _lead(topology, clock, follower)
+                _lead(plane, clock, follower)
         except PeerLostError as error:
             if not may_lose or rank != 0:
                 raise
@@ -68,22 +68,22 @@ def sync_clocks(topology: Topology, clock: Clock, replicas: Collection[int], *, 
     return ClockSync(offset, lost)
 
 
-def _lead(topology: Topology, clock: Clock, rank: int) -> None:
-    trials = (_ping(topology, clock, rank) for _ in range(_TRIALS))
+def _lead(plane: ControlPlane, clock: Clock, rank: int) -> None:
+    trials = (_ping(plane, clock, rank) for _ in range(_TRIALS))
     best = min(trials, key=lambda trial: trial.uncertainty_s)
-    topology.send_numbers([best.offset_s, best.uncertainty_s], rank)
+    plane.send_numbers([best.offset_s, best.uncertainty_s], rank)
 
 
-def _follow(topology: Topology, clock: Clock, leader: int) -> ClockOffset:
+def _follow(plane: ControlPlane, clock: Clock, leader: int) -> ClockOffset:
     for _ in range(_TRIALS):
-        topology.receive_numbers(1, leader)
-        topology.send_numbers([clock.now()], leader)
-    return ClockOffset(*topology.receive_numbers(2, leader))
+        plane.receive_numbers(1, leader)
+        plane.send_numbers([clock.now()], leader)
+    return ClockOffset(*plane.receive_numbers(2, leader))
 
 
-def _ping(topology: Topology, clock: Clock, rank: int) -> ClockOffset:
+def _ping(plane: ControlPlane, clock: Clock, rank: int) -> ClockOffset:
     sent_s = clock.now()
-    topology.send_numbers([0.0], rank)
-    (there_s,) = topology.receive_numbers(1, rank)
+    plane.send_numbers([0.0], rank)
+    (there_s,) = plane.receive_numbers(1, rank)
     back_s = clock.now()
     return ClockOffset((sent_s + back_s) / 2 - there_s, (back_s - sent_s) / 2)

@@ -27,7 +27,7 @@ from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.channel import COMMUNICATING
 
 if TYPE_CHECKING:
-    from sarathi_pp.distributed.control_plane import Topology
+    from sarathi_pp.distributed.control_plane import ControlPlane
     from sarathi_pp.run.setup import Job
 
 # What a rank does, a continuation of "while it was ...", and the check, which returns what it has found out besides.
@@ -67,14 +67,14 @@ def run_rank(
             stopped_mark(place.store).touch()
 
 
-def _join(checked: Preflight, place: Place, slow: Sequence[SlowCheck]) -> tuple[Topology, Preflight]:
+def _join(checked: Preflight, place: Place, slow: Sequence[SlowCheck]) -> tuple[ControlPlane, Preflight]:
     """Join the other ranks, then do the slow checks, for which they wait as long as those get on."""
     with _uncollected():
         from sarathi_pp.distributed.agreement import Agreement
-        from sarathi_pp.distributed.control_plane import Topology
+        from sarathi_pp.distributed.control_plane import ControlPlane
 
         config = checked.config
-        topology = Topology(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+        topology = ControlPlane.join(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
     for phase, check in slow:
         checked = Agreement(topology).own(partial(check, checked), phase)
     return topology, checked
@@ -82,7 +82,7 @@ def _join(checked: Preflight, place: Place, slow: Sequence[SlowCheck]) -> tuple[
 
 def _run_joined(
     checked: Preflight,
-    topology: Topology,
+    topology: ControlPlane,
     watchdog: Watchdog,
     drive: Callable[[Job], Mapping[str, Any]],
     located: Callable[[RunDirectory], None],

@@ -29,9 +29,9 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.distributed.agreement import Agreement
 from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.devices import Standing, choose_device, stand
-from sarathi_pp.distributed.edges import open_post, open_wires
+from sarathi_pp.distributed.edges import Edges, open_shard_group
 from sarathi_pp.distributed.fingerprint import passport, software
 from sarathi_pp.distributed.transport import choose_transport, has_nccl, nccl_lanes
 from sarathi_pp.engine.dispatcher import Dispatcher
@@ -56,7 +56,6 @@ from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import HostTimer, Timer
-from sarathi_pp.wire.byte_stream import Remote
 from sarathi_pp.wire.channel import Receiver, edge_buffers
 from sarathi_pp.wire.edge_options import EdgeOptions, IgnoreLosses
 from sarathi_pp.wire.message import Payloads
@@ -86,7 +85,7 @@ class Job:
         config: RunConfig,
         model_dir: Path,
         facts: ModelFacts,
-        topology: Topology,
+        topology: ControlPlane,
         run_dir: RunDirectory,
         clock: Clock,
         watchdog: Watchdog,
@@ -121,7 +120,7 @@ class Job:
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
         self._moves_head = self._may_move_head(standings)
-        self._shards = topology.open_shards(config.peer_timeout_s, self._transport.name)
+        self._shards = open_shard_group(topology, config.peer_timeout_s, self._transport.name)
         agreement.each(self._choose_stages, "choosing kernels")
         maker = self._maker
         self.layers = layers[seat.stage]
@@ -155,9 +154,8 @@ class Job:
         self._offset = sync_clocks(self._topology, clock, range(mesh.replicas)).offset
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
-        self._edge_options = self._make_edge_options()
         self._upstream, self._runner = self._connect()
-        self._remotes = [self._remote(rank) for rank in self._others_to_talk_to()]
+        self._remotes = [self._edges.open_post(rank) for rank in self._others_to_talk_to()]
         self._topology.start()
 
     def driver(
@@ -202,9 +200,6 @@ class Job:
         if not self.seat.leads or self.mesh.replicas == 1:
             return []
         return [0] if self.place.rank else [self.mesh.leader(replica) for replica in range(1, self.mesh.replicas)]
-
-    def _remote(self, rank: int) -> Remote:
-        return open_post(self._topology, rank, self._edge_options)
 
     def _engine(
         self,
@@ -262,7 +257,7 @@ class Job:
         found = {
             "hosts": hosts,
             "transport": self._transport.name,
-            "shared_memory_edges": self._topology.shared_edges,
+            "shared_memory_edges": self._edges.shared,
             **self._memory(),
         }
         return {**dataclasses.asdict(self.run), **found, **software(), "fingerprint": self.facts.fingerprint}
@@ -397,26 +392,20 @@ class Job:
         """The way in, and what computes and sends."""
         run, clock, mesh = self.run, self._clock, self.mesh
         by_nccl = self._transport.name == "nccl"
-        self._topology.open_edges(
-            run.peer_timeout_s, nccl_lanes(self.device, clock) if by_nccl else None, share=self._may_share(run)
-        )
-        shared = ", ".join(f"{source} to {target}" for source, target in self._topology.shared_edges)
+        options = self._make_edge_options()
+        lanes = nccl_lanes(self.device, clock) if by_nccl else None
+        self._edges = Edges.connect(self._topology, options, lanes, share=self._may_share(run))
+        shared = ", ".join(f"{source} to {target}" for source, target in self._edges.shared)
         _log.info("edges through shared memory, between ranks: %s", shared or "none")
         activations = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)
-        wires = open_wires(
-            self._topology,
-            run,
-            activations,
-            self.facts.head_size or self.facts.hidden_size,
-            self._edge_options,
-        )
+        wires = self._edges.open_wires(run, activations, self.facts.head_size or self.facts.hidden_size)
         runner = StageRunner(
             self._stage,
             wires.way_out,
             self._recorder,
             clock,
             self._timer(),
-            progress=self._edge_options.progress,
+            progress=options.progress,
             index=self.seat.stage,
             name=mesh.title(self.place.rank),
             debug_nan=self._config.debug_nan,

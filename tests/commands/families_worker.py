@@ -15,7 +15,7 @@ from typing import Any
 
 from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.request import Request
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import find_place
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.parse import Row
@@ -31,7 +31,7 @@ def leave(error: SarathiError) -> None:
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
+def answer(case: dict[str, Any], topology: ControlPlane) -> list[list[int]]:
     """This rank's part of one model's run; rank 0 gets the output tokens, the others an empty list."""
     clock, model_dir = SystemClock(), Path(case["model"])
     config = RunConfig(
@@ -64,7 +64,7 @@ def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
 def main(plan: Path, answers: Path) -> None:
     place = find_place()
     assert place is not None, "start this under torchrun"
-    topology = Topology(place, 60, 60)
+    topology = ControlPlane.join(place, 60, 60)
     outputs = [answer(case, topology) for case in json.loads(plan.read_text())]
     if place.rank == 0:
         answers.write_text(json.dumps(outputs))

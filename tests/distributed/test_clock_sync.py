@@ -41,7 +41,7 @@ class WorldClock:
 
 
 @dataclass
-class FakeTopology:
+class FakePlane:
     """One rank's control channel: each message takes as long as `delays` says next."""
 
     place: Place
@@ -65,8 +65,8 @@ def aligned(skew_s: float, there: list[float], back: list[float]) -> ClockOffset
     """What rank 1 finds, whose clock is skew_s behind rank 0's."""
     world = World()
     one, other = queue.SimpleQueue[list[float]](), queue.SimpleQueue[list[float]]()
-    first = FakeTopology(Place(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
-    second = FakeTopology(Place(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
+    first = FakePlane(Place(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
+    second = FakePlane(Place(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
     with ThreadPoolExecutor(2) as pool:
         mine = pool.submit(sync_clocks, first, WorldClock(world), [0])
         theirs = pool.submit(sync_clocks, second, WorldClock(world, skew_s), [0])

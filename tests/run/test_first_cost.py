@@ -11,7 +11,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import recut
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -31,7 +31,7 @@ def first_cost(
     told: list[Any] = []
     monkeypatch.setattr(job_module, "Engine", lambda *given, cost, **rest: told.append(cost))
     facts = check_model(model_dir) if emulated is None else emulated_facts(emulated, config.page_size)
-    topology = Topology(Place(), 60, 60)
+    topology = ControlPlane.join(Place(), 60, 60)
     run_dir = RunDirectory(folder / "run")
     job = Job(config, model_dir, facts, topology, run_dir, SystemClock(), Watchdog(None), profile=emulated)
     job.driver((), lambda stop: None, lambda snapshot: None)

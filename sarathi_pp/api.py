@@ -34,7 +34,7 @@ from sarathi_pp.config import RunConfig, SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import make_policy, wants_paragraphs
 from sarathi_pp.core.request import FinishReason
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import Place, find_place, mesh_of
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.start_watch import watching_start
@@ -155,9 +155,9 @@ class LLM:
                     # In a thread that no signal interrupts, so that each worker is known that was started.
                     self._thread.call(partial(workers.start, ("worker", json.dumps(asdict(config), default=str))))
                     watched.enter_context(watching_start(workers, config.join_timeout_s))
-                topology = Topology(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
-            joined.callback(topology.leave)
-            member = Member(checked, topology, Watchdog(None), self._clock)
+                plane = ControlPlane.join(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+            joined.callback(plane.leave)
+            member = Member(checked, plane, Watchdog(None), self._clock)
             rank = set_up(member, agree_on_start(member))
         except BaseException as error:
             if config.run_dir is not None and self._place.rank == 0 and isinstance(error, SarathiError):

@@ -49,6 +49,7 @@ from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.report.run_reader import find_traces
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.events import Issued
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.wire.channel import QueueChannel
@@ -99,7 +100,7 @@ class Ring:
     """The edges of so many stages inside this process: what the first rank sends goes through all of them at once."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._edges = [QueueChannel[None](time.monotonic, 1) for _ in range(num_ranks)]
+        self._edges = [QueueChannel[None](SystemClock(), 1) for _ in range(num_ranks)]
 
     def through(self, microbatch: MicroBatch) -> ResultFrame:
         """What comes back: every stage adds its time, the last one draws."""

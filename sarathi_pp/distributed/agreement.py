@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.fingerprint import require_equal
 from sarathi_pp.errors import PeerLostError, SarathiError, error_class
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 class Agreement:
     """Every rank calls the same in the same order. What one of them raises is raised by all."""
 
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
 
     def each(self, work: Callable[[], dict[str, Any]], phase: str, *, must_match: bool = False) -> list[dict[str, Any]]:
         """Return every rank's answer; an error on any of them is raised on all, so that none waits for one that left.
@@ -27,7 +27,7 @@ class Agreement:
             must_match: raise ConfigError if two answers differ.
         """
         try:
-            with self._topology.phase(phase):
+            with self._plane.phase(phase):
                 mine: dict[str, Any] = {"answer": work()}
         except SarathiError as error:
             answers = self._after(error, {"error": str(error), "class": type(error).__name__})
@@ -37,7 +37,7 @@ class Agreement:
             self._after(error, {"error": text, "class": PeerLostError.__name__})
             raise
         else:
-            answers = self._topology.exchange(mine)
+            answers = self._plane.exchange(mine)
         failed = [(rank, answer) for rank, answer in enumerate(answers) if "error" in answer]
         # A rank that only notices that another one is gone does not say why.
         failed.sort(key=lambda one: one[1]["class"] == PeerLostError.__name__)
@@ -51,7 +51,7 @@ class Agreement:
     def _after(self, error: Exception, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell the others of an error; raises it if one of them does not come, which may be stuck because of it."""
         try:
-            return self._topology.exchange(mine, bounded=True)
+            return self._plane.exchange(mine, bounded=True)
         except PeerLostError:
             raise error from None
 
@@ -75,7 +75,7 @@ class Agreement:
             raise
 
     def _told_by(self, rank: int, answer: dict[str, Any]) -> SarathiError:
-        where = f"{self._topology.mesh.title(rank)}: " if self._topology.place.world_size > 1 else ""
+        where = f"{self._plane.mesh.title(rank)}: " if self._plane.place.world_size > 1 else ""
         error = error_class(answer["class"])(where + answer["error"])
         error.agreed = True
         return error

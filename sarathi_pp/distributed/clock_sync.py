@@ -1,75 +1,89 @@
-"""How far each rank's clock is from that of its replica's leader, and a leader's from rank 0's, by ping-pong.
+"""Measure each rank's clock against that of its replica's leader, and each leader's clock against rank 0's.
+
+Events of all ranks go on one time line. The measurement is a ping-pong over the control plane:
 
     leader:  sent_s ----.                .---> back_s        offset = (sent_s + back_s) / 2 - there_s
     rank r:              `---> there_s --'                   uncertainty = (back_s - sent_s) / 2
 
-The fastest of several trials counts: the less time it took, the less of it can have been one-sided.
+The fastest of several trials counts: the shorter the trip, the smaller the error if one way took all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.errors import PeerLostError
+from sarathi_pp.trace.clock import Clock
 
 _TRIALS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Offset:
-    """The other clock's time = local time + offset_s, give or take uncertainty_s."""
+class ClockOffset:
+    """The leader's time is local time + offset_s, give or take uncertainty_s."""
 
     offset_s: float = 0.0
     uncertainty_s: float = 0.0
 
 
-def align(
-    topology: Topology,
-    now: Callable[[], float],
-    replicas: Collection[int],
-    give_up: Callable[[int, PeerLostError], None] | None = None,
-) -> Offset:
-    """This rank's offset to its leader, a leader's to rank 0. Takes a few milliseconds a rank.
+@dataclass(frozen=True, slots=True)
+class ClockSync:
+    """The result of a sync on one rank."""
 
-    Every rank of these replicas, and rank 0, calls it at the same point. give_up: told on rank 0 of a replica that does
-    not answer; PeerLostError without.
+    offset: ClockOffset
+    lost: Mapping[int, PeerLostError] = field(default_factory=dict)  # by replica that did not answer
+
+
+def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *, may_lose: bool = False) -> ClockSync:
+    """Measure this rank's clock offset. Every rank of the replicas, and rank 0, calls it at the same point.
+
+    It takes a few milliseconds per rank.
+
+    Args:
+        may_lose: on rank 0, return replicas that do not answer as lost instead of raising.
+
+    Raises:
+        PeerLostError: a rank does not answer.
     """
-    mesh, rank = topology.mesh, topology.place.rank
+    mesh, rank = plane.mesh, plane.place.rank
     seat = mesh.seat(rank)
     if not seat.leads:
-        return _follow(topology, now, mesh.leader(seat.replica))
-    offset = Offset() if rank == 0 else _follow(topology, now, 0)
-    # Its own members first: they wait no longer than this rank does for a leader that does not answer.
-    others = {replica: [mesh.leader(replica)] for replica in replicas if rank == 0 and replica != 0}
-    mine = {seat.replica: mesh.members(seat.replica)[1:]} if seat.replica in replicas else {}
-    for replica, ranks in (*mine.items(), *others.items()):
+        return ClockSync(_follow(plane, clock, mesh.leader(seat.replica)))
+    offset = ClockOffset() if rank == 0 else _follow(plane, clock, 0)
+    # Its own members first: they wait no longer than this rank waits for a leader that does not answer.
+    followers = {seat.replica: mesh.members(seat.replica)[1:]} if seat.replica in replicas else {}
+    if rank == 0:
+        followers |= {replica: (mesh.leader(replica),) for replica in replicas if replica != 0}
+    lost: dict[int, PeerLostError] = {}
+    for replica, ranks in followers.items():
         try:
-            for one in ranks:
-                _lead(topology, now, one)
+            for follower in ranks:
+                _lead(plane, clock, follower)
         except PeerLostError as error:
-            if give_up is None or rank != 0:
+            if not may_lose or rank != 0:
                 raise
-            give_up(replica, error)
-    return offset
+            lost[replica] = error
+    return ClockSync(offset, lost)
 
 
-def _lead(topology: Topology, now: Callable[[], float], rank: int) -> None:
-    best = min((_ping(topology, rank, now) for _ in range(_TRIALS)), key=lambda trial: trial.uncertainty_s)
-    topology.send_numbers([best.offset_s, best.uncertainty_s], rank)
+def _lead(plane: ControlPlane, clock: Clock, rank: int) -> None:
+    trials = (_ping(plane, clock, rank) for _ in range(_TRIALS))
+    best = min(trials, key=lambda trial: trial.uncertainty_s)
+    plane.send_numbers([best.offset_s, best.uncertainty_s], rank)
 
 
-def _follow(topology: Topology, now: Callable[[], float], leader: int) -> Offset:
+def _follow(plane: ControlPlane, clock: Clock, leader: int) -> ClockOffset:
     for _ in range(_TRIALS):
-        topology.receive_numbers(1, leader)
-        topology.send_numbers([now()], leader)
-    return Offset(*topology.receive_numbers(2, leader))
+        plane.receive_numbers(1, leader)
+        plane.send_numbers([clock.now()], leader)
+    return ClockOffset(*plane.receive_numbers(2, leader))
 
 
-def _ping(topology: Topology, rank: int, now: Callable[[], float]) -> Offset:
-    sent_s = now()
-    topology.send_numbers([0.0], rank)
-    (there_s,) = topology.receive_numbers(1, rank)
-    back_s = now()
-    return Offset((sent_s + back_s) / 2 - there_s, (back_s - sent_s) / 2)
+def _ping(plane: ControlPlane, clock: Clock, rank: int) -> ClockOffset:
+    sent_s = clock.now()
+    plane.send_numbers([0.0], rank)
+    (there_s,) = plane.receive_numbers(1, rank)
+    back_s = clock.now()
+    return ClockOffset((sent_s + back_s) / 2 - there_s, (back_s - sent_s) / 2)

@@ -1,36 +1,51 @@
-"""One rank's ends of the edges that a mesh gives it, see wire/order.py."""
+"""One rank's edges to other ranks: how they are connected, and its ends of them.
+
+Which edges there are, and their order, is in wire/order.py. Each has a gloo group of its own. Between ranks that share
+memory the messages go through that; between GPUs the activations go by a communicator of the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
-from sarathi_pp.distributed.control_plane import Topology
-from sarathi_pp.errors import SarathiError
-from sarathi_pp.trace.clock import Clock
+from sarathi_pp.distributed.control_plane import ControlPlane
+from sarathi_pp.distributed.transport import Lanes
+from sarathi_pp.errors import PeerLostError
+from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire import byte_stream, codec
 from sarathi_pp.wire.byte_stream import PostReceiver, PostSender, Remote
-from sarathi_pp.wire.channel import NoSender, QueueChannel, Receiver, Sender, edge_buffers
-from sarathi_pp.wire.codec import Heartbeat
+from sarathi_pp.wire.channel import Clock, NoSender, QueueChannel, Receiver, Sender, edge_buffers
+from sarathi_pp.wire.edge_options import EdgeOptions
+from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.message import Payloads
-from sarathi_pp.wire.order import downstream, forward_edges, upstream
+from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.order import downstream, edges, forward_edges, stage_edges, upstream
+from sarathi_pp.wire.shard_group import ShardGroup
+from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, SlotConnection, knock
+from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
 # Parcels under way between rank 0 and the leader of another replica.
 _POST_BUFFERS = 8
+# On an edge of heartbeats: for a heartbeat and a goodbye.
+_HEARTBEAT_BUFFERS = 2
+_POLL_S = 0.001
 
-# What heartbeats say, and who is told of a loss.
-Progress = Callable[[], Heartbeat]
-OnLoss = Callable[[SarathiError], None]
+# The sending rank, and the receiving one.
+Ranks = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """Where microbatches come from, on a leader results, and where they go.
+    """The ends that a stage uses.
 
-    shards: a leader's ways to the other ranks of its stage, which get headers alone.
+    way_in: microbatches, on a leader their results. shards: on a leader, to the other ranks of its stage, which get
+    headers alone.
     """
 
     way_in: Receiver[Tensor]
@@ -38,60 +53,206 @@ class Wires:
     shards: tuple[Sender[Tensor], ...]
 
 
-def open_wires(
-    topology: Topology,
-    run: ResolvedRun,
-    activations: Payloads,
-    head_size: int,
-    clock: Clock,
-    progress: Progress,
-    on_loss: OnLoss,
-) -> Wires:
-    """activations: of the largest microbatch. head_size: of the rows that a head takes.
+class Edges:
+    """This rank's connected edges. Made by `connect`; `ControlPlane.leave` closes them.
 
-    A leader that is the last stage too is its own neighbour.
+    Attributes:
+        shared: all edges of the run that go through shared memory.
     """
-    mesh, rank = topology.mesh, topology.place.rank
-    seat, buffers = mesh.seat(rank), edge_buffers(run.inflight)
-    returning = mesh.rank(seat.replica, mesh.stages - 1), mesh.leader(seat.replica)
-    frame_bytes = codec.max_frame_bytes(
-        max_tokens=run.max_microbatch_tokens,
-        max_seqs=run.max_num_seqs,
-        page_size=run.page_size,
-        num_stages=run.num_stages,
-    )
-    forward = forward_edges(mesh)
-    # A sequence draws at most one token of a microbatch.
-    rows = replace(activations, max_tokens=run.max_num_seqs, row_shape=(head_size,))
 
-    def payloads(edge: tuple[int, int]) -> Payloads:
-        if edge in forward:
-            return activations
-        return rows if edge == returning and run.moves_head else Payloads.none()
+    def __init__(
+        self,
+        plane: ControlPlane,
+        options: EdgeOptions,
+        groups: Mapping[Ranks, Group],
+        sockets: Mapping[Ranks, socket.socket],
+        lanes: Mapping[Ranks, Lane],
+        shared: list[Ranks],
+    ) -> None:
+        self.shared = shared
+        self._plane = plane
+        self._options = options
+        self._groups = groups
+        self._sockets = sockets
+        self._lanes = lanes
 
-    def sender(to: int) -> Sender[Tensor]:
-        return topology.sender(to, frame_bytes, payloads((rank, to)), buffers, progress, on_loss)
+    @classmethod
+    def connect(
+        cls, plane: ControlPlane, options: EdgeOptions, lanes: Lanes | None = None, *, share: bool = False
+    ) -> Edges:
+        """Connect all edges of this rank. Every rank calls it.
 
-    source, target = upstream(mesh, seat), downstream(mesh, seat)
-    if source == rank:
-        channel: QueueChannel[Tensor] = QueueChannel(clock.now, buffers)
-        way_in: Receiver[Tensor] = channel
-        way_out: Sender[Tensor] = channel
-    else:
-        way_in = topology.receiver(
-            source, frame_bytes, payloads((source, rank)), buffers, clock.now, run.peer_timeout_s, on_loss
+        Args:
+            lanes: makes the channels of edges that carry activations.
+            share: use shared memory between ranks that can.
+
+        Raises:
+            PeerLostError: another rank does not connect its end.
+        """
+        groups = {}
+        for edge in edges(plane.mesh):
+            group = plane.new_group(edge, options.peer_timeout_s, "gloo")
+            if group is not None:
+                groups[edge] = group
+        sockets, shared = _connect_sockets(plane) if share else ({}, [])
+        opened = _open_lanes(plane, options, lanes) if lanes is not None else {}
+        return cls(plane, options, groups, sockets, opened, shared)
+
+    def open_wires(self, run: ResolvedRun, activations: Payloads, head_size: int) -> Wires:
+        """Open the ends that this rank's stage uses.
+
+        A leader that is the last stage too is its own neighbour.
+
+        Args:
+            activations: of the largest microbatch.
+            head_size: of the rows that an LM head takes.
+        """
+        mesh, rank = self._plane.mesh, self._plane.place.rank
+        seat, buffers = mesh.seat(rank), edge_buffers(run.inflight)
+        returning = mesh.rank(seat.replica, mesh.stages - 1), mesh.leader(seat.replica)
+        frame_bytes = codec.max_frame_bytes(
+            max_tokens=run.max_microbatch_tokens,
+            max_seqs=run.max_num_seqs,
+            page_size=run.page_size,
+            num_stages=run.num_stages,
         )
-        way_out = NoSender() if target is None else sender(target)
-    others = mesh.shard_ranks(seat.replica, 0)[1:] if seat.leads else ()
-    return Wires(way_in, way_out, tuple(sender(other) for other in others))
+        forward = forward_edges(mesh)
+        # A sequence draws at most one token of a microbatch.
+        rows = replace(activations, max_tokens=run.max_num_seqs, row_shape=(head_size,))
+
+        def payloads(edge: Ranks) -> Payloads:
+            if edge in forward:
+                return activations
+            return rows if edge == returning and run.moves_head else Payloads.none()
+
+        def sender(to: int) -> Sender[Tensor]:
+            return self._sender(to, frame_bytes, payloads((rank, to)), buffers)
+
+        source, target = upstream(mesh, seat), downstream(mesh, seat)
+        if source == rank:
+            channel: QueueChannel[Tensor] = QueueChannel(self._options.clock, buffers)
+            way_in: Receiver[Tensor] = channel
+            way_out: Sender[Tensor] = channel
+        else:
+            way_in = self._receiver(source, frame_bytes, payloads((source, rank)), buffers)
+            way_out = NoSender() if target is None else sender(target)
+        others = mesh.shard_ranks(seat.replica, 0)[1:] if seat.leads else ()
+        return Wires(way_in, way_out, tuple(sender(other) for other in others))
+
+    def open_post(self, rank: int) -> Remote:
+        """Open the edges of requests and answers between rank 0 and the leader of another replica.
+
+        Args:
+            rank: of the other end.
+        """
+        outgoing = self._sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS)
+        incoming = self._receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS)
+        return Remote(self._plane.name(rank), PostSender(outgoing), PostReceiver(incoming))
+
+    def _sender(self, target: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Sender[Tensor]:
+        edge, options = (self._plane.place.rank, target), self._options
+        if edge not in self._sockets:
+            return TorchSender(self._gloo_edge(edge, target, frame_bytes, payloads), num_buffers, options)
+        connection = SlotConnection(self._sockets[edge], self._plane.name(target), options.losses)
+        heartbeats = TorchSender(self._heartbeat_edge(edge, target), 1, replace(options, losses=connection))
+        return SharedSender(
+            connection,
+            heartbeats,
+            options.clock,
+            num_slots=num_buffers,
+            slot_bytes=payloads.max_bytes(frame_bytes),
+            timeout_s=self._plane.patience_s,
+        )
+
+    def _receiver(self, source: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Receiver[Tensor]:
+        edge, options = (source, self._plane.place.rank), self._options
+        if edge not in self._sockets:
+            return TorchReceiver(self._gloo_edge(edge, source, frame_bytes, payloads), num_buffers, options)
+        connection = SlotConnection(self._sockets[edge], self._plane.name(source), options.losses)
+        heartbeats = TorchReceiver(
+            self._heartbeat_edge(edge, source), _HEARTBEAT_BUFFERS, replace(options, losses=connection)
+        )
+        return SharedReceiver(
+            connection, heartbeats, options.clock, num_slots=num_buffers, frame_bytes=frame_bytes, payloads=payloads
+        )
+
+    def _gloo_edge(self, edge: Ranks, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:
+        group, name, lane = self._groups[edge], self._plane.name(peer), self._lanes.get(edge)
+        return Edge(group, edge.index(peer), name, frame_bytes, payloads, lane)
+
+    def _heartbeat_edge(self, edge: Ranks, peer: int) -> Edge:
+        return self._gloo_edge(edge, peer, codec.SMALL_FRAME_BYTES, Payloads.none())
 
 
-def open_post(
-    topology: Topology, rank: int, peer_timeout_s: float, clock: Clock, progress: Progress, on_loss: OnLoss
-) -> Remote:
-    """The edges of requests and answers between rank 0 and the leader of another replica; rank: of the other end."""
-    outgoing = topology.sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, progress, on_loss)
-    incoming = topology.receiver(
-        rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS, clock.now, peer_timeout_s, on_loss
-    )
-    return Remote(topology.name(rank), PostSender(outgoing), PostReceiver(incoming))
+def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -> ShardGroup | None:
+    """Connect the ranks that hold one stage. Every rank calls it; returns None if this rank holds its stage alone."""
+    mesh, own = plane.mesh, plane.mesh.seat(plane.place.rank)
+    shards: ShardGroup | None = None
+    for replica in range(mesh.replicas) if mesh.shards > 1 else ():
+        for stage in range(mesh.stages):
+            ranks = mesh.shard_ranks(replica, stage)
+            group = plane.new_group(ranks, peer_timeout_s, backend)
+            if group is not None:
+                others = tuple(plane.name(rank) for rank in ranks if rank != plane.place.rank)
+                shards = ShardGroup(own.shard, mesh.shards, others, group, SystemClock())
+    return shards
+
+
+def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], list[Ranks]]:
+    """Connect ranks that reach each other's sockets.
+
+    Returns the sockets of this rank's edges, and all edges of the run that have one.
+    """
+    own, wanted = plane.place.rank, stage_edges(plane.mesh)
+    sockets: dict[Ranks, socket.socket] = {}
+    doors: dict[int, Door] = {}
+    for source, target in wanted:
+        with suppress(OSError):  # a host without such sockets
+            if target == own:
+                doors[source] = Door()
+    answers = plane.exchange({"doors": {source: door.name for source, door in doors.items()}})
+    reached = []
+    for source, target in wanted:
+        name = answers[target]["doors"].get(str(own)) if source == own else None
+        if name is not None and (end := knock(name)) is not None:
+            plane.resources.callback(end.close)
+            sockets[source, target] = end
+            reached.append(target)
+    by_rank = plane.exchange({"reached": reached})
+    shared = [(source, target) for source, target in wanted if target in by_rank[source]["reached"]]
+    for source, door in doors.items():
+        if (source, own) in shared:
+            if (end := door.admit(plane.patience_s)) is None:
+                raise PeerLostError(f"{plane.name(source)} has not come within {plane.patience_s:g} s")
+            plane.resources.callback(end.close)
+            sockets[source, own] = end
+        door.close()
+    return sockets, shared
+
+
+def _open_lanes(plane: ControlPlane, options: EdgeOptions, lanes: Lanes) -> dict[Ranks, Lane]:
+    opened = {}
+    for edge in forward_edges(plane.mesh):
+        group = plane.new_group(edge, options.peer_timeout_s, lanes.backend)
+        if group is not None:
+            opened[edge] = _open_lane(plane, edge, group, lanes, options.clock)
+    return opened
+
+
+def _open_lane(plane: ControlPlane, edge: Ranks, group: Group, lanes: Lanes, clock: Clock) -> Lane:
+    """Open one edge after the other, in the same order on every rank, so that no two ranks wait for each other."""
+    sending = edge[0] == plane.place.rank
+    peer = edge[1] if sending else edge[0]
+    lane = Lane(group, edge.index(peer), lanes.new_stream())
+    end_s = clock.now() + plane.patience_s
+    # NCCL reads the environment at the first transfer.
+    with plane.others_may_leave(peer), plane.surrounded(lanes.backend):
+        opened = lane.connect(lanes.device, sending=sending)
+        while opened.at_s() is None:
+            if clock.now() > end_s:
+                raise PeerLostError(
+                    f"no connection between the devices of this rank and {plane.name(peer)} within "
+                    f"{plane.patience_s:g} s (--join-timeout); NCCL_DEBUG=INFO tells more"
+                )
+            clock.sleep(_POLL_S)
+    return lane

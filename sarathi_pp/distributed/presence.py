@@ -20,7 +20,7 @@ from typing import Protocol
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.process.timeout import within
 from sarathi_pp.trace.clock import Clock
-from sarathi_pp.wire.torch_channel import heartbeat_s
+from sarathi_pp.wire.edge_options import heartbeat_s
 
 # Less than this is what a process takes that only waits.
 _WORK_S = 0.05

@@ -18,7 +18,6 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def meet(
     end_s += _HEARD_S if rank else 0.0
     find = _call if rank == 0 else _answer
     patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
-    name = within(patience_s, lambda: find(shared, mine, lambda: clock.now() < end_s, clock), late="")
+    name = within(patience_s, lambda: find(shared, mine, end_s, clock), late="")
     if not name:
         raise ConfigError(
             f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "
@@ -99,14 +98,14 @@ def _reach(interface: Interface) -> str:
     return f"{booted.strip()} {space}"
 
 
-def _call(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
+def _call(store: Store, mine: dict[str, Any], end_s: float, clock: Clock) -> str:
     name, world_size = secrets.token_hex(8), mine["world_size"]
     store.set("name", json.dumps({"name": name, "world_size": world_size}))
     ranks = [str(rank) for rank in range(1, world_size)]
     came: dict[str, dict[str, Any]] = {}
     told_s: float | None = None
     while not came.keys() >= set(ranks):
-        on_time = in_time()
+        on_time = clock.now() < end_s
         # All of them again: one that has given up takes its answer back.
         strangers = [f"stranger/{number}" for number in range(1, 1 + store.add(f"{name}/strangers", 0))]
         keys = [key for key in (*ranks, *strangers) if store.check([f"{name}/{key}"])]
@@ -178,10 +177,10 @@ def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
     return None
 
 
-def _answer(store: Store, mine: dict[str, Any], in_time: Callable[[], bool], clock: Clock) -> str:
+def _answer(store: Store, mine: dict[str, Any], end_s: float, clock: Clock) -> str:
     token = secrets.token_hex(8)
     answered: dict[str, str] = {}  # under which key, by name
-    while in_time():
+    while clock.now() < end_s:
         call = json.loads(store.get("name")) if store.check(["name"]) else None
         if call is not None and call["name"] not in answered:
             # A rank of another run may have a number that rank 0 does not wait for.

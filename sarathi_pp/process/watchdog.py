@@ -49,7 +49,7 @@ class Watchdog:
         self._dismissed = False
         self._ended = threading.Event()
 
-    def report(self, error: SarathiError) -> None:
+    def report_loss(self, error: SarathiError) -> None:
         """A peer is lost. The first report counts; the others are its echo."""
         with self._lock:
             if self._leaver is None or self._peer is not None or self._dismissed:

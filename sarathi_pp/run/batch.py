@@ -34,7 +34,7 @@ from sarathi_pp.run.preflight import (
 )
 
 if TYPE_CHECKING:
-    from sarathi_pp.distributed.control_plane import Topology
+    from sarathi_pp.distributed.control_plane import ControlPlane
 
 
 def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
@@ -62,10 +62,10 @@ def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
 def _run_checked(job: BatchJob, checked: Preflight, place: Place, display: Display, again: bool) -> int:
     run_dir = checked.run_dir if place.rank == 0 else None
     ending = Ending(place, checked.config, display, run_dir, scratch=job.scratch, how_to_resume=job.how_to_resume)
-    with exit_code(ending), heeding(ending), joined(place, checked.config) as topology:
+    with exit_code(ending), heeding(ending), joined(place, checked.config) as plane:
         if place.world_size > 1:
-            checked = _inspect_together(topology, job, display, again, checked)
-        with ready(checked, topology, ending) as rank:
+            checked = _inspect_together(plane, job, display, again, checked)
+        with ready(checked, plane, ending) as rank:
             facts: dict[str, Any] = {}
             with ending.signals.draining():
                 if place.rank == 0:
@@ -105,13 +105,13 @@ def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked:
 
 
 def _inspect_together(
-    topology: Topology, job: BatchJob, display: Display, again: bool, checked: Preflight
+    plane: ControlPlane, job: BatchJob, display: Display, again: bool, checked: Preflight
 ) -> Preflight:
     """Do them while the other ranks wait, which they do for as long as this one gets on."""
     from sarathi_pp.distributed.agreement import Agreement
 
-    inspect = partial(_inspect, job, topology.place, display, again, checked)
-    return Agreement(topology).own(inspect, "checking the input and the weights")
+    inspect = partial(_inspect, job, plane.place, display, again, checked)
+    return Agreement(plane).own(inspect, "checking the input and the weights")
 
 
 @contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.wire.mesh import Seat
 
 
 def gather(
-    topology: Topology,
+    plane: ControlPlane,
     run_dir: RunDirectory,
     replicas: Sequence[int],
     give_up: Callable[[int, SarathiError], None],
@@ -24,28 +24,28 @@ def gather(
     Every rank of theirs calls it once it has closed its trace. give_up: told of a replica that does not bring its own.
     sends: this rank's is not in rank 0's directory.
     """
-    rank, seat = topology.place.rank, topology.mesh.seat(topology.place.rank)
+    rank, seat = plane.place.rank, plane.mesh.seat(plane.place.rank)
     found: list[list[Path]] = []
     if rank == 0:
         for replica in replicas:
             try:
-                seats = [Seat(replica, stage, 0) for stage in range(topology.mesh.stages)]
-                found.append([_fetch(topology, run_dir, one) for one in seats])
+                seats = [Seat(replica, stage, 0) for stage in range(plane.mesh.stages)]
+                found.append([_fetch(plane, run_dir, one) for one in seats])
             except (PeerLostError, ProtocolError) as error:
                 give_up(replica, error)
     elif seat.shard == 0:
-        topology.send_numbers([float(sends)], 0)
+        plane.send_numbers([float(sends)], 0)
         if sends:
-            topology.send_file(run_dir.trace_path(topology.mesh, seat), 0)
+            plane.send_file(run_dir.trace_path(plane.mesh, seat), 0)
     return found
 
 
-def _fetch(topology: Topology, run_dir: RunDirectory, seat: Seat) -> Path:
+def _fetch(plane: ControlPlane, run_dir: RunDirectory, seat: Seat) -> Path:
     """Where it lies here, once the rank that sits there has closed it."""
-    path, rank = run_dir.trace_path(topology.mesh, seat), topology.mesh.rank(*seat)
-    if rank != 0 and topology.receive_numbers(1, rank)[0]:
+    path, rank = run_dir.trace_path(plane.mesh, seat), plane.mesh.rank(*seat)
+    if rank != 0 and plane.receive_numbers(1, rank)[0]:
         run_dir.make(path.parent)
         partial = path.with_suffix(".part")
-        topology.receive_file(partial, rank)
+        plane.receive_file(partial, rank)
         partial.replace(path)
     return path

@@ -17,32 +17,32 @@ from sarathi_pp.run.preflight import Preflight
 from sarathi_pp.trace.clock import SystemClock
 
 if TYPE_CHECKING:
-    from sarathi_pp.distributed.control_plane import Topology
+    from sarathi_pp.distributed.control_plane import ControlPlane
     from sarathi_pp.run.rank import Rank
 
 
 @contextmanager
-def joined(place: Place, config: RunConfig) -> Iterator[Topology]:
+def joined(place: Place, config: RunConfig) -> Iterator[ControlPlane]:
     """Join the other ranks, and leave them where all went well; raises ConfigError where one does not come.
 
     After an error nobody is left in order: the process ends, or its program lets go of everything itself.
     """
     with _uncollected():
-        from sarathi_pp.distributed.control_plane import Topology
+        from sarathi_pp.distributed.control_plane import ControlPlane
 
-        topology = Topology(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
-    yield topology
-    topology.leave()
+        plane = ControlPlane.join(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+    yield plane
+    plane.leave()
 
 
 @contextmanager
-def ready(checked: Preflight, topology: Topology, ending: Ending) -> Iterator[Rank]:
+def ready(checked: Preflight, plane: ControlPlane, ending: Ending) -> Iterator[Rank]:
     """Set this rank up. Raises what any rank found wrong, the same on every rank."""
     with _uncollected():
         from sarathi_pp.run.rank import set_up
         from sarathi_pp.run.setup import Member, agree_on_start
 
-        member = Member(checked, topology, ending.watchdog, SystemClock())
+        member = Member(checked, plane, ending.watchdog, SystemClock())
         start = agree_on_start(member)
         ending.run_dir = start.run_dir
         rank = set_up(member, start)

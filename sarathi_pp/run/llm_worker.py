@@ -28,8 +28,8 @@ def serve_llm(config: RunConfig, console: Console) -> int:
     defaults = read_generation_config(model_dir, config.override_generation_config)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, run_dir)
     ending = WorkerEnding(place, config, console)
-    with exit_code(ending), heeding(ending), joined(place, config) as topology:
-        with ready(checked, topology, ending) as rank:
+    with exit_code(ending), heeding(ending), joined(place, config) as plane:
+        with ready(checked, plane, ending) as rank:
             rank.serve()
             rank.finish()
     return ending.code

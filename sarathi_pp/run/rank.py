@@ -15,7 +15,7 @@ from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
 from sarathi_pp.core.policy import make_policy, wants_cost
-from sarathi_pp.distributed.clock_sync import align
+from sarathi_pp.distributed.clock_sync import sync_clocks
 from sarathi_pp.distributed.fingerprint import software
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine
@@ -208,11 +208,11 @@ class Rank:
 
     def describe(self) -> dict[str, Any]:
         """What run.json holds."""
-        topology = self._member.topology
+        plane = self._member.plane
         found = {
-            "hosts": [topology.hosts[rank] for rank in topology.mesh.ranks],
+            "hosts": [plane.hosts[rank] for rank in plane.mesh.ranks],
             "transport": self._start.transport.name,
-            "shared_memory_edges": topology.shared_edges,
+            "shared_memory_edges": self._pipeline.shared_edges,
             **self._memory(),
         }
         return {**dataclasses.asdict(self.run), **found, **software(), "fingerprint": self.checked.facts.fingerprint}
@@ -227,7 +227,7 @@ class Rank:
         if self._dispatcher is not None:
             self._lost.update(self._dispatcher.lost)
         self._end_trace()
-        traces = gather(member.topology, run_dir, self._present(), self._give_up, sends=self._trace.sends)
+        traces = gather(member.plane, run_dir, self._present(), self._give_up, sends=self._trace.sends)
         if self.place.rank != 0:
             return None
         for replica in self._lost:
@@ -238,7 +238,9 @@ class Rank:
 
     def _end_trace(self) -> None:
         member, stage, recorder = self._member, self._stage, self._trace.recorder
-        offset = align(member.topology, member.clock.now, self._present(), self._give_up)
+        sync = sync_clocks(member.plane, member.clock, self._present(), may_lose=member.mesh.replicas > 1)
+        offset = sync.offset
+        self._lost.update(sync.lost)
         graphs = stage.graphed
         recorder.record(
             TraceEnd(

@@ -57,8 +57,8 @@ def run_rows(
         config = replace(config, run_dir=run_dir.path)
         checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir)
         ending = Ending(place, config, display, run_dir)
-        with exit_code(ending), heeding(ending), joined(place, config) as topology:
-            with ready(checked, topology, ending) as rank:
+        with exit_code(ending), heeding(ending), joined(place, config) as plane:
+            with ready(checked, plane, ending) as rank:
                 if place.rank == 0:
                     _answer_rows(rank, maker, sink, display)
                 else:

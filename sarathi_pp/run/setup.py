@@ -27,14 +27,13 @@ from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.head_placement import moves_head
 from sarathi_pp.core.partition import partition
 from sarathi_pp.distributed.agreement import Agreement
-from sarathi_pp.distributed.clock_sync import Offset, align
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.devices import Standing, choose_device, stand
-from sarathi_pp.distributed.edges import open_post, open_wires
+from sarathi_pp.distributed.edges import Edges, open_shard_group
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.distributed.fingerprint import passport
 from sarathi_pp.distributed.transport import Transport, choose_transport, has_nccl, nccl_lanes
-from sarathi_pp.errors import SarathiError
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.host import host_id
 from sarathi_pp.process.watchdog import Watchdog
@@ -51,11 +50,12 @@ from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.byte_stream import Remote
 from sarathi_pp.wire.channel import Receiver, edge_buffers
-from sarathi_pp.wire.codec import Heartbeat
+from sarathi_pp.wire.edge_options import EdgeOptions, IgnoreLosses, LossListener
 from sarathi_pp.wire.mesh import Mesh, Seat
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import MAX_SLOTS
+from sarathi_pp.wire.stage_progress import StageProgress
 
 _log = logging.getLogger(__name__)
 
@@ -75,17 +75,17 @@ class Member:
     """
 
     checked: Preflight
-    topology: Topology
+    plane: ControlPlane
     watchdog: Watchdog
     clock: Clock
 
     @property
     def place(self) -> Place:
-        return self.topology.place
+        return self.plane.place
 
     @property
     def mesh(self) -> Mesh:
-        return self.topology.mesh
+        return self.plane.mesh
 
     @property
     def seat(self) -> Seat:
@@ -93,7 +93,7 @@ class Member:
 
     @property
     def agreement(self) -> Agreement:
-        return Agreement(self.topology)
+        return Agreement(self.plane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +136,18 @@ class OpenTrace:
     """offset: of this rank's clock. sends: the trace does not lie in rank 0's directory."""
 
     recorder: Recorder
-    offset: Offset
+    offset: ClockOffset
     sends: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """upstream: where microbatches come from, on a leader results. remotes: who requests and answers are exchanged
-    with: on rank 0 the other replicas' leaders in order, on those rank 0.
-    """
+    """This rank's stage, connected to the others."""
 
-    upstream: Receiver[torch.Tensor]
+    upstream: Receiver[torch.Tensor]  # microbatches; on a leader, results
     runner: StageRunner
-    remotes: tuple[Remote, ...]
+    remotes: tuple[Remote, ...]  # other leaders, on rank 0; rank 0, on another leader
+    shared_edges: tuple[tuple[int, int], ...]  # edges of the run that use shared memory, as pairs of ranks
 
 
 def agree_on_start(member: Member) -> Start:
@@ -179,7 +178,7 @@ def load_stage(member: Member, start: Start) -> LoadedStage:
     split = agreement.alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
     layers = split[member.seat.stage]
     dtype: torch.dtype = getattr(torch, _dtype_name(checked))
-    shards = member.topology.open_shards(config.peer_timeout_s, start.transport.name)
+    shards = open_shard_group(member.plane, config.peer_timeout_s, start.transport.name)
     maker = agreement.own(lambda: _choose_maker(member, start, dtype, shards), "choosing kernels")
     weights = _agree_on_room(member, start, lambda: maker.weight_bytes(layers), "weights", _FEWER_WEIGHTS)
 
@@ -247,7 +246,7 @@ def open_trace(member: Member, start: Start, loaded: LoadedStage, run: ResolvedR
         return Recorder(path, most_bytes=run_dir.most_trace_bytes)
 
     recorder = agreement.own(make, "opening its trace")
-    offset = align(member.topology, clock.now, range(member.mesh.replicas))
+    offset = sync_clocks(member.plane, clock, range(member.mesh.replicas)).offset
     recorder.record(_trace_start(member, loaded, run, offset))
     return OpenTrace(recorder, offset, sends)
 
@@ -255,44 +254,33 @@ def open_trace(member: Member, start: Start, loaded: LoadedStage, run: ResolvedR
 def open_pipeline(
     member: Member, start: Start, loaded: LoadedStage, run: ResolvedRun, stage: Stage, trace: OpenTrace
 ) -> Pipeline:
-    """Open this rank's edges. Raises PeerLostError where one does not open."""
-    checked, topology, clock, mesh = member.checked, member.topology, member.clock, member.mesh
-    device, by_nccl = start.device, start.transport.name == "nccl"
-    topology.open_edges(
-        run.peer_timeout_s, nccl_lanes(device, clock) if by_nccl else None, share=_may_share(member, start, run)
-    )
-    shared = ", ".join(f"{source} to {target}" for source, target in topology.shared_edges)
+    """Open this rank's edges. Raises PeerLostError if one does not open."""
+    checked, clock, mesh, shards = member.checked, member.clock, member.mesh, loaded.shards
+    options = EdgeOptions(clock, StageProgress(stage), _loss_listener(member), run.peer_timeout_s)
+    lanes = nccl_lanes(start.device, clock) if start.transport.name == "nccl" else None
+    edges = Edges.connect(member.plane, options, lanes, share=_may_share(member, start, run))
+    shared = ", ".join(f"{source} to {target}" for source, target in edges.shared)
     _log.info("edges through shared memory, between ranks: %s", shared or "none")
-    # The senders' heartbeats tell of the runner, and the runner sends: whichever is first needs the other.
-    made: list[StageRunner] = []
-
-    def progress() -> Heartbeat:
-        return made[0].progress() if made else Heartbeat(0, False)
-
     facts = checked.facts
-    activations = Payloads(run.max_microbatch_tokens, (facts.hidden_size,), loaded.dtype, device)
-    on_loss, head_size = _loss_listener(member), facts.head_size or facts.hidden_size
-    wires = open_wires(topology, run, activations, head_size, clock, progress, on_loss)
-    shards = loaded.shards
+    activations = Payloads(run.max_microbatch_tokens, (facts.hidden_size,), loaded.dtype, start.device)
+    wires = edges.open_wires(run, activations, facts.head_size or facts.hidden_size)
     runner = StageRunner(
         stage,
         wires.way_out,
         trace.recorder,
         clock,
         _timer(start, clock),
+        progress=options.progress,
         index=member.seat.stage,
         name=mesh.title(member.place.rank),
         debug_nan=checked.config.debug_nan,
         shards=wires.shards,
-        collectives_s=(lambda: shards.spent_s) if shards is not None else None,
+        shard_group=shards,
     )
-    made.append(runner)
     upstream = over_link(wires.way_in, checked.profile, member.seat.stage, mesh.stages, clock)
-    remotes = [
-        open_post(topology, rank, run.peer_timeout_s, clock, progress, on_loss) for rank in _other_leaders(member)
-    ]
-    topology.start()
-    return Pipeline(upstream, runner, tuple(remotes))
+    remotes = tuple(edges.open_post(rank) for rank in _other_leaders(member))
+    member.plane.start()
+    return Pipeline(upstream, runner, remotes, tuple(edges.shared))
 
 
 def _dtype_name(checked: Preflight) -> str:
@@ -340,11 +328,11 @@ def _agree_on_room(member: Member, start: Start, count: Callable[[], int], what:
     agreement = member.agreement
     answers = agreement.each(lambda: Demand(count(), pools_of(start.device)).to_json(), f"adding up {what}")
     demands = [Demand.from_json(answer) for answer in answers]
-    agreement.alike(lambda: require_room(demands, member.topology.hosts, what, remedy))
+    agreement.alike(lambda: require_room(demands, member.plane.hosts, what, remedy))
     return demands
 
 
-def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: Offset) -> TraceStart:
+def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: ClockOffset) -> TraceStart:
     seat, clock = member.seat, member.clock
     return TraceStart(
         at_s=clock.now(),
@@ -375,12 +363,12 @@ def _may_share(member: Member, start: Start, run: ResolvedRun) -> bool:
     return by_gloo and start.on_cpu and edge_buffers(run.inflight) <= MAX_SLOTS
 
 
-def _loss_listener(member: Member) -> Callable[[SarathiError], None]:
-    """Return who is told when an edge of this rank breaks."""
-    if member.mesh.replicas > 1 and member.place.rank == 0:
-        # Of several replicas one may go: who next reads or writes there finds out, and ends no process.
-        return lambda error: None
-    return member.watchdog.report
+def _loss_listener(member: Member) -> LossListener:
+    """Return who is told when an edge of this rank breaks.
+
+    Losing one of several replicas does not end the process of rank 0. Its next read or write on that edge raises.
+    """
+    return IgnoreLosses() if member.mesh.replicas > 1 and member.place.rank == 0 else member.watchdog
 
 
 def _timer(start: Start, clock: Clock) -> Timer:

@@ -154,7 +154,7 @@ def over_link(
     if profile is None:
         return upstream
     added_s = profile.edge_links(num_stages)[stage - 1].added_latency_s
-    return DelayedReceiver(upstream, added_s, clock.now, clock.sleep) if added_s else upstream
+    return DelayedReceiver(upstream, added_s, clock) if added_s else upstream
 
 
 def with_profile(config: RunConfig, profile: Profile) -> RunConfig:

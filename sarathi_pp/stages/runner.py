@@ -24,7 +24,9 @@ from sarathi_pp.trace.events import SendWait
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import Instant, Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, Heartbeat, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.shard_group import ShardGroup
+from sarathi_pp.wire.stage_progress import StageProgress
 
 # A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
 _INSTANT_S = 20e-6
@@ -45,7 +47,7 @@ class _Span(NamedTuple):
 class StageRunner:
     """timer: of the device that the stage computes on. index, name: of the stage. debug_nan: its outputs are looked at,
     and whose were not finite first is told. shards: edges to the other ranks of a leader's stage, which compute it with
-    this one. collectives_s: seconds that this rank has spent so far in sums with them; None where it is alone.
+    this one. shard_group: this rank's part in the sums of its stage; None if it holds the stage alone.
 
     Its times may come later than the output: then a microbatch's span is recorded, and its input released, with one of
     the next microbatches. Only a result waits for the device. It says that every stage is done with the microbatch, so
@@ -60,17 +62,18 @@ class StageRunner:
         clock: Clock,
         timer: Timer,
         *,
+        progress: StageProgress | None = None,
         index: int = 0,
         name: str | None = None,
         debug_nan: bool = False,
         shards: Sequence[Sender[Tensor]] = (),
-        collectives_s: Callable[[], float] | None = None,
+        shard_group: ShardGroup | None = None,
     ) -> None:
         self._stage = stage
         self._index = index
         self._name = name or f"stage {index} (rank {index})"
         self._shards = shards
-        self._collectives_s = collectives_s
+        self._shard_group = shard_group
         self._debug_nan = debug_nan
         self._downstream = downstream
         self._recorder = recorder
@@ -79,14 +82,9 @@ class StageRunner:
         self._unsettled: deque[_Span] = deque()
         self._settled: deque[tuple[Callable[[], None], Callable[[], ComputeSpan]]] = deque()
         self._untold: deque[StageTime] = deque()
-        self._num_done = 0
-        self._busy = False
+        self._progress = progress or StageProgress(stage)
         self._in_step = True
         self._num_sent = 0
-
-    def progress(self) -> Heartbeat:
-        """Return what this rank's heartbeats say now."""
-        return Heartbeat(self._num_done, self._busy, self._stage.steps)
 
     @property
     def in_step(self) -> bool:
@@ -106,12 +104,12 @@ class StageRunner:
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
-        self._busy = True
+        self._progress.busy = True
         try:
             self._run(frame, hidden, arrived, release)
-            self._num_done += 1
+            self._progress.num_done += 1
         finally:  # a rank whose stage is lost may go on with something else, and does not hang
-            self._busy = False
+            self._progress.busy = False
 
     def finish(
         self, frame: HeadFrame, microbatch: MicroBatch, rows: Tensor | None, arrived_s: float
@@ -120,7 +118,7 @@ class StageRunner:
 
         Of stages whose times do not come later than their output.
         """
-        self._busy = True
+        self._progress.busy = True
         try:
             clock = self._clock
             compute = self._stage.prepare_head(microbatch)
@@ -134,7 +132,7 @@ class StageRunner:
             short = frame.short or retried
             return StepResult(microbatch.index, tokens, frame.stage_times, short), end_s - start_s, end_s
         finally:
-            self._busy = False
+            self._progress.busy = False
 
     def _run(self, frame: MicroBatchFrame, hidden: Tensor | None, arrived: Mark, release: Callable[[], None]) -> None:
         clock, microbatch = self._clock, frame.microbatch
@@ -143,7 +141,7 @@ class StageRunner:
             shard.reserve()
             shard.send(frame)
         compute = self._stage.prepare(microbatch)
-        before_s = self._collectives_s() if self._collectives_s is not None else 0.0
+        before_s = self._shard_group.spent_s if self._shard_group is not None else 0.0
         start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
         output, retried = self._compute(compute, hidden, microbatch)
         short = frame.short or retried
@@ -151,7 +149,7 @@ class StageRunner:
         if output.hidden is None:
             end.wait()
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
-        summed_s = self._collectives_s() - before_s if self._collectives_s is not None else None
+        summed_s = self._shard_group.spent_s - before_s if self._shard_group is not None else None
         self._in_step = False
         self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, summed_s, release))
         self._settle()
@@ -192,7 +190,7 @@ class StageRunner:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if self._collectives_s is not None:
+            if self._shard_group is not None:
                 raise self._no_memory(microbatch, "", error) from error
         # Behind the except block: the failed attempt's tensors live as long as its traceback.
         give_back()
@@ -208,7 +206,7 @@ class StageRunner:
             f"{self._name} has no memory for a microbatch of {microbatch.num_tokens} tokens{attempts}: "
             f"{str(error).splitlines()[0]}. Try a smaller --chunk-size, --max-num-seqs or --kv-cache-memory, and "
             f"--resume",
-            at_start=self._num_done == 0,
+            at_start=self._progress.num_done == 0,
         )
 
     def _settle(self) -> None:

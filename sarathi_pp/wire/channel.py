@@ -28,6 +28,13 @@ def edge_buffers(inflight: int) -> int:
     return inflight + 1
 
 
+class Clock(Protocol):
+    """Seconds on this host's clock, see trace/clock.py, which the wire does not import."""
+
+    def now(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+
+
 class Landing(Protocol):
     """A point in a device's work, see trace.timer.Mark."""
 
@@ -93,8 +100,8 @@ class NumberCheck:
 class QueueChannel(Generic[Payload]):
     """Both ends of an edge inside one process. Frames pass through the codec, payloads by reference."""
 
-    def __init__(self, now: Callable[[], float], num_buffers: int) -> None:
-        self._now = now
+    def __init__(self, clock: Clock, num_buffers: int) -> None:
+        self._clock = clock
         self._messages: queue.Queue[Message[Payload]] = queue.Queue()
         self._buffers = threading.Semaphore(num_buffers)
         self._sent = 0
@@ -107,7 +114,7 @@ class QueueChannel(Generic[Payload]):
         envelope = codec.decode(codec.encode(frame, self._sent))
         self._sent += 1
         self._numbers.check(envelope.number)
-        self._messages.put(Message(envelope.frame, payload, self._now(), self._buffers.release))
+        self._messages.put(Message(envelope.frame, payload, self._clock.now(), self._buffers.release))
 
     def receive(self, timeout_s: float | None = None) -> Message[Payload] | None:
         try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic
 
-from sarathi_pp.wire.channel import Message, Payload, Receiver
+from sarathi_pp.wire.channel import Clock, Message, Payload, Receiver
 
 
 class DelayedReceiver(Generic[Payload]):
@@ -16,17 +15,14 @@ class DelayedReceiver(Generic[Payload]):
     receiver, so that silence is no later found than without.
     """
 
-    def __init__(
-        self, receiver: Receiver[Payload], added_s: float, now: Callable[[], float], sleep: Callable[[float], None]
-    ) -> None:
+    def __init__(self, receiver: Receiver[Payload], added_s: float, clock: Clock) -> None:
         self._receiver = receiver
         self._added_s = added_s
-        self._now = now
-        self._sleep = sleep
+        self._clock = clock
         self._held: Message[Payload] | None = None
 
     def receive(self, timeout_s: float | None = None) -> Message[Payload] | None:
-        until_s = None if timeout_s is None else self._now() + timeout_s
+        until_s = None if timeout_s is None else self._clock.now() + timeout_s
         if self._held is None:
             message = self._receiver.receive(timeout_s)
             if message is None:
@@ -34,10 +30,10 @@ class DelayedReceiver(Generic[Payload]):
             self._held = replace(message, arrived_s=message.arrived_s + self._added_s)
         due_s = self._held.arrived_s
         if until_s is not None and until_s < due_s:
-            self._sleep(max(0.0, until_s - self._now()))
+            self._clock.sleep(max(0.0, until_s - self._clock.now()))
             return None
-        while (left_s := due_s - self._now()) > 0:
-            self._sleep(left_s)
+        while (left_s := due_s - self._clock.now()) > 0:
+            self._clock.sleep(left_s)
         held, self._held = self._held, None
         return held
 

@@ -8,7 +8,8 @@ take part in making it, and it is in none of torch's tables.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,6 +29,22 @@ class Transfer(Protocol):
     def wait(self) -> object:
         """Wait until it is done. Raises RuntimeError if the other rank is gone or silent."""
         ...
+
+
+class Gathering:
+    """An all-gather under way."""
+
+    def __init__(self, work: Any, parts: list[torch.Tensor]) -> None:
+        self._work = work
+        self._parts = parts
+
+    def is_complete(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait for every rank's tensor and return them in the order of ranks."""
+        self._work.wait()
+        return self._parts
 
 
 class Group:
@@ -72,27 +89,26 @@ class Group:
         if work is not None:
             work.wait()
 
-    def all_gather(self, tensor: torch.Tensor, waiting: Callable[[], None] | None = None) -> list[torch.Tensor]:
-        """Return every rank's tensor, in the order of ranks. All have one shape.
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, in the order of ranks. All have one shape."""
+        return self._start_gathering(tensor, AllgatherOptions()).result()
 
-        Args:
-            waiting: is called again and again while ranks are missing, for however long that is; it takes a moment, and
-                raises to give up. None: the group's timeout counts.
-        """
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+    @contextmanager
+    def gathering(self, tensor: torch.Tensor) -> Iterator[Gathering]:
+        """Start an all-gather without a timeout. Wait inside until it is complete; an exception abandons it."""
         options = AllgatherOptions()
-        if waiting is not None:
-            options.timeout = _FOR_EVER
-        work = self._backend.allgather([parts], [tensor], options)
+        options.timeout = _FOR_EVER
+        gathering = self._start_gathering(tensor, options)
         try:
-            while waiting is not None and not work.is_completed():
-                waiting()
+            yield gathering
         except BaseException:
-            # Letting go of the backend would wait for this operation, also when the interpreter ends.
+            # Releasing the backend would wait for this operation, also when the interpreter ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
             raise
-        work.wait()
-        return parts
+
+    def _start_gathering(self, tensor: torch.Tensor, options: AllgatherOptions) -> Gathering:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        return Gathering(self._backend.allgather([parts], [tensor], options), parts)
 
     def close(self) -> None:
         """Let go of connections to devices; those over sockets end with the object."""

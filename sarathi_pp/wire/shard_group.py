@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from sarathi_pp.wire.channel import Clock
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.torch_channel import peer_lost
 
@@ -17,13 +16,13 @@ class ShardGroup:
     may be silent. spent_s: seconds that this rank has spent in sums, waiting for the others included.
     """
 
-    def __init__(self, index: int, size: int, others: tuple[str, ...], group: Group, now: Callable[[], float]) -> None:
+    def __init__(self, index: int, size: int, others: tuple[str, ...], group: Group, clock: Clock) -> None:
         self.index = index
         self.size = size
         self.spent_s = 0.0
         self._others = others
         self._group = group
-        self._now = now
+        self._clock = clock
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every shard's x: the same bits on all. Raises PeerLostError.
@@ -31,7 +30,7 @@ class ShardGroup:
         On CPU what a row gets depends on that row alone: gloo's own sum of three or more adds them in an order that
         depends on the place in the tensor.
         """
-        begin_s = self._now()
+        begin_s = self._clock.now()
         in_order = self.size > 2 and x.device.type == "cpu"
         parts: list[torch.Tensor] = []
         try:
@@ -47,5 +46,5 @@ class ShardGroup:
             x = parts[0]
             for part in parts[1:]:
                 x += part
-        self.spent_s += self._now() - begin_s
+        self.spent_s += self._clock.now() - begin_s
         return x

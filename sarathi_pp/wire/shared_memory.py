@@ -12,7 +12,8 @@ has written and reads: no fences are needed here.
 
 Sockets find each other by abstract names, which are of one network namespace: who can reach the other shares its
 memory, and ranks that cannot, on whatever host, have the other edge. Neither names nor memory outlive the processes.
-Beside it stays an edge of torch_channel. It carries heartbeats and a goodbye, and tells who is lost or hangs.
+An edge of torch_channel stays open at the same time. It carries heartbeats and a goodbye, and notices a peer that is
+lost or hangs.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 import torch
 
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError
-from sarathi_pp.wire.channel import Message, NumberCheck
+from sarathi_pp.wire.channel import Clock, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye
+from sarathi_pp.wire.edge_options import LossListener
 from sarathi_pp.wire.message import Payloads, bytes_of, read, write
 
 # What is said over the socket, each a datagram: which slot is filled, since when on the host's clock; which is free.
@@ -45,16 +46,11 @@ _KNOCK_S = 5.0
 # More than this many slots, and the socket might not hold what is said of all of them: kernels take at least 256.
 MAX_SLOTS = 128
 
-OnFailure = Callable[[SarathiError], None]
 
-
-class Beside(Protocol):
-    """An end of the other edge between the same two ranks."""
+class Heartbeats(Protocol):
+    """The end of the edge of torch_channel between the same two ranks."""
 
     def close(self) -> None: ...
-
-
-MakeBeside = Callable[[OnFailure], Beside]
 
 
 class Door:
@@ -124,207 +120,227 @@ def _is_ours(end: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-class _End:
-    """What both have: the socket, the slots, and how the edge ended. See `SharedSender` and `SharedReceiver`.
+class SlotConnection:
+    """The socket between both ends of an edge, and the error that ended the edge.
 
-    way: stays open, to be closed when both ends have closed: the kernel breaks what is closed with something unread.
+    The edge of heartbeats between the same two ranks is opened with it as its listener.
+
+    Args:
+        end: connected to the other one. Close it only after both ends have closed: the kernel resets a connection
+            that is closed with something unread.
+        losses: hears how the edge ended.
     """
 
-    def __init__(self, way: socket.socket, peer_name: str, beside: MakeBeside, on_failure: OnFailure) -> None:
-        self._way = way
-        self._peer_name = peer_name
-        self._on_failure = on_failure
-        self._failure: SarathiError | None = None
-        self._beside = beside(self._fail)
-        # Nobody asks the socket itself to wait: to tell it for how long would be a system call each time.
-        way.settimeout(None)
-        self._waiting = select.poll()
-        self._waiting.register(way, select.POLLIN)
+    def __init__(self, end: socket.socket, peer_name: str, losses: LossListener) -> None:
+        self._socket = end
+        self.peer_name = peer_name
+        self.failure: SarathiError | None = None
+        self._losses = losses
+        # No timeout of the socket's own: setting one would be a system call per wait.
+        end.settimeout(None)
+        self._readable = select.poll()
+        self._readable.register(end, select.POLLIN)
 
-    def _fail(self, error: SarathiError) -> None:
-        """The edge has ended so, as the one beside found out on a thread of its own: whoever waits here wakes up."""
-        self._failure = error
+    def report_loss(self, error: SarathiError) -> None:
+        """End the edge. The thread of the heartbeats calls it too; a thread that waits for the socket wakes up."""
+        self.failure = error
         with suppress(OSError):
-            self._way.shutdown(socket.SHUT_RDWR)
-        self._on_failure(error)
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._losses.report_loss(error)
 
-    def _hear(self, timeout_s: float | None, form: struct.Struct) -> tuple[int | float, ...] | None:
-        """What the other end says next; None where nothing comes in time. Raises what ended the edge."""
-        try:
-            said = self._receive(form.size + 1, timeout_s)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise self._ended() from error
-        if not said:
-            raise self._ended()
-        if len(said) != form.size:
-            raise self._broken(f"said {len(said)} bytes where {form.size} are legal")
-        return form.unpack(said)
+    def share_slots(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
+        """Make memory and share it with the other end; returns what `take_slots` returns there.
 
-    def _receive(self, size: int, timeout_s: float | None) -> bytes:
-        """Raises BlockingIOError where nothing comes in time."""
-        if timeout_s:
-            self._waiting.poll(math.ceil(1000 * max(0.0, timeout_s)))
-        flags = 0 if timeout_s is None else socket.MSG_DONTWAIT
-        try:
-            return self._way.recv(size, flags)
-        except ConnectionResetError:
-            # Who left had not read all that was said to it, and the kernel tells so once, before what it had said.
-            return self._way.recv(size, flags)
+        It is untouched until used, so a large bound costs no memory.
 
-    def _say(self, what: bytes) -> None:
-        """Who is no longer there to hear it has ended the edge, which whoever waits next is told."""
-        with suppress(OSError):
-            self._way.send(what)
-
-    def _broken(self, what: str) -> ProtocolError:
-        """The other end does what no peer of this version does: the edge ends."""
-        error = ProtocolError(f"{self._peer_name} {what}")
-        self._fail(error)
-        return error
-
-    def _ended(self) -> SarathiError:
-        return self._failure or PeerLostError(f"{self._peer_name} closed its connection: it died or left")
-
-
-class SharedSender(_End):
-    """The sending end; a Sender. One thread uses it.
-
-    way: to the receiving end. num_slots, slot_bytes: of the memory, as the other end makes it. now: the host's clock.
-    beside, on_failure: makes this end of the edge beside, whose end `on_failure` is told. timeout_s: how long the
-    receiving end may take to come. Raises PeerLostError, ProtocolError.
-    """
-
-    def __init__(
-        self,
-        way: socket.socket,
-        peer_name: str,
-        beside: MakeBeside,
-        on_failure: OnFailure,
-        *,
-        num_slots: int,
-        slot_bytes: int,
-        now: Callable[[], float],
-        timeout_s: float,
-    ) -> None:
-        super().__init__(way, peer_name, beside, on_failure)
-        self._now = now
-        slots = self._take_slots(num_slots, _whole_pages(slot_bytes), timeout_s)
-        self._slots = [slot[:slot_bytes] for slot in slots]
-        # The last one that became free is the first to be filled: it is the likeliest to be in a cache.
-        self._free = list(range(num_slots))
-        self._number = 0
-
-    def _take_slots(self, num_slots: int, slot_bytes: int, timeout_s: float) -> torch.Tensor:
-        self._way.settimeout(timeout_s)
-        try:
-            said, descriptors, _, _ = socket.recv_fds(self._way, _SHAPE.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except TimeoutError as error:
-            raise PeerLostError(f"{self._peer_name} shares no memory within {timeout_s:g} s") from error
-        except OSError as error:
-            raise self._ended() from error
-        if not said:
-            raise self._ended()
-        try:
-            if len(said) != _SHAPE.size or len(descriptors) != 1:
-                raise self._broken(f"shares {len(descriptors)} memories in {len(said)} bytes")
-            if (found := _SHAPE.unpack(said)) != (num_slots, slot_bytes):
-                raise self._broken(f"shares {found} slots and bytes of each, not {num_slots, slot_bytes}")
-            return _map(descriptors[0], num_slots, slot_bytes)
-        except OSError as error:
-            raise _no_room(num_slots, slot_bytes) from error
-        finally:
-            self._way.settimeout(None)
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def reserve(self) -> None:
-        while (freed := self._hear(0 if self._free else None, _FREED)) is not None:
-            slot = int(freed[0])
-            if slot >= len(self._slots) or slot in self._free:
-                raise self._broken(f"freed slot {slot}, which it does not hold")
-            self._free.append(slot)
-
-    def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
-        slot = self._free.pop()
-        write(self._slots[slot], frame, self._number, payload)
-        self._number += 1
-        self._say(_FILLED.pack(slot, self._now()))
-
-    def close(self) -> None:
-        if self._failure is None:
-            self.reserve()
-            self.send(Goodbye())
-        self._beside.close()
-
-
-class SharedReceiver(_End):
-    """The receiving end; a Receiver, whose messages' memory it makes. One thread uses it.
-
-    payloads, frame_bytes: of the largest legal message. The rest is as in SharedSender. Raises CapacityError where
-    there is no room.
-    """
-
-    def __init__(
-        self,
-        way: socket.socket,
-        peer_name: str,
-        beside: MakeBeside,
-        on_failure: OnFailure,
-        *,
-        num_slots: int,
-        frame_bytes: int,
-        payloads: Payloads,
-        now: Callable[[], float],
-    ) -> None:
-        super().__init__(way, peer_name, beside, on_failure)
-        self._payloads = payloads
-        self._now = now
-        self._numbers = NumberCheck()
-        self._slots = self._share_slots(num_slots, _whole_pages(payloads.max_bytes(frame_bytes)))
-        self._bytes = [bytes_of(slot) for slot in self._slots]
-
-    def _share_slots(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
-        """Untouched until used, so that a large bound costs no memory by itself."""
+        Raises:
+            CapacityError: there is no memory.
+        """
+        slot_bytes = _whole_pages(slot_bytes)
         memory = os.memfd_create("sarathi-pp edge")
         try:
             os.ftruncate(memory, num_slots * slot_bytes)
             slots = _map(memory, num_slots, slot_bytes)
-            with suppress(OSError):  # who has left meanwhile is missed at the first wait
-                socket.send_fds(self._way, [_SHAPE.pack(num_slots, slot_bytes)], [memory])
+            with suppress(OSError):  # if the other end has left, the first wait notices
+                socket.send_fds(self._socket, [_SHAPE.pack(num_slots, slot_bytes)], [memory])
             return slots
         except OSError as error:
             raise _no_room(num_slots, slot_bytes) from error
         finally:
             os.close(memory)
 
+    def take_slots(self, num_slots: int, slot_bytes: int, timeout_s: float) -> torch.Tensor:
+        """Map the memory that the other end shares: (num_slots, slot_bytes) uint8, a slot being whole pages.
+
+        Raises:
+            PeerLostError, ProtocolError: it shares none within timeout_s, or other memory than that.
+        """
+        slot_bytes = _whole_pages(slot_bytes)
+        self._socket.settimeout(timeout_s)
+        try:
+            said, descriptors, _, _ = socket.recv_fds(self._socket, _SHAPE.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError as error:
+            raise PeerLostError(f"{self.peer_name} shares no memory within {timeout_s:g} s") from error
+        except OSError as error:
+            raise self.ended() from error
+        if not said:
+            raise self.ended()
+        try:
+            if len(said) != _SHAPE.size or len(descriptors) != 1:
+                raise self.broken(f"shares {len(descriptors)} memories in {len(said)} bytes")
+            if (found := _SHAPE.unpack(said)) != (num_slots, slot_bytes):
+                raise self.broken(f"shares {found} slots and bytes of each, not {num_slots, slot_bytes}")
+            return _map(descriptors[0], num_slots, slot_bytes)
+        except OSError as error:
+            raise _no_room(num_slots, slot_bytes) from error
+        finally:
+            self._socket.settimeout(None)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def receive(self, timeout_s: float | None, form: struct.Struct) -> tuple[int | float, ...] | None:
+        """Return the next datagram's fields; None if none comes in time. Raises the error that ended the edge."""
+        try:
+            datagram = self._receive(form.size + 1, timeout_s)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise self.ended() from error
+        if not datagram:
+            raise self.ended()
+        if len(datagram) != form.size:
+            raise self.broken(f"said {len(datagram)} bytes where {form.size} are legal")
+        return form.unpack(datagram)
+
+    def _receive(self, size: int, timeout_s: float | None) -> bytes:
+        """Raises BlockingIOError if nothing comes in time."""
+        if timeout_s:
+            self._readable.poll(math.ceil(1000 * max(0.0, timeout_s)))
+        flags = 0 if timeout_s is None else socket.MSG_DONTWAIT
+        try:
+            return self._socket.recv(size, flags)
+        except ConnectionResetError:
+            # The other end left without reading everything. The kernel says so once, before what that end had sent.
+            return self._socket.recv(size, flags)
+
+    def send(self, datagram: bytes) -> None:
+        """Send, or do nothing if the other end has left: the next receive raises."""
+        with suppress(OSError):
+            self._socket.send(datagram)
+
+    def broken(self, what: str) -> ProtocolError:
+        """End the edge, because the other end does what no peer of this version does. Returns the error to raise."""
+        error = ProtocolError(f"{self.peer_name} {what}")
+        self.report_loss(error)
+        return error
+
+    def ended(self) -> SarathiError:
+        """Return the error that ended the edge."""
+        return self.failure or PeerLostError(f"{self.peer_name} closed its connection: it died or left")
+
+
+class SharedSender:
+    """The sending end; a Sender. One thread uses it.
+
+    Args:
+        connection: to the receiving end, which makes the memory.
+        heartbeats: this rank's end of the edge of heartbeats, closed with this one.
+        num_slots, slot_bytes: of the memory.
+        timeout_s: how long the receiving end may take to share it. See `SlotConnection.take_slots`.
+    """
+
+    def __init__(
+        self,
+        connection: SlotConnection,
+        heartbeats: Heartbeats,
+        clock: Clock,
+        *,
+        num_slots: int,
+        slot_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._connection = connection
+        self._heartbeats = heartbeats
+        self._clock = clock
+        slots = connection.take_slots(num_slots, slot_bytes, timeout_s)
+        self._slots = [slot[:slot_bytes] for slot in slots]
+        # The slot that became free last is filled first: it is most likely in a cache.
+        self._free = list(range(num_slots))
+        self._number = 0
+
+    def reserve(self) -> None:
+        while (freed := self._connection.receive(0 if self._free else None, _FREED)) is not None:
+            slot = int(freed[0])
+            if slot >= len(self._slots) or slot in self._free:
+                raise self._connection.broken(f"freed slot {slot}, which it does not hold")
+            self._free.append(slot)
+
+    def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
+        slot = self._free.pop()
+        write(self._slots[slot], frame, self._number, payload)
+        self._number += 1
+        self._connection.send(_FILLED.pack(slot, self._clock.now()))
+
+    def close(self) -> None:
+        if self._connection.failure is None:
+            self.reserve()
+            self.send(Goodbye())
+        self._heartbeats.close()
+
+
+class SharedReceiver:
+    """The receiving end; a Receiver. It makes the messages' memory. One thread uses it.
+
+    Args:
+        connection: to the sending end.
+        heartbeats: this rank's end of the edge of heartbeats, closed with this one.
+        frame_bytes, payloads: of the largest legal message. See `SlotConnection.share_slots`.
+    """
+
+    def __init__(
+        self,
+        connection: SlotConnection,
+        heartbeats: Heartbeats,
+        clock: Clock,
+        *,
+        num_slots: int,
+        frame_bytes: int,
+        payloads: Payloads,
+    ) -> None:
+        self._connection = connection
+        self._heartbeats = heartbeats
+        self._clock = clock
+        self._payloads = payloads
+        self._numbers = NumberCheck()
+        self._slots = connection.share_slots(num_slots, payloads.max_bytes(frame_bytes))
+        self._bytes = [bytes_of(slot) for slot in self._slots]
+
     def receive(self, timeout_s: float | None = None) -> Message[torch.Tensor] | None:
-        said = self._hear(0, _FILLED)
+        said = self._connection.receive(0, _FILLED)
         waited = said is None and timeout_s != 0
         if waited:
-            said = self._hear(timeout_s, _FILLED)
+            said = self._connection.receive(timeout_s, _FILLED)
         if said is None:
             return None
         slot, filled_s = int(said[0]), said[1]
         if slot >= len(self._slots):
-            raise self._broken(f"filled slot {slot} of {len(self._slots)}")
+            raise self._connection.broken(f"filled slot {slot} of {len(self._slots)}")
         # What was there before it was asked for was so from the moment on in which it was filled.
-        arrived_s = self._now() if waited else filled_s
+        arrived_s = self._clock.now() if waited else filled_s
         try:
             return self._message(slot, arrived_s)
         except ProtocolError as error:
-            self._fail(error)
+            self._connection.report_loss(error)
             raise
 
     def _message(self, slot: int, arrived_s: float) -> Message[torch.Tensor]:
         envelope, behind = read(self._bytes[slot])
         self._numbers.check(envelope.number)
         rows = self._payloads.rows(envelope.frame, behind)
-        return Message(envelope.frame, rows, arrived_s, lambda: self._say(_FREED.pack(slot)))
+        return Message(envelope.frame, rows, arrived_s, lambda: self._connection.send(_FREED.pack(slot)))
 
     def close(self) -> None:
-        self._beside.close()
+        self._heartbeats.close()
 
 
 def _no_room(num_slots: int, slot_bytes: int) -> CapacityError:

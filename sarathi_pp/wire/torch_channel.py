@@ -16,7 +16,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +24,11 @@ from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, Sarat
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
+from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group, Transfer
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
 from sarathi_pp.wire.nccl_channel import Lane
 
-HEARTBEAT_S = 1.0
-# Of the time for which a peer may be silent, so that one heartbeat that is late is no loss.
-_BEATS = 3
 GOODBYE_S = 10.0
 
 
@@ -100,25 +97,14 @@ class _Buffer:
 
 
 class TorchSender:
-    """The sending end.
+    """The sending end."""
 
-    progress: the heartbeat to send now. heartbeat_s: time without a message after which one is sent.
-    """
-
-    def __init__(
-        self,
-        edge: Edge,
-        *,
-        num_buffers: int,
-        progress: Callable[[], Heartbeat],
-        on_failure: Callable[[SarathiError], None],
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
+    def __init__(self, edge: Edge, num_buffers: int, options: EdgeOptions) -> None:
         self._edge = edge
         self._num_buffers = num_buffers
-        self._progress = progress
-        self._heartbeat_s = heartbeat_s
-        self._on_failure = on_failure
+        self._progress = options.progress
+        self._heartbeat_s = options.heartbeat_s
+        self._losses = options.losses
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
         # What is under way and the buffer to which it belongs; a heartbeat has none.
@@ -190,7 +176,7 @@ class TorchSender:
     def _fail(self, error: SarathiError) -> None:
         self._failure = error
         self._free.release(self._num_buffers)
-        self._on_failure(error)
+        self._losses.report_loss(error)
 
     def _begin(self, message: torch.Tensor) -> Transfer:
         try:
@@ -202,32 +188,19 @@ class TorchSender:
         with self._order:
             if not self._outbox.empty():
                 return  # a frame was queued meanwhile and says as much
-            head = codec.encode(self._progress(), self._number)
+            head = codec.encode(self._progress.heartbeat(), self._number)
             self._number += 1
             self._outbox.put((self._begin(torch.frombuffer(bytearray(head), dtype=torch.uint8)), None))
-
-
-def heartbeat_s(peer_timeout_s: float) -> float:
-    """Return how often a rank sends heartbeats if its peers may be silent for `peer_timeout_s`."""
-    return min(HEARTBEAT_S, peer_timeout_s / _BEATS)
 
 
 class TorchReceiver:
     """The receiving end: keeps every free buffer posted, so that data never waits for this rank to ask."""
 
-    def __init__(
-        self,
-        edge: Edge,
-        *,
-        num_buffers: int,
-        now: Callable[[], float],
-        peer_timeout_s: float,
-        on_failure: Callable[[SarathiError], None],
-    ) -> None:
+    def __init__(self, edge: Edge, num_buffers: int, options: EdgeOptions) -> None:
         self._edge = edge
-        self._now = now
-        self._peer_timeout_s = peer_timeout_s
-        self._on_failure = on_failure
+        self._clock = options.clock
+        self._peer_timeout_s = options.peer_timeout_s
+        self._losses = options.losses
         # No SimpleQueue: where a signal's handler runs beyond its timeout, that one waits for ever (CPython 3.11).
         self._inbox: queue.Queue[Message[torch.Tensor] | SarathiError] = queue.Queue()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
@@ -288,11 +261,11 @@ class TorchReceiver:
         self._stalled_since = None
         if isinstance(frame, Parcel):
             # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
-            self._inbox.put(Message(frame, copied(behind), self._now(), lambda: None))
+            self._inbox.put(Message(frame, copied(behind), self._clock.now(), lambda: None))
             self._free.put(buffer)
             return False
         payload, landed = self._payload(frame, behind, buffer.rows)
-        self._inbox.put(Message(frame, payload, self._now(), lambda: self._free.put(buffer), landed))
+        self._inbox.put(Message(frame, payload, self._clock.now(), lambda: self._free.put(buffer), landed))
         return isinstance(frame, Goodbye)
 
     def _payload(
@@ -314,7 +287,7 @@ class TorchReceiver:
 
     def _watch(self, beat: Heartbeat) -> None:
         """A peer that stays in the same layer of a microbatch for the whole timeout hangs, although it lives."""
-        now = self._now()
+        now = self._clock.now()
         if not beat.busy:
             self._stalled_since = None
         elif self._stalled_since is None or self._stalled_since[0] != beat:
@@ -329,7 +302,7 @@ class TorchReceiver:
 
     def _fail(self, error: SarathiError) -> None:
         self._inbox.put(error)
-        self._on_failure(error)
+        self._losses.report_loss(error)
 
 
 def _wait(work: Transfer, edge: Edge) -> None:

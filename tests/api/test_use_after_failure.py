@@ -88,7 +88,7 @@ class Pipeline:
     def __init__(self, num_stages: int, faults: Faults) -> None:
         self.faults = faults
         inflight = num_stages + 1
-        edges = [QueueChannel(CLOCK.now, inflight + 1) for _ in range(num_stages)]
+        edges = [QueueChannel(CLOCK, inflight + 1) for _ in range(num_stages)]
         self.first_edge = edges[0]
         clock = faults.watch("stage clock", Clock(), "now")
         stage = faults.watch("stage", FakeStage(NUM_PAGES, last=num_stages == 1), "prepare")

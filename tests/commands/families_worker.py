@@ -15,7 +15,7 @@ from typing import Any
 
 from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.request import Request
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import find_place
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
@@ -35,12 +35,12 @@ class Leaver:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
+def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
     """This rank's part of one model's run; rank 0 gets the output tokens, the others an empty list."""
     clock, model_dir = SystemClock(), Path(case["model"])
     config = RunConfig(
         model=case["model"],
-        stages=topology.place.world_size,
+        stages=plane.place.world_size,
         chunk_size=16,
         page_size=4,
         kv_cache_memory_bytes=16 << 20,
@@ -49,10 +49,10 @@ def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
     )
     run_dir = RunDirectory(Path(case["run_dir"]))
     checked = Preflight(config, model_dir, None, check_model(model_dir), GenerationDefaults(), run_dir)
-    member = Member(checked, topology, Watchdog(Leaver()), clock)
+    member = Member(checked, plane, Watchdog(Leaver()), clock)
     rank = set_up(member, agree_on_start(member))
     sink = ListSink()
-    if topology.place.rank != 0:
+    if plane.place.rank != 0:
         rank.serve()
     else:
         params = SamplingParams(max_new_tokens=case["new_tokens"], seed=0)
@@ -70,11 +70,11 @@ def answer(case: dict[str, Any], topology: Topology) -> list[list[int]]:
 def main(plan: Path, answers: Path) -> None:
     place = find_place()
     assert place is not None, "start this under torchrun"
-    topology = Topology(place, 60, 60)
-    outputs = [answer(case, topology) for case in json.loads(plan.read_text())]
+    plane = ControlPlane.join(place, 60, 60)
+    outputs = [answer(case, plane) for case in json.loads(plan.read_text())]
     if place.rank == 0:
         answers.write_text(json.dumps(outputs))
-    topology.leave()
+    plane.leave()
 
 
 if __name__ == "__main__":

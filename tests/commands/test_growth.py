@@ -85,7 +85,7 @@ def answer(folder: Path, num_rows: int, measure: Any, *, named: bool) -> tuple[S
     with Recorder(trace, most_bytes=TRACE_BYTES) as recorder:
         sampler.recorder = recorder
         recorder.record(start(0, 1))
-        edge: QueueChannel = QueueChannel(clock.now, 3)
+        edge: QueueChannel = QueueChannel(clock, 3)
         runner = StageRunner(stage, edge, recorder, clock, HostTimer(clock))
         engine = Engine(
             EngineLimits(1, 256, SEATS, 512, 4, PAGES, 2), make_policy("sarathi"), runner, edge, recorder, clock,

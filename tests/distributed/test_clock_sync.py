@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sarathi_pp.distributed.clock_sync import Offset, align
+from sarathi_pp.distributed.clock_sync import ClockOffset, ClockSync, sync_clocks
 from sarathi_pp.distributed.environment import Place
+from sarathi_pp.errors import PeerLostError
+from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.mesh import Mesh
 
 TRIALS = 20
@@ -30,7 +32,16 @@ class World:
 
 
 @dataclass
-class FakeTopology:
+class WorldClock:
+    world: World
+    behind_s: float = 0.0
+
+    def now(self) -> float:
+        return self.world.now_s - self.behind_s
+
+
+@dataclass
+class FakePlane:
     """One rank's control channel: each message takes as long as `delays` says next."""
 
     place: Place
@@ -50,17 +61,17 @@ class FakeTopology:
         return numbers
 
 
-def aligned(skew_s: float, there: list[float], back: list[float]) -> Offset:
+def aligned(skew_s: float, there: list[float], back: list[float]) -> ClockOffset:
     """What rank 1 finds, whose clock is skew_s behind rank 0's."""
     world = World()
     one, other = queue.SimpleQueue[list[float]](), queue.SimpleQueue[list[float]]()
-    first = FakeTopology(Place(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
-    second = FakeTopology(Place(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
+    first = FakePlane(Place(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
+    second = FakePlane(Place(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
     with ThreadPoolExecutor(2) as pool:
-        mine = pool.submit(align, first, lambda: world.now_s, [0])
-        theirs = pool.submit(align, second, lambda: world.now_s - skew_s, [0])
-        assert mine.result(20) == Offset()
-        return theirs.result(20)
+        mine = pool.submit(sync_clocks, first, WorldClock(world), [0])
+        theirs = pool.submit(sync_clocks, second, WorldClock(world, skew_s), [0])
+        assert mine.result(20) == ClockSync(ClockOffset())
+        return theirs.result(20).offset
 
 
 @pytest.mark.parametrize("skew_s", [5.0, -3600.0, 0.0])
@@ -83,3 +94,26 @@ def test_of_slow_and_lopsided_trials_and_one_quick_one_the_quick_one_counts() ->
     found = aligned(5.0, there, back)
     assert found.offset_s == pytest.approx(5.0, abs=1e-9)
     assert found.uncertainty_s == pytest.approx(0.1e-3)
+
+
+@dataclass
+class LostLeaders:
+    """Rank 0's control channel in a run of replicas of one rank each, some of which are gone."""
+
+    gone: set[int]
+    place: Place = field(default_factory=Place)
+    mesh: Mesh = field(default_factory=lambda: Mesh(replicas=4))
+
+    def send_numbers(self, numbers: list[float], rank: int) -> None:
+        if rank in self.gone:
+            raise PeerLostError(f"rank {rank} is gone")
+
+    def receive_numbers(self, count: int, rank: int) -> list[float]:
+        return [0.0] * count
+
+
+def test_replicas_that_do_not_answer_are_returned_if_the_run_may_lose_them() -> None:
+    sync = sync_clocks(LostLeaders({1, 3}), ManualClock(), [0, 1, 2, 3], may_lose=True)
+    assert {replica: str(error) for replica, error in sync.lost.items()} == {1: "rank 1 is gone", 3: "rank 3 is gone"}
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        sync_clocks(LostLeaders({1, 3}), ManualClock(), [0, 1, 2, 3])

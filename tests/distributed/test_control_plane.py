@@ -8,9 +8,12 @@ import time
 import pytest
 
 from sarathi_pp.distributed import control_plane
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import Connection, ControlPlane
 from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.network_interface import Interface
 from sarathi_pp.errors import PeerLostError
+from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.mesh import Mesh
 
 TIMED_OUT = RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete")
 
@@ -27,35 +30,40 @@ class Store:
         return keys == ["came/4/2"]
 
 
-def waiting(rank: int, *, stopped: bool = False) -> Topology:
-    made = Topology(Place(), 5.0, 3.0)
-    made.place = Place(rank, 4, rank, 4)
-    made._names = [f"stage {number}" for number in range(4)]
-    made._exchanges, made._store = 4, Store(stopped)
-    return made
+class Closed:
+    """A group that nothing goes through."""
+
+    def close(self) -> None: ...
 
 
-def said(made: Topology, error: RuntimeError, other: int | None = None) -> str:
-    with pytest.raises(PeerLostError) as lost, made._others_may_leave(other):
+def waiting(rank: int, *, stopped: bool = False) -> ControlPlane:
+    connection = Connection(Store(stopped), Interface("lo", "127.0.0.1"), Closed(), None)  # type: ignore[arg-type]
+    plane = ControlPlane(Place(rank, 4, rank, 4), Mesh(stages=4), 5.0, SystemClock(), connection)
+    plane._num_exchanges = 4
+    return plane
+
+
+def said(plane: ControlPlane, error: RuntimeError, other: int | None = None) -> str:
+    with pytest.raises(PeerLostError) as lost, plane.others_may_leave(other):
         raise error
     return str(lost.value)
 
 
 def test_those_that_have_not_come_are_named():
-    assert said(waiting(1), TIMED_OUT).startswith("no word from stage 0 and stage 3 within 5 s")
+    assert said(waiting(1), TIMED_OUT).startswith("no word from stage 0 (rank 0) and stage 3 (rank 3) within 5 s")
 
 
 def test_a_store_whose_holder_is_stopped_is_not_waited_for(monkeypatch):
     """Its `check` would never return, and the rank would never end."""
-    monkeypatch.setattr(control_plane, "_TOLD_S", 0.1)
+    monkeypatch.setattr(control_plane, "_STORE_ANSWER_S", 0.1)
     began_s = time.monotonic()
     assert said(waiting(1, stopped=True), TIMED_OUT).startswith("no word from another rank within 5 s")
     assert time.monotonic() - began_s < 10.0
 
 
 def test_of_two_ends_the_other_one_is_named():
-    assert said(waiting(0), TIMED_OUT, 2).startswith("no word from stage 2 within")
-    assert said(waiting(1), TIMED_OUT, 0).startswith("no word from stage 0 or a rank that it waits for within")
+    assert said(waiting(0), TIMED_OUT, 2).startswith("no word from stage 2 (rank 2) within")
+    assert said(waiting(1), TIMED_OUT, 0).startswith("no word from stage 0 (rank 0) or a rank that it waits for within")
 
 
 def test_a_closed_connection_is_no_silence():

@@ -7,15 +7,19 @@ import os
 import pytest
 import torch
 
-from sarathi_pp.distributed import control_plane
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed import control_plane, edges
+from sarathi_pp.distributed.control_plane import Connection, ControlPlane
 from sarathi_pp.distributed.devices import Standing, stand
+from sarathi_pp.distributed.edges import Edges
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.distributed.network_interface import Interface
 from sarathi_pp.distributed.transport import Lanes, Transport, choose_transport, surroundings
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import ManualClock
+from sarathi_pp.wire.edge_options import EdgeOptions, IgnoreLosses
 from sarathi_pp.wire.mesh import Mesh
+from sarathi_pp.wire.stage_progress import StageProgress
+from tests.wire.test_torch_channel import Layers
 
 ALONE = [Standing("a", "GPU-0", True), Standing("a", "GPU-1", True), Standing("b", "GPU-0", True)]
 
@@ -71,7 +75,7 @@ class Calls:
         self._answered = answered
         monkeypatch.setattr(control_plane, "PrefixStore", lambda name, store: name)
         monkeypatch.setattr(control_plane, "Group", self.group)
-        monkeypatch.setattr(control_plane, "Lane", self.lane)
+        monkeypatch.setattr(edges, "Lane", self.lane)
 
     def group(self, store: str, rank: int, size: int, timeout_s: float, backend: str) -> Calls:
         assert size == 2
@@ -82,6 +86,8 @@ class Calls:
         self.made.append(("lane", peer))
         return self
 
+    def close(self) -> None: ...
+
     def connect(self, device: torch.device, *, sending: bool) -> Calls:
         self.made.append(("connect", sending, os.environ["NCCL_SOCKET_IFNAME"]))
         return self
@@ -90,13 +96,11 @@ class Calls:
         return 0.0 if self._answered else None
 
 
-def joined(rank: int, world_size: int) -> Topology:
-    made = Topology(Place(), 5.0, 3.0)
-    made.place = Place(rank, world_size, rank, world_size)
-    made.mesh = Mesh(stages=world_size)
-    made._names = [f"stage {number}" for number in range(world_size)]
-    made._interface, made._store = Interface("lo", "127.0.0.1"), None
-    return made
+def connect(calls: Calls, rank: int, world_size: int, lanes: Lanes | None = None) -> None:
+    connection = Connection(None, Interface("lo", "127.0.0.1"), calls, None)  # type: ignore[arg-type]
+    place, clock = Place(rank, world_size, rank, world_size), ManualClock()
+    plane = ControlPlane(place, Mesh(stages=world_size), 5.0, clock, connection)
+    Edges.connect(plane, EdgeOptions(clock, StageProgress(Layers()), IgnoreLosses(), 60.0), lanes)
 
 
 LANES = Lanes("nccl", torch.device("cpu"), object)  # type: ignore[arg-type]
@@ -106,7 +110,7 @@ def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_l
     """Stage 1 of 3 has both ends. One communicator a directed edge, whose sender is rank 0 of it; the return edge,
     which carries no activations, has no lane."""
     calls = Calls(monkeypatch)
-    joined(1, 3).open_edges(60.0, LANES)
+    connect(calls, 1, 3, LANES)
     assert calls.made == [
         ("gloo", "group/1", 1),
         ("gloo", "group/2", 0),
@@ -120,7 +124,7 @@ def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_l
     ends = []
     for rank in (0, 2):
         calls = Calls(monkeypatch)
-        joined(rank, 3).open_edges(60.0, LANES)
+        connect(calls, rank, 3, LANES)
         ends.append([made for made in calls.made if made[0] in ("gloo", "nccl")])
     first, last = ends
     assert first == [("gloo", "group/1", 0), ("gloo", "group/3", 1), ("nccl", "group/4", 0)]
@@ -130,12 +134,11 @@ def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_l
 
 def test_without_lanes_nothing_of_nccl_is_asked_for(monkeypatch):
     calls = Calls(monkeypatch)
-    joined(1, 3).open_edges(60.0)
+    connect(calls, 1, 3)
     assert calls.made == [("gloo", "group/1", 1), ("gloo", "group/2", 0)]
 
 
 def test_a_lane_that_does_not_open_is_given_up_with_the_peers_name(monkeypatch):
-    Calls(monkeypatch, answered=False)
-    monkeypatch.setattr(control_plane, "SystemClock", ManualClock)
-    with pytest.raises(PeerLostError, match=r"of this rank and stage 0 within 5 s \(--join-timeout\)"):
-        joined(1, 2).open_edges(60.0, LANES)
+    calls = Calls(monkeypatch, answered=False)
+    with pytest.raises(PeerLostError, match=r"of this rank and stage 0 \(rank 0\) within 5 s \(--join-timeout\)"):
+        connect(calls, 1, 2, LANES)

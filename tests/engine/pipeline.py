@@ -159,7 +159,7 @@ def run_pipeline(
     inflight = inflight or stages
     clock = SystemClock()
     limits = Limits(stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight)
-    edges = [QueueChannel(clock.now, inflight + 1) for _ in range(stages)]
+    edges = [QueueChannel(clock, inflight + 1) for _ in range(stages)]
     recorders = [ListRecorder() for _ in range(stages)]
     runners = []
     for index, model in enumerate(models):

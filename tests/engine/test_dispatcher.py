@@ -97,8 +97,8 @@ class Leader:
 
     def __init__(self, engine: Engine, offset_s: float = 0.0) -> None:
         self.engine = engine
-        self.down: QueueChannel[torch.Tensor] = QueueChannel(CLOCK.now, 8)
-        self.up: QueueChannel[torch.Tensor] = QueueChannel(CLOCK.now, 8)
+        self.down: QueueChannel[torch.Tensor] = QueueChannel(CLOCK, 8)
+        self.up: QueueChannel[torch.Tensor] = QueueChannel(CLOCK, 8)
         self.remote = Remote(f"replica {engine.number}", PostSender(self.down), _Mortal(self.up, self))
         self.died: PeerLostError | None = None
         self.aborted = 0

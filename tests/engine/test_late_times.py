@@ -94,7 +94,7 @@ def test_each_span_is_recorded_told_and_its_buffer_given_back_when_the_device_ha
     behind: int, last: bool
 ) -> None:
     clock = ManualClock()
-    edge: QueueChannel[Tensor] = QueueChannel(clock.now, 100)
+    edge: QueueChannel[Tensor] = QueueChannel(clock, 100)
     recorder = ListRecorder()
     timer = LateTimer(clock, behind)
     runner = StageRunner(Answers(last=last), edge, recorder, clock, timer)
@@ -140,7 +140,7 @@ class WaitingChannel(QueueChannel[Tensor]):
 
 def test_where_sending_waits_for_the_device_a_span_is_settled_at_once() -> None:
     clock = ManualClock()
-    edge = WaitingChannel(clock.now, 100)
+    edge = WaitingChannel(clock, 100)
     edge.timer = LateTimer(clock, behind=5)
     recorder = ListRecorder()
     runner = StageRunner(Answers(last=False), edge, recorder, clock, edge.timer)
@@ -159,7 +159,7 @@ class LostChannel(QueueChannel[Tensor]):
 
 def test_what_was_computed_is_in_the_trace_though_nobody_takes_it() -> None:
     clock, recorder, released = ManualClock(), ListRecorder(), []
-    runner = StageRunner(Answers(last=False), LostChannel(clock.now, 1), recorder, clock, LateTimer(clock, behind=0))
+    runner = StageRunner(Answers(last=False), LostChannel(clock, 1), recorder, clock, LateTimer(clock, behind=0))
     frame = MicroBatchFrame(MicroBatch(0, (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),), (), clock.now()))
     with pytest.raises(PeerLostError):
         runner.run(frame, None, Instant(clock.now()), lambda: released.append(0))

@@ -91,7 +91,7 @@ class Answering(QueueChannel[Tensor]):
     """What the last stage would say to each microbatch."""
 
     def __init__(self, clock: ManualClock, answer: Callable[[MicroBatchFrame], Frame], rows: int = 1) -> None:
-        super().__init__(clock.now, 9)
+        super().__init__(clock, 9)
         self.answer = answer
         self.rows = rows
         self.microbatches: list[MicroBatch] = []

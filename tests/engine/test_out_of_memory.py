@@ -20,6 +20,8 @@ from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.trace.timer import HostTimer, Instant
 from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import Heartbeat, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.shard_group import ShardGroup
+from sarathi_pp.wire.stage_progress import StageProgress
 
 
 def no_memory_on_the_host() -> None:
@@ -63,7 +65,7 @@ class NoRecorder:
 def run(*failures: Callable[[], None], last: bool = False, short: bool = False) -> tuple[bool, bool]:
     """Whether two microbatches after each other are told to have been short of memory."""
     clock = ManualClock()
-    edge: QueueChannel[Tensor] = QueueChannel(clock.now, 4)
+    edge: QueueChannel[Tensor] = QueueChannel(clock, 4)
     runner = StageRunner(
         Starved(last=last, failures=list(failures)), edge, NoRecorder(), clock, HostTimer(clock), index=1
     )
@@ -96,13 +98,16 @@ def test_there_is_no_third(failure):
 def test_a_rank_that_shares_its_stage_makes_no_second_attempt_and_is_not_busy_afterwards():
     """The others would not know of it, and wait for it in a sum. Rank 0 may go on with other replicas: it hangs not."""
     clock = ManualClock()
-    edge: QueueChannel[Tensor] = QueueChannel(clock.now, 4)
+    edge: QueueChannel[Tensor] = QueueChannel(clock, 4)
     stage = Starved(last=False, failures=[no_memory_on_the_host])
-    runner = StageRunner(stage, edge, NoRecorder(), clock, HostTimer(clock), index=1, collectives_s=lambda: 0.0)
+    progress, shards = StageProgress(stage), ShardGroup(0, 2, (), None, clock)  # type: ignore[arg-type]
+    runner = StageRunner(
+        stage, edge, NoRecorder(), clock, HostTimer(clock), progress=progress, index=1, shard_group=shards
+    )
     microbatch = MicroBatch(0, (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),))
     with pytest.raises(MemoryLostError, match=r"for a microbatch of 3 tokens: "):
         runner.run(MicroBatchFrame(microbatch), None, Instant(0.0))
-    assert runner.progress() == Heartbeat(0, False)
+    assert progress.heartbeat() == Heartbeat(0, False)
 
 
 def test_other_errors_are_not_tried_again():

@@ -43,7 +43,7 @@ class OneSecondPipeline:
 def snapshots(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0) -> list[Snapshot]:
     """Those of one request, cut into chunks of 4 tokens on pages of 4."""
     clock = ManualClock()
-    results = QueueChannel(clock.now, 4)
+    results = QueueChannel(clock, 4)
     limits = Limits(2, 4, 8, 64, 4, 16, 1)
     seen: list[Snapshot] = []
     engine = Engine(

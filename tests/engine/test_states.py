@@ -104,7 +104,7 @@ class NappingChannel(QueueChannel):
     """Sleeps where told: while the sender holds a message, while it reserves, or after the receiver has got one."""
 
     def __init__(self, clock, naps):
-        super().__init__(clock.now, 3)
+        super().__init__(clock, 3)
         self.clock = clock
         self.naps = naps
 

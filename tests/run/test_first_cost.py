@@ -11,7 +11,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import recut
-from sarathi_pp.distributed.control_plane import Topology
+from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.model.checkpoint.support import check_model
@@ -34,15 +34,15 @@ def first_cost(
     told: list[Any] = []
     monkeypatch.setattr(rank_module, "Engine", lambda *given, cost, **rest: told.append(cost))
     facts = check_model(model_dir) if emulated is None else emulated_facts(emulated, config.page_size)
-    topology = Topology(Place(), 60, 60)
+    plane = ControlPlane.join(Place(), 60, 60)
     run_dir = RunDirectory(folder / "run")
     here = None if emulated is not None else model_dir
     checked = Preflight(config, here, emulated, facts, GenerationDefaults(), run_dir)
-    member = Member(checked, topology, Watchdog(None), SystemClock())
+    member = Member(checked, plane, Watchdog(None), SystemClock())
     rank = set_up(member, agree_on_start(member))
     rank.driver(checked.tokenizer(), lambda snapshot: None)
     rank.abandon()
-    topology.leave()
+    plane.leave()
     (cost,) = told
     assert isinstance(cost, CostModel)
     return cost

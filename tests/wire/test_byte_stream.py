@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sarathi_pp.errors import ProtocolError
+from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.byte_stream import PAYLOADS, PostReceiver, PostSender
 from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import Heartbeat
@@ -16,7 +17,7 @@ LARGEST = PAYLOADS.max_tokens
 
 
 def post(num_buffers: int = 4) -> tuple[PostSender, PostReceiver, QueueChannel[torch.Tensor]]:
-    channel: QueueChannel[torch.Tensor] = QueueChannel(lambda: 0.0, num_buffers)
+    channel: QueueChannel[torch.Tensor] = QueueChannel(ManualClock(), num_buffers)
     return PostSender(channel), PostReceiver(channel), channel
 
 

@@ -10,7 +10,7 @@ from sarathi_pp.wire.delay import DelayedReceiver
 
 
 def test_messages_come_out_in_order_with_their_payload():
-    channel = QueueChannel(lambda: 5.0, num_buffers=2)
+    channel = QueueChannel(ManualClock(5.0), num_buffers=2)
     for progress in range(2):
         channel.reserve()
         channel.send(Heartbeat(progress, False), payload=str(progress))
@@ -20,7 +20,7 @@ def test_messages_come_out_in_order_with_their_payload():
 
 
 def test_reserve_waits_for_a_released_buffer():
-    channel = QueueChannel(lambda: 0.0, num_buffers=1)
+    channel = QueueChannel(ManualClock(), num_buffers=1)
     channel.reserve()
     channel.send(Goodbye())
     reserved = threading.Event()
@@ -41,8 +41,8 @@ def test_repeated_and_lost_frames_are_refused(number):
 
 def test_a_slower_link_hands_messages_out_so_much_later_and_beside_each_other():
     clock = ManualClock(now_s=10.0)
-    channel = QueueChannel(clock.now, num_buffers=3)
-    receiver = DelayedReceiver(channel, 2.0, clock.now, clock.sleep)
+    channel = QueueChannel(clock, num_buffers=3)
+    receiver = DelayedReceiver(channel, 2.0, clock)
     for progress in range(2):
         channel.reserve()
         channel.send(Heartbeat(progress, False))

@@ -15,11 +15,12 @@ import torch
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.codec import Heartbeat, MicroBatchFrame
+from sarathi_pp.wire.codec import MicroBatchFrame
 from sarathi_pp.wire.nccl_channel import Lane
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 from tests.commands.processes import run, torchrun
 from tests.exact.references import NEW_TOKENS
+from tests.wire.test_torch_channel import edge_options
 
 WORKER = Path(__file__).with_name("lane_worker.py")
 BLOCKED_S = 10.0
@@ -176,9 +177,8 @@ def test_a_frame_leaves_before_its_rows_and_without_them(device):
     frames = Frames()
     sender = TorchSender(
         Edge(frames, 1, "stage 1", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
-        num_buffers=2,
-        progress=lambda: Heartbeat(0, False),
-        on_failure=lambda error: None,
+        2,
+        edge_options(),
     )
     device.do("microbatch 0")
     sender.reserve()
@@ -213,10 +213,8 @@ def receiver_of(device: Device, message: bytes) -> TorchReceiver:
     messages.put(message)
     return TorchReceiver(
         Edge(messages, 1, "stage 0", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
-        num_buffers=2,
-        now=lambda: 5.0,
-        peer_timeout_s=60.0,
-        on_failure=lambda error: None,
+        2,
+        edge_options(now_s=5.0),
     )
 
 

@@ -24,22 +24,23 @@ from hypothesis import strategies as st
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, StageTime, StepResult
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.trace.clock import Clock, ManualClock, SystemClock
 from sarathi_pp.wire import shared_memory
 from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
 from sarathi_pp.wire.message import Payloads
-from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, knock
+from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, SlotConnection, knock
 
 BLOCKED_S = 10.0
 PAYLOADS = Payloads(64, (8,), torch.bfloat16, torch.device("cpu"))
 FRAME_BYTES = 4096
 SLOTS = 3
+SYSTEM_CLOCK = SystemClock()
 
 
 @dataclass
-class Beside:
-    """The edge beside, as the test wants it to end."""
+class Heartbeats:
+    """The edge of heartbeats, which hears nothing by itself."""
 
-    failed: Callable[[SarathiError], None]
     closed: bool = False
 
     def close(self) -> None:
@@ -47,12 +48,21 @@ class Beside:
 
 
 @dataclass
+class Losses:
+    errors: list[SarathiError] = field(default_factory=list)
+
+    def report_loss(self, error: SarathiError) -> None:
+        self.errors.append(error)
+
+
+@dataclass
 class Pair:
     sender: SharedSender
     receiver: SharedReceiver
     ways: tuple[socket.socket, socket.socket]
-    besides: list[Beside] = field(default_factory=list)
-    failures: list[SarathiError] = field(default_factory=list)
+    connections: tuple[SlotConnection, SlotConnection]
+    heartbeats: tuple[Heartbeats, Heartbeats]
+    losses: Losses
 
 
 def introduced() -> tuple[socket.socket, socket.socket]:
@@ -65,37 +75,17 @@ def introduced() -> tuple[socket.socket, socket.socket]:
 
 
 @contextmanager
-def opened(now: Callable[[], float] = time.monotonic) -> Iterator[Pair]:
+def opened(clock: Clock = SYSTEM_CLOCK) -> Iterator[Pair]:
     to, came = introduced()
-    besides: list[Beside] = []
-    failures: list[SarathiError] = []
-
-    def beside(failed: Callable[[SarathiError], None]) -> Beside:
-        besides.append(Beside(failed))
-        return besides[-1]
-
+    heartbeats, losses = (Heartbeats(), Heartbeats()), Losses()
+    incoming, outgoing = SlotConnection(came, "stage 0", losses), SlotConnection(to, "stage 1", losses)
     receiver = SharedReceiver(
-        came,
-        "stage 0",
-        beside,
-        failures.append,
-        num_slots=SLOTS,
-        frame_bytes=FRAME_BYTES,
-        payloads=PAYLOADS,
-        now=now,
+        incoming, heartbeats[1], clock, num_slots=SLOTS, frame_bytes=FRAME_BYTES, payloads=PAYLOADS
     )
-    sender = SharedSender(
-        to,
-        "stage 1",
-        beside,
-        failures.append,
-        num_slots=SLOTS,
-        slot_bytes=PAYLOADS.max_bytes(FRAME_BYTES),
-        now=now,
-        timeout_s=BLOCKED_S,
-    )
+    slot_bytes = PAYLOADS.max_bytes(FRAME_BYTES)
+    sender = SharedSender(outgoing, heartbeats[0], clock, num_slots=SLOTS, slot_bytes=slot_bytes, timeout_s=BLOCKED_S)
     with to, came:
-        yield Pair(sender, receiver, (to, came), besides, failures)
+        yield Pair(sender, receiver, (to, came), (outgoing, incoming), heartbeats, losses)
 
 
 @pytest.fixture
@@ -181,10 +171,10 @@ def test_memory_that_was_freed_last_is_filled_first(pair):
 
 
 def test_a_message_arrives_when_it_was_there_or_when_it_woke_who_waited():
-    clock = [1.0]
-    with opened(lambda: clock[0]) as pair:
+    clock = ManualClock(1.0)
+    with opened(clock) as pair:
         send(pair, result_of(0))
-        clock[0] = 5.0
+        clock.sleep(4.0)
         before = pair.receiver.receive(0)
         assert before is not None and before.arrived_s == 1.0
         threading.Timer(0.1, lambda: send(pair, result_of(1))).start()
@@ -215,7 +205,7 @@ def test_a_goodbye_comes_behind_everything_else(pair):
         message.release()
     pair.receiver.close()
     assert frames == [result_of(0), Goodbye()]
-    assert all(beside.closed for beside in pair.besides) and not pair.failures
+    assert all(edge.closed for edge in pair.heartbeats) and not pair.losses.errors
 
 
 @pytest.mark.parametrize("receives", [True, False], ids=["receiver", "sender"])
@@ -223,7 +213,7 @@ def test_who_waits_hears_of_what_ended_the_edge_beside_and_first_of_what_had_com
     silent = PeerLostError("stage 9 has been silent for longer than --peer-timeout")
     for index in range(SLOTS):
         send(pair, result_of(index))
-    ending = threading.Timer(0.1, pair.besides[0 if receives else 1].failed, (silent,))
+    ending = threading.Timer(0.1, pair.connections[receives].report_loss, (silent,))
     ending.start()
     if receives:
         for index in range(SLOTS):
@@ -235,7 +225,7 @@ def test_who_waits_hears_of_what_ended_the_edge_beside_and_first_of_what_had_com
     if not receives:
         pair.sender.close()
     ending.join()
-    assert pair.failures == [silent]
+    assert pair.losses.errors == [silent]
 
 
 def test_who_sends_to_a_lost_peer_is_told_at_the_next_reservation(pair):
@@ -282,7 +272,7 @@ def test_what_is_not_the_message_that_was_written_ends_the_edge(tamper, says, pa
     for _ in range(2):
         with pytest.raises(ProtocolError, match=says):
             pair.receiver.receive(BLOCKED_S)
-    assert [type(one) for one in pair.failures] == [ProtocolError]
+    assert [type(one) for one in pair.losses.errors] == [ProtocolError]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +290,7 @@ def test_what_no_sender_says_ends_the_edge(said, says, pair):
     for _ in range(2):  # whoever asks again too
         with pytest.raises(ProtocolError, match=says):
             pair.receiver.receive(BLOCKED_S)
-    assert [type(one) for one in pair.failures] == [ProtocolError]
+    assert [type(one) for one in pair.losses.errors] == [ProtocolError]
 
 
 @pytest.mark.parametrize(
@@ -388,28 +378,16 @@ def test_another_users_processes_are_not_let_in(monkeypatch):
 
 
 def connect(way: socket.socket, *, num_slots: int = SLOTS, slot_bytes: int = 1, timeout_s: float = 0.1) -> SharedSender:
+    connection = SlotConnection(way, "stage 1", Losses())
     return SharedSender(
-        way,
-        "stage 1",
-        Beside,
-        [].append,
-        num_slots=num_slots,
-        slot_bytes=slot_bytes,
-        now=time.monotonic,
-        timeout_s=timeout_s,
+        connection, Heartbeats(), SYSTEM_CLOCK, num_slots=num_slots, slot_bytes=slot_bytes, timeout_s=timeout_s
     )
 
 
 def answer(way: socket.socket, name: str = "stage 0", payloads: Payloads = PAYLOADS) -> SharedReceiver:
+    connection = SlotConnection(way, name, Losses())
     return SharedReceiver(
-        way,
-        name,
-        Beside,
-        [].append,
-        num_slots=SLOTS,
-        frame_bytes=FRAME_BYTES,
-        payloads=payloads,
-        now=time.monotonic,
+        connection, Heartbeats(), SYSTEM_CLOCK, num_slots=SLOTS, frame_bytes=FRAME_BYTES, payloads=payloads
     )
 
 

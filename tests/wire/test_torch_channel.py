@@ -7,17 +7,20 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from sarathi_pp.core.plan import Chunk, MicroBatch, StepResult
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
+from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING
 from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel, ResultFrame
+from sarathi_pp.wire.edge_options import EdgeOptions
+from sarathi_pp.wire.stage_progress import StageProgress
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 
 BLOCKED_S = 10.0
@@ -28,12 +31,34 @@ def edge(group: object) -> Edge:
     return Edge(group, 1, "stage 1", 2048, PAYLOADS)  # type: ignore[arg-type]
 
 
-def a_sender(
-    peer: Peer, num_buffers: int, beat: Heartbeat, on_failure: Callable[[SarathiError], None] = lambda error: None
-) -> TorchSender:
-    return TorchSender(
-        edge(peer), num_buffers=num_buffers, progress=lambda: beat, on_failure=on_failure, heartbeat_s=0.05
-    )
+@dataclass
+class Layers:
+    """A stage that has computed so many."""
+
+    steps: int = 0
+
+
+@dataclass
+class Losses:
+    """The errors that edges ended by."""
+
+    errors: queue.SimpleQueue[SarathiError] = field(default_factory=queue.SimpleQueue)
+
+    def report_loss(self, error: SarathiError) -> None:
+        self.errors.put(error)
+
+
+def edge_options(
+    losses: Losses | None = None, *, peer_timeout_s: float = 60.0, now_s: float = 0.0, beat: Heartbeat | None = None
+) -> EdgeOptions:
+    progress = StageProgress(Layers(beat.steps if beat is not None else 0))
+    if beat is not None:
+        progress.num_done, progress.busy = beat.progress, beat.busy
+    return EdgeOptions(ManualClock(now_s), progress, losses or Losses(), peer_timeout_s)
+
+
+def a_sender(peer: Peer, num_buffers: int, beat: Heartbeat, losses: Losses | None = None) -> TorchSender:
+    return TorchSender(edge(peer), num_buffers, edge_options(losses, peer_timeout_s=0.15, beat=beat))
 
 
 class Peer:
@@ -95,15 +120,15 @@ def test_whoever_sends_does_not_wait_with_a_heartbeat_that_a_stopped_peer_does_n
     assert peer.numbers == [0, 1]
 
 
-def in_turn(peer, failures: list[SarathiError]) -> TorchSender:
-    sender = a_sender(peer, 2, Heartbeat(7, True), failures.append)
+def in_turn(peer, losses: Losses | None = None) -> TorchSender:
+    sender = a_sender(peer, 2, Heartbeat(7, True), losses)
     assert peer.offered.get(timeout=BLOCKED_S) == Heartbeat(7, True)
     return sender
 
 
 def test_a_buffer_is_held_until_its_message_has_left(peer):
     """A third message waits for one of two buffers; each keeps what it was given meanwhile."""
-    sender = in_turn(peer, [])
+    sender = in_turn(peer)
     frames = [ResultFrame(StepResult(index, (), ())) for index in range(3)]
     for frame in frames[:2]:
         sender.reserve()
@@ -124,12 +149,12 @@ def test_a_buffer_is_held_until_its_message_has_left(peer):
 
 
 def test_whoever_sends_to_a_lost_peer_is_told_at_the_next_reservation(peer):
-    failures: list[SarathiError] = []
-    sender = in_turn(peer, failures)
+    losses = Losses()
+    sender = in_turn(peer, losses)
     sender.reserve()
     peer.gone = True
     sender.send(ResultFrame(StepResult(0, (), ())))
-    assert "closed its connection" in str(failures[0])
+    assert "closed its connection" in str(losses.errors.get(timeout=BLOCKED_S))
     for _ in range(5):
         with pytest.raises(PeerLostError, match="stage 1 closed its connection"):
             sender.reserve()
@@ -195,22 +220,20 @@ ROWS = bytes(3 * 4)
     ],
 )
 def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
-    failures: queue.SimpleQueue[SarathiError] = queue.SimpleQueue()
-    receiver = TorchReceiver(edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=failures.put)
+    losses = Losses()
+    receiver = TorchReceiver(edge(sent), 2, edge_options(losses))
     for message in messages:
         sent.put(message)
     with pytest.raises(ProtocolError, match=says):
         while (whole := receiver.receive(BLOCKED_S)) is not None:
             whole.release()
-    assert isinstance(failures.get(timeout=BLOCKED_S), ProtocolError)
+    assert isinstance(losses.errors.get(timeout=BLOCKED_S), ProtocolError)
     with pytest.raises(ProtocolError, match=says):  # whoever asks again
         receiver.receive(BLOCKED_S)
 
 
 def test_what_is_whole_comes_through(sent):
-    receiver = TorchReceiver(
-        edge(sent), num_buffers=2, now=lambda: 5.0, peer_timeout_s=60.0, on_failure=lambda error: None
-    )
+    receiver = TorchReceiver(edge(sent), 2, edge_options(now_s=5.0))
     for message in (BEAT, microbatch(1, torch.arange(3.0).numpy().tobytes()), codec.encode(Goodbye(), 2)):
         sent.put(message)
     first, last = receiver.receive(BLOCKED_S), receiver.receive(BLOCKED_S)
@@ -220,9 +243,7 @@ def test_what_is_whole_comes_through(sent):
 
 def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
     """Also where the handler takes longer than what was left of it."""
-    receiver = TorchReceiver(
-        edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None
-    )
+    receiver = TorchReceiver(edge(sent), 2, edge_options())
     before = signal.signal(signal.SIGUSR1, lambda number, frame: time.sleep(0.2))
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     try:
@@ -235,9 +256,7 @@ def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
 
 def test_texts_are_taken_in_though_nobody_reads_them(sent):
     """Else a peer that says how far it is would find no receive posted, and take this end for a dead one."""
-    receiver = TorchReceiver(
-        edge(sent), num_buffers=2, now=lambda: 0.0, peer_timeout_s=60.0, on_failure=lambda error: None
-    )
+    receiver = TorchReceiver(edge(sent), 2, edge_options())
     for number in range(20):
         body = bytes([number]) * (1 + number)
         sent.put(codec.encode(Parcel(True), number, len(body)) + body + codec.trailer(number))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sarathi_pp.analysis.replicas import figures
 from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.control_plane import ControlPlane
@@ -63,7 +64,9 @@ def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
         engine = rank.driver(checked.tokenizer(), lambda snapshot: None)
         engine.run(ListSource(rows), sink)
         engine.close()
-    rank.finish()
+    finished = rank.finish()
+    if finished is not None:
+        finished.keep(figures(finished.traces, finished.facts))
     return [list(sink.completions[index].token_ids) for index in sorted(sink.completions)]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.commands.processes import COMMAND, ROOT, Files, console_script, environment, torchrun
 from tests.faults.jobs import started
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -35,7 +36,7 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
         while not list(files.run.glob("attempt-0001/trace-00000*")):
             assert time.monotonic() < deadline_s and run.process.poll() is None
             time.sleep(0.1)
-        time.sleep(1)
+        time.sleep(patient(1))
         began_s = time.monotonic()
         run.process.terminate()
         said = run.end()
@@ -53,7 +54,7 @@ def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages
         while not list(files.run.glob("attempt-0000/trace-00000*")):
             assert time.monotonic() < deadline_s and run.process.poll() is None
             time.sleep(0.1)
-        time.sleep(1)
+        time.sleep(patient(1))
         began_s = time.monotonic()
         run.process.send_signal(number)
         said = run.end(timeout_s=60)

@@ -157,7 +157,7 @@ class _StageGraph:
         self._fixed = FixedInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
         self._x = x[: shape.num_tokens]
         longest = 1 if shape.decodes else shape.num_tokens
-        windows = model.windows[model.layers[0] : model.layers[1]]
+        windows = model.specs.windows[model.layers[0] : model.layers[1]]
         assert isinstance(model.backend, Fixable), "whoever captures has asked"
         self._attention = model.backend.fixed(shape.num_tokens, shape.num_seqs, longest, kv, num_heads, windows)
         self._out: Tensor | None = None

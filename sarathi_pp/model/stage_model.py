@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
+from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.batch_invariant import steady_rows
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
@@ -50,7 +51,8 @@ class StageModel:
     """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the head at the end.
 
     module: the transformers model with holes, as the rewrites have left it.
-    windows: per global layer, how many tokens back it sees (itself included), None for all.
+    windows: of each layer, by global index, how many tokens back it sees (itself included), None for all.
+    specs: the attention of each layer, made in its first call.
     bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
     steps: (1,) int64, layers computed so far; another thread may read it while a microbatch is computed.
     bare_head: where there is one, see bare_model.py.
@@ -73,7 +75,7 @@ class StageModel:
         self.num_bytes = num_bytes
         self.layers = layers
         self.num_layers = num_layers
-        self.windows = windows
+        self.specs = AttentionSpecs(windows)
         self.backend = backend
         self.bytes_read = bytes_read
         self.steps = np.zeros(1, np.int64)
@@ -124,7 +126,7 @@ class StageModel:
             "input_ids" if self.embed else "inputs_embeds": x[None],
             "position_ids": inputs.position_ids[None],
             "use_cache": False,
-            "paged": PagedCall(backend or self.backend, kv, inputs, self.windows, self.steps),
+            "paged": PagedCall(backend or self.backend, kv, inputs, self.specs, self.steps),
         }
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.weights import BLOCK_BYTES
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
@@ -249,10 +250,10 @@ def test_windows_are_those_of_the_models_masks(family: str, saved: Saved) -> Non
     directory, reference = saved(family, 1)
     facts = check_model(directory)
     stage = load(directory, (0, NUM_LAYERS))
-    windows = stage.windows
+    windows = stage.specs.windows
     assert set(windows) <= {None, WINDOW}
     if any(windows):
-        stage.windows = (None,) * NUM_LAYERS
+        stage.specs = AttentionSpecs((None,) * NUM_LAYERS)
         assert relative_error(run_schedule([stage], facts), reference) > 1e-4
 
 

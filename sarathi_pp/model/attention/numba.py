@@ -30,6 +30,7 @@ from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
 from torch import Tensor
 
 from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import SpanRows, StageInputs
 from sarathi_pp.model.kv import KVShard
 
@@ -57,35 +58,22 @@ class NumbaAttention:
         self._has_lanes = has_lanes()
         self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32; in lanes weights are rounded to bfloat16."""
         in_lanes = query.dtype == torch.bfloat16 and self.fits_lanes(kv)
         chunks, tiles = self._halves(inputs, query.dtype == torch.float32, in_lanes)
-        limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
-        rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits, in_lanes)
+        sinks = _no_sinks(query.shape[1]) if spec.sinks is None else spec.sinks.detach().float().contiguous()
+        attention = _LayerAttention(kv, layer, spec, sinks, in_lanes)
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
             query = query.contiguous()
         if chunks.spans and not in_lanes:
-            out = self._sdpa(
-                query, kv, layer, chunks, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-            ).contiguous()
+            out = self._sdpa(query, kv, layer, chunks, spec).contiguous()
         else:
             out = torch.empty(query.shape, dtype=query.dtype)
             for span in chunks.spans:
-                rule.chunk(query, out, span)
+                attention.chunk(query, out, span)
         if tiles is not None:
-            rule.tiles(query, out, tiles)
+            attention.tiles(query, out, tiles)
         return out
 
     def _halves(self, inputs: StageInputs, all_in_tiles: bool, in_lanes: bool) -> tuple[StageInputs, _Tiles | None]:
@@ -112,18 +100,17 @@ def _no_sinks(num_heads: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none.
+class _LayerAttention:
+    """One layer's attention in one call. Queries are (T, H, D) of a microbatch; out is like them and contiguous.
 
-    in_lanes: by the kernels that are written with lanes. Queries are (T, H, D) of a microbatch, out is like them and
-    contiguous.
+    Args:
+        sinks: (H,) float32 as the kernels read them, -inf for none.
+        in_lanes: by the kernels that are written with lanes.
     """
 
     kv: KVShard
     layer: int
-    scaling: float
-    window: int
-    softcap: float
+    spec: AttentionSpec
     sinks: Tensor
     in_lanes: bool
 
@@ -166,9 +153,9 @@ class _Rule:
             rows_at_once(group),
             heads.start,
             heads.stop,
-            np.float32(self.scaling),
-            np.float32(self.softcap),
-            self.window,
+            np.float32(self.spec.scaling),
+            np.float32(self.spec.softcap or 0),
+            self.spec.sliding_window or 0,
             self.sinks.data_ptr(),
             scratch.data_ptr(),
             out[place].data_ptr(),
@@ -198,9 +185,9 @@ class _Rule:
             tiles.pages.ctypes.data,
             tiles.tables.ctypes.data,
             tiles.ends.ctypes.data,
-            self.window,
-            np.float32(self.scaling),
-            np.float32(self.softcap),
+            self.spec.sliding_window or 0,
+            np.float32(self.spec.scaling),
+            np.float32(self.spec.softcap or 0),
             self.sinks.data_ptr(),
             scratch_of_thread(floats).data_ptr(),
             out.data_ptr(),

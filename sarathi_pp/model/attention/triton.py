@@ -14,6 +14,7 @@ from sarathi_pp_kernels.triton.attention_work import AttentionWork, Blocks, Exte
 from sarathi_pp_kernels.triton.paged_attention import paged_attention
 from torch import Tensor
 
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 
@@ -32,18 +33,7 @@ class TritonAttention:
     def __init__(self) -> None:
         self._microbatch: _Microbatch | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32; weights are rounded to the values' dtype."""
         if self._microbatch is None or self._microbatch.inputs is not inputs:
             self._microbatch = _Microbatch.of(inputs)
@@ -52,10 +42,10 @@ class TritonAttention:
             kv.keys(layer),
             kv.values(layer),
             inputs.pages,
-            self._microbatch.work(sliding_window, query.shape[1] // kv.num_kv_heads, kv),
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
+            self._microbatch.work(spec.sliding_window, query.shape[1] // kv.num_kv_heads, kv),
+            scaling=spec.scaling,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
         )
 
     def fixed(
@@ -89,27 +79,16 @@ class FixedTritonAttention:
         for work in self._works.values():
             work.load(extents)
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         return paged_attention(
             query,
             kv.keys(layer),
             kv.values(layer),
             inputs.pages,
-            self._works[sliding_window].work,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
+            self._works[spec.sliding_window].work,
+            scaling=spec.scaling,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
         )
 
 

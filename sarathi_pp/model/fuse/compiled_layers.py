@@ -138,7 +138,7 @@ class Stack(nn.Module):
         work = self._addresses(self._code.work_bytes(num_rows, max(ends, default=0), most_chunk, shape))
         out = torch.empty_like(x)
         told_of_chunks = np.array(chunks, np.int64) if chunks else _NO_CHUNKS
-        layers = self._layer_table(kv, paged.windows)
+        layers = self._layer_table(kv, paged.specs.windows)
         self._code.run_stack(layers, code, shape, call, told_of_chunks, work, paged.steps, x.data_ptr(), out.data_ptr())
         return out
 

@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
+from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse import packed_linear
 from sarathi_pp.model.fuse import rewrite as fuse_module
@@ -160,7 +161,7 @@ def call_of(rotary: Any, x: Tensor, spans: tuple[Span, ...], kv: KVShard, backen
     return {
         "position_embeddings": rotary(x, inputs.position_ids[None]),
         "attention_mask": None,
-        "paged": PagedCall(choose_backend(backend, CPU, PAGE_SIZE), kv, inputs, (None,)),
+        "paged": PagedCall(choose_backend(backend, CPU, PAGE_SIZE), kv, inputs, AttentionSpecs((None,))),
     }
 
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sarathi_pp.model.attention import Fixable
-from sarathi_pp.model.inputs import FixedInputs, Span
+from sarathi_pp.model.attention import CapturableBackend
+from sarathi_pp.model.inputs import CapturableInputs, Span
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel
 
@@ -154,18 +154,18 @@ class _StageGraph:
         self._kv = kv
         self._graph = graph
         num_logit_rows = shape.num_seqs if model.head else 0
-        self._fixed = FixedInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
+        self._inputs = CapturableInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
         self._x = x[: shape.num_tokens]
         longest = 1 if shape.decodes else shape.num_tokens
         windows = model.specs.windows[model.layers[0] : model.layers[1]]
-        assert isinstance(model.backend, Fixable), "whoever captures has asked"
-        self._attention = model.backend.fixed(shape.num_tokens, shape.num_seqs, longest, kv, num_heads, windows)
+        assert isinstance(model.backend, CapturableBackend), "the caller has checked it"
+        self._attention = model.backend.for_capture(shape.num_tokens, shape.num_seqs, longest, kv, num_heads, windows)
         self._out: Tensor | None = None
 
     def forward(self) -> Tensor:
-        """Of what lies at the fixed addresses."""
-        x = self._fixed.token_ids if self._model.embed else self._x
-        return self._model.forward(x, self._fixed.inputs, self._kv, self._attention)
+        """Compute the inputs at the graph's addresses."""
+        x = self._inputs.token_ids if self._model.embed else self._x
+        return self._model.forward(x, self._inputs.inputs, self._kv, self._attention)
 
     def capture(self, out: Tensor) -> None:
         """out: where all graphs of the stage put what they give."""
@@ -180,7 +180,7 @@ class _StageGraph:
     def prepare(
         self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
     ) -> Callable[[Tensor | None], Tensor]:
-        inputs = self._fixed.load(spans, logit_rows, token_ids)
+        inputs = self._inputs.load(spans, logit_rows, token_ids)
         self._attention.load(inputs)
         num_rows = len(logit_rows) if self._model.head else sum(span.num_tokens for span in spans)
 

@@ -95,11 +95,15 @@ def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: in
     return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids, every)
 
 
-class FixedInputs:
-    """Inputs of one microbatch after the other at the same addresses, as a captured graph reads them.
+class CapturableInputs:
+    """Inputs of every microbatch at the same addresses, as a CUDA graph reads them.
 
-    num_tokens, num_logit_rows: of the graph. A microbatch that has fewer is filled up with rows at position 0, written
-    to the spare page, and with logits of row 0. token_ids: (num_tokens,) int64, for a stage that embeds.
+    A smaller microbatch is padded: with rows at position 0 that are written to the spare page, and with logits of row
+    0. token_ids: (num_tokens,) int64, for a stage that embeds.
+
+    Args:
+        num_tokens: rows of the graph.
+        num_logit_rows: rows of the graph's logits.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class FixedInputs:
         self.inputs = StageInputs(positions, pages, offsets, logits, (), page_ids)
 
     def load(self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]) -> StageInputs:
-        """Put a microbatch in the place of the one before, when the device comes to it; its own inputs, there."""
+        """Replace the previous microbatch, when the device comes to it, and return this one's inputs there."""
         laid = _Layout.of(spans, self._page_size)
         num_tokens, num_logit_rows = self._sizes[0], self._sizes[4]
         parts = [

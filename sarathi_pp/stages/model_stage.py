@@ -17,7 +17,7 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import CapacityError, ProtocolError
-from sarathi_pp.model.attention import Fixable, Needs, choose_backend
+from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.fuse.packed_linear import warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
@@ -136,7 +136,7 @@ class ModelStages:
         if self._shard is not None and self._shard.size > 1:
             _log.info("no CUDA graphs: what tensor shards add up between products is not captured")
             return False
-        if not isinstance(self._backend, Fixable):
+        if not isinstance(self._backend, CapturableBackend):
             _log.info("no CUDA graphs: attention %s cannot be captured", self._backend.name)
             return False
         return True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sarathi_pp.model.attention import Fixable, Needs, choose_backend
+from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.fuse.bare_model import bare_head, embody
 from sarathi_pp.model.fuse.rewrite import fuse
@@ -116,7 +116,7 @@ class GpuStage:
 
     @property
     def has_graphs(self) -> bool:
-        return self.device.type == "cuda" and isinstance(self.model.backend, Fixable)
+        return self.device.type == "cuda" and isinstance(self.model.backend, CapturableBackend)
 
     def captured(self, extents: Extents) -> Callable[[], Tensor]:
         """The same by a CUDA graph of that very shape, which is what a pipeline's uniform microbatches get."""

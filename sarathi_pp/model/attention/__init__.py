@@ -37,20 +37,25 @@ class AttentionBackend(Protocol):
         ...
 
 
-class FixedAttention(AttentionBackend, Protocol):
-    """The same in the same launches at the same addresses, for one microbatch after the other. `load` comes before."""
+class CapturableAttention(AttentionBackend, Protocol):
+    """Attention that makes the same launches at the same addresses for every microbatch, as a CUDA graph needs it."""
 
-    def load(self, inputs: StageInputs) -> None: ...
+    def load(self, inputs: StageInputs) -> None:
+        """Prepare the next microbatch. Call it before the graph is replayed."""
+        ...
 
 
 @runtime_checkable
-class Fixable(Protocol):
-    """A backend whose work a captured graph can hold."""
+class CapturableBackend(Protocol):
+    """A backend that a CUDA graph can capture."""
 
-    def fixed(
+    def for_capture(
         self, num_tokens: int, num_seqs: int, longest: int, kv: KVShard, num_heads: int, windows: Iterable[int | None]
-    ) -> FixedAttention:
-        """For microbatches of up to num_tokens and num_seqs, with up to `longest` tokens of each sequence."""
+    ) -> CapturableAttention:
+        """Return attention for microbatches of up to num_tokens and num_seqs, each sequence of up to `longest` tokens.
+
+        windows: sliding windows of the layers.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from sarathi_pp_kernels.triton.attention_work import AttentionWork, Blocks, Extent, FixedWork, cut_work
+from sarathi_pp_kernels.triton.attention_work import AttentionWork, Blocks, CapturableWork, Extent, cut_work
 from sarathi_pp_kernels.triton.paged_attention import paged_attention
 from torch import Tensor
 
@@ -48,33 +48,35 @@ class TritonAttention:
             sinks=spec.sinks,
         )
 
-    def fixed(
+    def for_capture(
         self, num_tokens: int, num_seqs: int, longest: int, kv: KVShard, num_heads: int, windows: Iterable[int | None]
-    ) -> FixedTritonAttention:
-        """The same for one microbatch after the other in the same launches. See FixedWork."""
+    ) -> CapturableTritonAttention:
+        """See CapturableBackend."""
         blocks = Blocks.of(num_heads // kv.num_kv_heads, kv.head_dim, kv.dtype.itemsize)
         device = kv.keys(kv.layers[0]).device
         processors = _num_processors(device)
-        return FixedTritonAttention(
+        return CapturableTritonAttention(
             {
-                window: FixedWork(num_tokens, num_seqs, longest, blocks, window, kv.num_kv_heads, processors, device)
+                window: CapturableWork(
+                    num_tokens, num_seqs, longest, blocks, window, kv.num_kv_heads, processors, device
+                )
                 for window in set(windows)
             }
         )
 
 
-class FixedTritonAttention:
-    """See AttentionBackend and TritonAttention.fixed; `load` comes before each microbatch."""
+class CapturableTritonAttention:
+    """See CapturableAttention. works: of each sliding window."""
 
     name = TritonAttention.name
     page_multiple = TritonAttention.page_multiple
     default_page_size = TritonAttention.default_page_size
 
-    def __init__(self, works: Mapping[int | None, FixedWork]) -> None:
+    def __init__(self, works: Mapping[int | None, CapturableWork]) -> None:
         self._works = works
 
     def load(self, inputs: StageInputs) -> None:
-        """inputs: of the microbatch; its page tables are those at the fixed address."""
+        """See CapturableAttention. The page tables of `inputs` are at the address that the graph reads."""
         extents = _extents(inputs)
         for work in self._works.values():
             work.load(extents)

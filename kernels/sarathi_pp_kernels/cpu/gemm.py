@@ -48,6 +48,11 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // ROW_STEP) * ROW_STEP
 
 
+def packed_shape(outputs: int, inputs: int) -> tuple[int, int, int]:
+    """Return the shape of a packed weight, int32: panels of 16 outputs, pairs of inputs, outputs of the panel."""
+    return outputs // 16, inputs // 2, 16
+
+
 @inlined
 def _high_tile(rows, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]  # noqa: C901
     """Up to 28 rows by one panel. Registers are allotted when compiled, so there is one of each height."""

@@ -128,8 +128,7 @@ class PanelLinear(nn.Module):
         self.out_features = sum(linear.out_features for linear in linears)
         self._kernel = gemm
         # Neither is a buffer: the layout can be neither moved nor saved.
-        shape = self.out_features // 16, self.in_features // 2, 16
-        self._panels = empty_in_large_pages(shape, torch.int32)
+        self._panels = empty_in_large_pages(gemm.packed_shape(self.out_features, self.in_features), torch.int32)
         of_each = torch.split(self._panels, [linear.out_features // 16 for linear in linears])
         for linear, panels_of_it in zip(linears, of_each, strict=True):
             panels_of_it.copy_(to_panels(linear.weight.detach()))
@@ -143,9 +142,9 @@ class PanelLinear(nn.Module):
     def num_bytes(self) -> int:
         return self._panels.numel() * self._panels.itemsize
 
-    def addresses(self) -> tuple[int, int]:
-        """Of the panels, and of the (out_features,) float32 that sums begin with."""
-        return self._panels.data_ptr(), self._begin.data_ptr()
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the packed weight and the (out_features,) float32 bias."""
+        return self._panels, self._begin
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"

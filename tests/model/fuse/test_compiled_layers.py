@@ -155,10 +155,12 @@ def test_a_token_that_is_not_finite_stays_so_and_spoils_no_other_sequence():
 
 @pytest.fixture
 def never_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+    from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayersCall
+
+    def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("in one call")
 
-    monkeypatch.setattr(Stack, "_run", refuse)
+    monkeypatch.setattr(DecoderLayersCall, "__call__", refuse)
 
 
 ROUNDS = [[(0, 20), (2, 3)], [(0, 1), (1, 9)]]
@@ -199,14 +201,14 @@ def test_layers_of_other_families_are_left_alone():
 def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end():
     stacked = pair("llama")[1].model.layers[0]
     seen: list[tuple[Tensor, dict[str, Any]]] = []
-    whole = Stack._run
+    whole = Stack.forward
 
-    def look(self: Stack, x: Tensor, embeddings: Any, paged: Any) -> Tensor:
-        seen.append((x, {"position_embeddings": embeddings, "paged": paged}))
-        return whole(self, x, embeddings, paged)
+    def look(self: Stack, x: Tensor, **call: Any) -> Tensor:
+        seen.append((x, call))
+        return whole(self, x, **call)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Stack, "_run", look)
+        patched.setattr(Stack, "forward", look)
         run(pair("llama")[1], ROUNDS)
     x, call = seen[0]
     cos, sin = call["position_embeddings"]
@@ -217,26 +219,3 @@ def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end():
     for rows in (x[:, 1:], x.float(), x[..., :32]):
         with pytest.raises(AssertionError):
             stacked(rows, **call)
-
-
-def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch):
-    """What was already given back for it is not used."""
-    stacked = pair("llama", **WIDE)[1].model.layers[0]
-    assert isinstance(stacked, Stack)
-    work = stacked._code.Work
-    small = work(*[64] * len(work._fields))
-    stacked._addresses(small)
-    made, empty = [], torch.empty
-
-    def failing(*size, **kind):
-        if len(made) == 3:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        made.append(empty(*size, **kind))
-        return made[-1]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", failing)
-        with pytest.raises(RuntimeError, match="allocate"):
-            stacked._addresses(work(*[64 << 20] * len(work._fields)))
-    held = stacked._addresses(small)
-    assert held._asdict() == {name: memory.data_ptr() for name, memory in stacked._work.items()}

@@ -1,7 +1,7 @@
 """One stage's part of an unmodified transformers model.
 
-The architecture's own `...ForCausalLM` class is subclassed on the fly, and after its constructor has run (on
-the meta device, where it costs nothing) a hole is put in the place of every module the stage does not own:
+The architecture's own `...ForCausalLM` class is subclassed on the fly. After its constructor has run (on the meta
+device, where it costs nothing) a MissingLayer replaces every module that the stage does not own:
 
     stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
     stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  head
@@ -43,14 +43,14 @@ from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
-from sarathi_pp.model.missing_layer import Hole
+from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
 
 
 class StageModel:
     """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the head at the end.
 
-    module: the transformers model with holes, as the rewrites have left it.
+    module: the transformers model with missing layers, as the rewrites have left it.
     windows: of each layer, by global index, how many tokens back it sees (itself included), None for all.
     specs: the attention of each layer, made in its first call.
     bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
@@ -213,7 +213,10 @@ def _load(
     shard: TensorShard | None,
     count: ReadCount,
 ) -> tuple[Any, int]:
-    """The transformers model with holes, its weights in place and fused, and their bytes. count: told what is read."""
+    """Return the transformers model with missing layers, weights loaded and fused, and the bytes of its weights.
+
+    count: sums up the bytes that are read.
+    """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that are not here
     tensors, split = _stored(directory, family, config, layers, dtype, device, shard, count)
@@ -221,7 +224,7 @@ def _load(
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     architecture = getattr(transformers, family.architecture)
-    stage_class = _with_holes(directory, architecture, family, layers, num_layers, tied, split)
+    stage_class = _with_missing_layers(directory, architecture, family, layers, num_layers, tied, split)
     with _quiet() as said:
         try:
             module, loaded = stage_class.from_pretrained(
@@ -301,7 +304,7 @@ class _NoPositions(nn.Module):
         return torch.zeros((), device=like.device)
 
 
-def _with_holes(
+def _with_missing_layers(
     directory: Path,
     architecture: Any,
     family: Family,
@@ -310,7 +313,7 @@ def _with_holes(
     tied: bool,
     split: Split | None,
 ) -> Any:
-    """A subclass of the architecture whose instances hold only the stage's modules, and a shard's part of them."""
+    """Return a subclass of the architecture whose instances hold only the stage's modules, or a shard's part."""
     first, end = layers
     embeds, ends, alone = first == 0, end == num_layers, first == end
 
@@ -323,13 +326,13 @@ def _with_holes(
         blocks = getattr(base, family.layers)
         for index in range(num_layers):
             if not first <= index < end:
-                blocks[index] = Hole()
+                blocks[index] = MissingLayer()
         if split is not None:
             split.narrow(blocks)
         if not embeds:
-            _dig_embedding(base, family, keep_tied=ends and tied)
+            _drop_embedding(base, family, keep_tied=ends and tied)
         if not ends or alone:
-            _dig_end(self, base, family, keep_head=alone)
+            _drop_end(self, base, family, keep_head=alone)
         if alone:
             setattr(base, family.layers, nn.ModuleList())
 
@@ -344,19 +347,19 @@ def _with_holes(
     return type(architecture.__name__, (architecture,), namespace)
 
 
-def _dig_end(model: Any, base: Any, family: Family, *, keep_head: bool) -> None:
-    """Take out what turns activations into logits, or all of that but the head."""
-    setattr(base, family.norm, Hole())
+def _drop_end(model: Any, base: Any, family: Family, *, keep_head: bool) -> None:
+    """Drop what turns activations into logits, or all of that but the LM head."""
+    setattr(base, family.norm, MissingLayer())
     if family.project_out is not None:
         setattr(base, family.project_out, None)
     if not keep_head:
-        setattr(model, family.head, Hole())
+        setattr(model, family.head, MissingLayer())
 
 
-def _dig_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
-    """Take out what turns token ids into activations; a tied head still needs the embedding's weight."""
+def _drop_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
+    """Drop what turns token ids into activations; a tied LM head still needs the embedding's weight."""
     if not keep_tied:
-        setattr(base, family.embed, Hole())
+        setattr(base, family.embed, MissingLayer())
     if family.positions is not None:
         setattr(base, family.positions, _NoPositions())
     if family.project_in is not None:

@@ -22,7 +22,7 @@ from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.compiled_layers import Stack
 from sarathi_pp.model.fuse.rewrite import runs
 from sarathi_pp.model.fuse.rotary_cache import Rotation
-from sarathi_pp.model.missing_layer import Hole
+from sarathi_pp.model.missing_layer import MissingLayer
 
 # Those of Qwen2 and Mistral differ from Llama's in the masks they make; Qwen3's is Qwen2's.
 _KNOWN = (LlamaModel, MistralModel, Qwen2Model)
@@ -47,7 +47,7 @@ class Body(nn.Module):
         self.embed_tokens, self.layers = base.embed_tokens, base.layers
         self.norm, self.rotary_emb = base.norm, base.rotary_emb
         # As they are now: what takes a layer's place later is not called.
-        self._held = tuple(layer for layer in base.layers if not isinstance(layer, Hole))
+        self._held = tuple(layer for layer in base.layers if not isinstance(layer, MissingLayer))
         stacked = len(self._held) == 1 and isinstance(self._held[0], Stack)
         self._rotation = Rotation(base.rotary_emb) if stacked and Rotation.fits(base.rotary_emb) else None
 
@@ -103,10 +103,10 @@ def _is(module: nn.Module, known: type[nn.Module]) -> bool:
 def embody(module: nn.Module, name: str) -> bool:
     """Puts a body in the place of the submodule of that name, if its forward is a known one; whether it did.
 
-    Of a module whose holes are made and whose layers are as they will run.
+    Call it after missing layers and all other rewrites are in place.
     """
     base: Any = module.get_submodule(name)
-    if not any(_is(base, known) for known in _KNOWN) or type(base.embed_tokens) not in (nn.Embedding, Hole):
+    if not any(_is(base, known) for known in _KNOWN) or type(base.embed_tokens) not in (nn.Embedding, MissingLayer):
         return False
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, Body(base))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
 from sarathi_pp.model.fuse.packed_linear import PanelLinear
-from sarathi_pp.model.missing_layer import Hole
+from sarathi_pp.model.missing_layer import MissingLayer
 
 if TYPE_CHECKING:
     from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayer, DecoderLayersCall
@@ -31,7 +31,7 @@ def stack(layers: nn.ModuleList) -> bool:
         return False
     layers[held[0]] = Stack(blocks)
     for index in held[1:]:
-        layers[index] = Hole()
+        layers[index] = MissingLayer()
     return True
 
 

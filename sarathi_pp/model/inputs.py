@@ -121,11 +121,11 @@ class CapturableInputs:
         laid = _Layout.of(spans, self._page_size)
         num_tokens, num_logit_rows = self._sizes[0], self._sizes[4]
         parts = [
-            _filled(token_ids, num_tokens),
-            _filled(laid.positions, num_tokens),
-            _filled(laid.write_pages, num_tokens, self._spare_page),
-            _filled(laid.write_offsets, num_tokens),
-            _filled(logit_rows, num_logit_rows),
+            _padded(token_ids, num_tokens),
+            _padded(laid.positions, num_tokens),
+            _padded(laid.write_pages, num_tokens, self._spare_page),
+            _padded(laid.write_offsets, num_tokens),
+            _padded(logit_rows, num_logit_rows),
             laid.pages,
         ]
         packed = pinned(_tensor(parts), self._packed.device)
@@ -133,7 +133,7 @@ class CapturableInputs:
         return self.inputs._replace(spans=laid.rows(spans, self.inputs.pages[: len(laid.pages)]))
 
 
-def _filled(numbers: Sequence[int], length: int, number: int = 0) -> array[int]:
+def _padded(numbers: Sequence[int], length: int, number: int = 0) -> array[int]:
     return array("q", [*numbers, *[number] * (length - len(numbers))])
 
 

@@ -31,7 +31,7 @@ from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingErr
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
 from sarathi_pp.model.attention.spec import AttentionSpecs
-from sarathi_pp.model.batch_invariant import steady_rows
+from sarathi_pp.model.batch_invariant import batch_invariant_mode
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 from sarathi_pp.model.checkpoint.support import check_shards
@@ -79,7 +79,7 @@ class StageModel:
         self.backend = backend
         self.bytes_read = bytes_read
         self.steps = np.zeros(1, np.int64)
-        self._rows = steady_rows(module.dtype, module.device)
+        self._batch_invariant = batch_invariant_mode(module.dtype, module.device)
 
     @property
     def embed(self) -> bool:
@@ -100,7 +100,7 @@ class StageModel:
         row gives depends on its own sequence alone, to the last bit.
         """
         call = self._call(x, inputs, kv, backend)
-        with self._rows:
+        with self._batch_invariant:
             if self.head and self._bare_head is not None:
                 rows = self._drawn(self._base(**call).last_hidden_state[0], inputs)
                 return cast(Tensor, self._bare_head(rows[None])[0])
@@ -113,7 +113,7 @@ class StageModel:
     @torch.inference_mode()
     def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
         """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
-        with self._rows:
+        with self._batch_invariant:
             return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
 
     def _drawn(self, rows: Tensor, inputs: StageInputs) -> Tensor:
@@ -146,12 +146,12 @@ class Head:
         self._bare_head = bare_head
         self.size = size
         self.bytes_read = bytes_read
-        self._rows = steady_rows(dtype, device)
+        self._batch_invariant = batch_invariant_mode(dtype, device)
 
     @torch.inference_mode()
     def forward(self, rows: Tensor) -> Tensor:
         """(n, vocab_size) logits of (n, size) rows, bit for bit what the last stage gives for them."""
-        with self._rows:
+        with self._batch_invariant:
             if self._bare_head is not None:
                 return cast(Tensor, self._bare_head(rows[None])[0])
             positions = torch.arange(rows.shape[0], device=rows.device)

@@ -104,10 +104,10 @@ class SdpaAttention:
         num_pages = pages.shape[0]
         gathered = self._buffer("pages", (num_pages, heads, page_size, head_dim), pool.dtype, pool.device)
         torch.index_select(pool, 0, pages, out=gathered)
-        filled = num_pages * page_size
+        gathered_tokens = num_pages * page_size
         width = _round_up(count, step)
-        block = self._buffer("block", (heads, max(filled, width), head_dim), torch.float32, pool.device)
-        block[:, :filled].view(heads, num_pages, page_size, head_dim).copy_(gathered.transpose(0, 1))
+        block = self._buffer("block", (heads, max(gathered_tokens, width), head_dim), torch.float32, pool.device)
+        block[:, :gathered_tokens].view(heads, num_pages, page_size, head_dim).copy_(gathered.transpose(0, 1))
         if width > count:
             block[:, count:width] = 0
         return block[:, :width]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
-# where they are no multiple of 16. So rows are multiplied in blocks of so many, which is also what a packed layout is
-# tuned for, and what is left over is filled up to a multiple of the step: no more than 16 numbers of rows in all.
+# where they are no multiple of 16. So rows are multiplied in blocks of 256, which is also what a packed layout is tuned
+# for, and the last block is padded to a multiple of the step: at most 16 different numbers of rows.
 _BLOCK_ROWS = 256
 _ROW_STEP = 16
 

@@ -1,7 +1,7 @@
 """Captured microbatches give what launched ones give: a graph that is made up here does its work anew when replayed.
 
-What it reads and writes lies at fixed addresses all the same, tables are filled up, and rows are added; so whatever is
-not at its place, or of the microbatch before, changes the logits.
+It reads and writes at fixed addresses all the same, and tables and rows are padded. So whatever is not in its place, or
+is left from the microbatch before, changes the logits.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def test_graphs_give_the_logits_of_transformers(model: Path) -> None:
             assert stage.graphs is not None
             assert (stage.graphs.hits, stage.graphs.misses) == (hits, 8 - hits)
             spare = stage.kv.keys(stage.model.layers[0])[NUM_PAGES]
-            assert not spare.isnan().all(), "rows that fill up are written there"
+            assert not spare.isnan().all(), "padding rows are written there"
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, attend, rows_at_once, scratch_floats
 from sarathi_pp_kernels.cpu.simd.compile import has_lanes
 from sarathi_pp_kernels.cpu.simd.registers import LANES
-from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor
 
 from sarathi_pp.model.attention.sdpa import SdpaAttention
@@ -47,7 +47,7 @@ _TILE_KEYS = 2**18
 
 
 class NumbaAttention:
-    """As many threads as torch computes with; they share a chunk's heads out, and decodes by the keys they read."""
+    """Attention by as many threads as torch computes with: a chunk is split by heads, decodes by the keys they read."""
 
     name = "numba"
     page_multiple = 1
@@ -115,11 +115,11 @@ class _LayerAttention:
     in_lanes: bool
 
     def chunk(self, query: Tensor, out: Tensor, span: SpanRows) -> None:
-        """One span's rows; threads share KV heads out, and rows where there are too few."""
-        heads = shares(self.kv.num_kv_heads)
+        """Compute one span's rows, split over threads by KV heads, and by rows if there are too few heads."""
+        heads = split_range(self.kv.num_kv_heads)
         parts = -(-torch.get_num_threads() // len(heads))
         ends = [span.num_tokens * part // parts for part in range(parts + 1)]
-        share_out(
+        run_parallel(
             [
                 partial(self._attend, query, out, span, range(begin, end), piece)
                 for begin, end in pairwise(ends)
@@ -129,8 +129,8 @@ class _LayerAttention:
         )
 
     def tiles(self, query: Tensor, out: Tensor, tiles: _Tiles) -> None:
-        """Rows that are read along their context."""
-        share_out([partial(self._read, query, out, tiles, piece) for piece in tiles.pieces])
+        """Compute rows by walking along their context, split over threads by the keys they read."""
+        run_parallel([partial(self._read, query, out, tiles, piece) for piece in tiles.pieces])
 
     def _attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
         """rows: of the span. heads: of KV."""
@@ -225,12 +225,12 @@ class _Tiles:
             table += span.num_pages
         places, counts, ends, tables = np.array(tiles, np.int64).T.copy()
         pages = torch.cat([span.pages for span in spans]).numpy()
-        return cls(places, counts, ends, pages, tables, by_keys(ends * counts, torch.get_num_threads()))
+        return cls(places, counts, ends, pages, tables, split_by_keys(ends * counts, torch.get_num_threads()))
 
 
-def by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
-    """Tiles that read so many keys each, cut into consecutive ranges with about as many keys each."""
-    behind = np.cumsum(keys)
-    shares_of = behind[-1] * np.arange(1, num_threads) / num_threads
-    cuts = [0, *np.searchsorted(behind, shares_of).tolist(), len(keys)]
+def split_by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
+    """Split tiles, which read `keys` each, into at most num_threads consecutive ranges that read about as many keys."""
+    total = np.cumsum(keys)
+    bounds = total[-1] * np.arange(1, num_threads) / num_threads
+    cuts = [0, *np.searchsorted(total, bounds).tolist(), len(keys)]
     return tuple(range(first, end) for first, end in pairwise(cuts) if first < end)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor, nn
 
 from sarathi_pp.model.attention.adapter import PagedCall
@@ -37,7 +37,7 @@ class GatedMLP(nn.Module):
         both = self.gate_up(x)
         gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
         num_rows = gated.numel() // self.width
-        share_out([partial(self._gate, both, gated, rows) for rows in shares(num_rows, _ROWS_A_THREAD)])
+        run_parallel([partial(self._gate, both, gated, rows) for rows in split_range(num_rows, _ROWS_A_THREAD)])
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
     def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
@@ -59,7 +59,7 @@ class RowNorm(nn.Module):
         assert x.dtype == torch.bfloat16, f"fused for bfloat16, called with {x.dtype}"
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
-        share_out([partial(self._norm, x, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        run_parallel([partial(self._norm, x, out, rows) for rows in split_range(x.numel() // width, _ROWS_A_THREAD)])
         return out
 
     def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
@@ -75,7 +75,9 @@ class RowNorm(nn.Module):
         assert added.is_contiguous()
         x = x.contiguous()
         width, out = x.shape[-1], torch.empty_like(added)
-        share_out([partial(self._add_norm, x, added, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        run_parallel(
+            [partial(self._add_norm, x, added, out, rows) for rows in split_range(x.numel() // width, _ROWS_A_THREAD)]
+        )
         return out
 
     def _add_norm(self, x: Tensor, added: Tensor, out: Tensor, rows: range) -> None:
@@ -134,8 +136,8 @@ class RotaryAttention(nn.Module):
         assert cos.shape == sin.shape == expected and len(rows) == expected[1], f"{cos.shape}, {sin.shape}, {expected}"
         assert cos.dtype == sin.dtype == paged.kv.dtype == torch.bfloat16, f"{cos.dtype}, {paged.kv.dtype}"
         assert (paged.kv.num_kv_heads, paged.kv.head_dim) == (self.num_kv_heads, self.head_dim)
-        pieces = shares(rows.shape[0], _ROWS_A_THREAD)
-        share_out([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
+        pieces = split_range(rows.shape[0], _ROWS_A_THREAD)
+        run_parallel([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
         query = rows.view(rows.shape[0], -1, self.head_dim)[:, : self.num_heads]
         attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
         return self.o_proj(attended.reshape(1, rows.shape[0], -1)), None

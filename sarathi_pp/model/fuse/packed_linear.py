@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages
-from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -154,8 +154,8 @@ class PanelLinear(nn.Module):
         if num_rows:
             tiles, high = scratch_of_thread(out.shape[0] * words), num_rows <= self.most_high_rows
             self._kernel.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
-            pieces = shares(self.out_features // 16, 2)
-            share_out([partial(self._multiply, tiles, out, num_rows, high, piece) for piece in pieces])
+            pieces = split_range(self.out_features // 16, 2)
+            run_parallel([partial(self._multiply, tiles, out, num_rows, high, piece) for piece in pieces])
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:

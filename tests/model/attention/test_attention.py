@@ -28,7 +28,7 @@ from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from sarathi_pp.model.attention import choose_backend, sdpa
-from sarathi_pp.model.attention.numba import NumbaAttention, by_keys
+from sarathi_pp.model.attention.numba import NumbaAttention, split_by_keys
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from tests.model.microbatches import CPU, Case, spec_for, visible
@@ -234,7 +234,7 @@ def test_queries_may_lie_heads_first_in_memory() -> None:
 @pytest.mark.parametrize("num_threads", [2, 3, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_share_a_chunk_out_and_change_no_bit(num_threads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+def test_threads_split_a_chunk_and_change_no_bit(num_threads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     case = Case([(200, 50), (3, 20)], 16, 6, num_kv_heads, 32, dtype, backend="numba")
     spec = spec_for(case, window=60)
     alone = case.run(spec)
@@ -341,7 +341,7 @@ def test_a_broken_sequence_is_seen_and_stays_alone(
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 8])
-def test_threads_share_the_decodes_and_change_no_bit(num_threads: int) -> None:
+def test_threads_split_the_decodes_and_change_no_bit(num_threads: int) -> None:
     case = Case([(200, 1), (3, 1), (40, 5), (90, 1), (91, 1)], 16, 4, 2, 8, backend="numba")
     spec = spec_for(case, window=60)
     decodes = [0, 1, 7, 8]  # rows; torch's own products of the chunk between them may differ by their threads
@@ -355,12 +355,12 @@ def test_threads_share_the_decodes_and_change_no_bit(num_threads: int) -> None:
         torch.set_num_threads(1)
 
 
-def test_decodes_are_shared_out_by_keys_and_none_is_lost() -> None:
+def test_decodes_are_split_by_keys_and_none_is_lost() -> None:
     ends = np.array([1000, 1, 1, 500, 500, 1])
-    assert by_keys(ends, 1) == (range(6),)
-    assert by_keys(ends, 2) == (range(2), range(2, 6))
+    assert split_by_keys(ends, 1) == (range(6),)
+    assert split_by_keys(ends, 2) == (range(2), range(2, 6))
     for num_threads in range(1, 9):
-        pieces = by_keys(ends, num_threads)
+        pieces = split_by_keys(ends, num_threads)
         assert [row for piece in pieces for row in piece] == list(range(6)) and len(pieces) <= num_threads
 
 

@@ -36,7 +36,7 @@ WITHOUT: dict[str, Replaced] = {
     ALL: (),
     "one call of all layers": ((stage_model, "stack", lambda layers: False),),
     "fused layers": ((rewrite, "_part", lambda kit, child: None), (rewrite, "_layer", lambda child: None)),
-    "own products and fused layers": ((rewrite, "has_panels", bool), (packed_linear, "has_panels", bool)),
+    "own products and fused layers": ((rewrite, "has_gemm", bool), (packed_linear, "has_gemm", bool)),
     "packed weights and fused layers": ((stage_model, "fuse", lambda module: 0),),
     "the choice of tiles": ((packed_linear, "_most_high_rows", lambda linears, now: 112),),
     "own attention of chunks and decodes": (),

@@ -89,8 +89,8 @@ def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: in
     laid = _Layout.of(spans, page_size)
     wanted = array("q", logit_rows)
     parts = [laid.positions, laid.write_pages, laid.write_offsets, wanted, laid.pages]
-    packed = on_device(_tensor(parts), device)
-    positions, pages, offsets, logits, page_ids = torch.split_with_sizes(packed, [len(part) for part in parts])
+    buffer = on_device(_tensor(parts), device)
+    positions, pages, offsets, logits, page_ids = torch.split_with_sizes(buffer, [len(part) for part in parts])
     every = len(wanted) == len(laid.positions) and wanted == array("q", range(len(wanted)))
     return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids, every)
 
@@ -112,8 +112,8 @@ class CapturableInputs:
         self._page_size = page_size
         self._spare_page = num_pages
         self._sizes = [num_tokens, num_tokens, num_tokens, num_tokens, num_logit_rows, num_pages]
-        self._packed = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        self.token_ids, positions, pages, offsets, logits, page_ids = torch.split_with_sizes(self._packed, self._sizes)
+        self._buffer = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self.token_ids, positions, pages, offsets, logits, page_ids = torch.split_with_sizes(self._buffer, self._sizes)
         self.inputs = StageInputs(positions, pages, offsets, logits, (), page_ids)
 
     def load(self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]) -> StageInputs:
@@ -128,8 +128,8 @@ class CapturableInputs:
             _padded(logit_rows, num_logit_rows),
             laid.pages,
         ]
-        packed = pinned(_tensor(parts), self._packed.device)
-        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        host = pinned(_tensor(parts), self._buffer.device)
+        self._buffer[: len(host)].copy_(host, non_blocking=True)
         return self.inputs._replace(spans=laid.rows(spans, self.inputs.pages[: len(laid.pages)]))
 
 
@@ -138,11 +138,11 @@ def _padded(numbers: Sequence[int], length: int, number: int = 0) -> array[int]:
 
 
 def _tensor(parts: Sequence[array[int]]) -> Tensor:
-    """One after the other."""
-    packed = array("q")
+    """Return all parts in one tensor, one after the other."""
+    numbers = array("q")
     for part in parts:
-        packed.extend(part)
-    return torch.frombuffer(packed, dtype=torch.int64)
+        numbers.extend(part)
+    return torch.frombuffer(numbers, dtype=torch.int64)
 
 
 class _Layout(NamedTuple):

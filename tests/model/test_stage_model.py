@@ -21,7 +21,7 @@ from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.weights import BLOCK_BYTES
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
-from sarathi_pp.model.fuse.packed_linear import PanelLinear
+from sarathi_pp.model.fuse.packed_linear import PackedLinear
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import Head, StageModel, layer_windows, load_head, load_stage
@@ -192,7 +192,7 @@ def test_in_bfloat16_too(tmp_path: Path) -> None:
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     inputs = build_inputs([Span(0, 9, range(3))], (0, 3, 4, 8), PAGE_SIZE, CPU)
     for most_high_rows in (0, 28):  # each process measures which tiles are faster
-        if isinstance(head.module.lm_head, PanelLinear):
+        if isinstance(head.module.lm_head, PackedLinear):
             head.module.lm_head.most_high_rows = most_high_rows
         assert head.forward(last.forward_rows(x, inputs, kv)).equal(last.forward(x, inputs, kv))
 

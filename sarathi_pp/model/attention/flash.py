@@ -154,10 +154,10 @@ class _Rows:
         some = len(spans) < len(inputs.spans)
         rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_tokens) for span in spans])
         parts = [_bounds(counts), _bounds(ends), ends, places.reshape(-1), rows if some else rows[:0]]
-        packed = torch.from_numpy(np.concatenate(parts).astype(np.int32))
+        host = torch.from_numpy(np.concatenate(parts).astype(np.int32))
         device = inputs.pages.device
         row_bounds, key_bounds, num_keys, at, chosen = torch.split_with_sizes(
-            on_device(packed, device), [len(part) for part in parts]
+            on_device(host, device), [len(part) for part in parts]
         )
         table = inputs.pages[at].to(torch.int32).view(len(spans), -1)
         return cls(

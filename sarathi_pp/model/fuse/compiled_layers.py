@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
-from sarathi_pp.model.fuse.packed_linear import PanelLinear
+from sarathi_pp.model.fuse.packed_linear import PackedLinear
 from sarathi_pp.model.missing_layer import MissingLayer
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
     if not known:
         return None
     linears = attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj
-    if any(type(linear) is not PanelLinear for linear in linears):  # a tensor shard's give a summand only
+    if any(type(linear) is not PackedLinear for linear in linears):  # a tensor shard's give a summand only
         return None
     epsilons = {norm.epsilon for norm in norms}
     if len(epsilons) != 1:

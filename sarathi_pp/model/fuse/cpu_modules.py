@@ -14,7 +14,7 @@ from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, spli
 from torch import Tensor, nn
 
 from sarathi_pp.model.attention.adapter import PagedCall
-from sarathi_pp.model.fuse.packed_linear import PanelLinear
+from sarathi_pp.model.fuse.packed_linear import PackedLinear
 
 # Rows below which threads are not worth their waking.
 _ROWS_A_THREAD = 32
@@ -29,9 +29,9 @@ class GatedMLP(nn.Module):
 
         self._kernel = row_ops
         self.width = mlp.up_proj.out_features
-        self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
+        self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next is packed
-        self.down_proj = PanelLinear(mlp.down_proj)
+        self.down_proj = PackedLinear(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
@@ -112,9 +112,9 @@ class RotaryAttention(nn.Module):
         self.scaling = attention.scaling
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = PanelLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
-        self.o_proj = PanelLinear(attention.o_proj)
+        self.o_proj = PackedLinear(attention.o_proj)
         self.query_norm = attention.q_norm.weight if with_norms else None
         self.key_norm = attention.k_norm.weight if with_norms else None
         self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0

@@ -25,7 +25,7 @@ from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 from sarathi_pp_kernels.cpu.simd.softmax import exponential, hide, largest, weigh_lines
 from sarathi_pp_kernels.cpu.simd.transpose import pair, transpose
 
-from sarathi_pp.model.fuse.packed_linear import to_panels
+from sarathi_pp.model.fuse.packed_linear import pack_weight
 
 needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
 
@@ -93,7 +93,7 @@ def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) ->
     inputs, width = 10, 16 * panels
     weight, x = torch.randn(width, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
     begin = torch.randn(width)
-    laid_out = to_panels(weight).contiguous()
+    laid_out = pack_weight(weight).contiguous()
     # Rows of the output lie farther apart than they are wide: what lies between is not touched.
     out = torch.full((rows, width + 3), 7.0, dtype=torch.bfloat16 if rounded else torch.float32)
     product(

@@ -17,7 +17,7 @@ from torch import Tensor
 from sarathi_pp.model import stage_model as slices
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.fuse.bare_model import Body, bare_head
-from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rotary_cache import Rotation
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -163,7 +163,7 @@ def test_angles_that_depend_on_the_longest_are_not_looked_up():
     assert not Rotation.fits(rotary(48)), "some of it would be computed one by one"
 
 
-@pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here")
+@pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
 @pytest.mark.oldest
 @pytest.mark.parametrize("family", sorted(LIKE_LLAMA))
 def test_a_stack_s_angles_are_looked_up(family, tmp_path):

@@ -18,7 +18,7 @@ from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.compiled_layers import Stack, stack
 from sarathi_pp.model.fuse.cpu_modules import Block
-from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -27,7 +27,7 @@ from sarathi_pp.model.tensor_parallel import Summed
 from tests.model.families import FAMILIES, build_model
 
 pytestmark = [
-    pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"),
+    pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here"),
     pytest.mark.timeout(600),  # compiling takes long where many do
 ]
 CPU = torch.device("cpu")

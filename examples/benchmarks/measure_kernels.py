@@ -40,7 +40,7 @@ WITHOUT: dict[str, Replaced] = {
     "packed weights and fused layers": ((stage_model, "fuse", lambda module: 0),),
     "the choice of tiles": ((packed_linear, "_most_high_rows", lambda linears, now: 112),),
     "own attention of chunks and decodes": (),
-    "registers in attention": ((numba.NumbaAttention, "fits_lanes", lambda self, kv: False),),
+    "registers in attention": ((numba.NumbaAttention, "fits_simd", lambda self, kv: False),),
 }
 TORCH_ATTENTION = "own attention of chunks and decodes"
 HEAD_ROWS = 16

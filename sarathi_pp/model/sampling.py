@@ -94,7 +94,7 @@ def _largest(logits: Tensor) -> list[int]:
     if values.device.type != "cpu":
         top, index = values.max(-1)
     else:
-        # torch's takes ten times as long as numpy's, which fills the lanes.
+        # numpy's uses SIMD; torch's takes ten times as long.
         index = torch.from_numpy(values.detach().numpy().argmax(-1))
         top = values.gather(-1, index[:, None])[:, 0]
     # a NaN anywhere in a row is its minimum and its maximum

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, attend, rows_at_once, scratch_floats
-from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
 from sarathi_pp_kernels.cpu.simd.registers import LANES
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor
@@ -55,18 +55,18 @@ class NumbaAttention:
 
     def __init__(self) -> None:
         self._sdpa = SdpaAttention()
-        self._has_lanes = has_lanes()
+        self._has_avx512_bf16 = has_avx512_bf16()
         self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """See AttentionBackend. Scores, softmax and sums are float32; in lanes weights are rounded to bfloat16."""
-        in_lanes = query.dtype == torch.bfloat16 and self.fits_lanes(kv)
-        chunks, tiles = self._halves(inputs, query.dtype == torch.float32, in_lanes)
+        """See AttentionBackend. Scores, softmax and sums are float32; the SIMD kernels round weights to bfloat16."""
+        simd = query.dtype == torch.bfloat16 and self.fits_simd(kv)
+        chunks, tiles = self._halves(inputs, query.dtype == torch.float32, simd)
         sinks = _no_sinks(query.shape[1]) if spec.sinks is None else spec.sinks.detach().float().contiguous()
-        attention = _LayerAttention(kv, layer, spec, sinks, in_lanes)
+        attention = _LayerAttention(kv, layer, spec, sinks, simd)
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
             query = query.contiguous()
-        if chunks.spans and not in_lanes:
+        if chunks.spans and not simd:
             out = self._sdpa(query, kv, layer, chunks, spec).contiguous()
         else:
             out = torch.empty(query.shape, dtype=query.dtype)
@@ -76,22 +76,22 @@ class NumbaAttention:
             attention.tiles(query, out, tiles)
         return out
 
-    def _halves(self, inputs: StageInputs, all_in_tiles: bool, in_lanes: bool) -> tuple[StageInputs, _Tiles | None]:
+    def _halves(self, inputs: StageInputs, all_in_tiles: bool, simd: bool) -> tuple[StageInputs, _Tiles | None]:
         """The chunks of a microbatch and what goes row by row; every layer asks for the same one."""
         if self._split is None or self._split[0] is not inputs:
             in_tiles: list[SpanRows] = []
             in_chunks: list[SpanRows] = []
             for span in inputs.spans:
-                alone = span.num_tokens == 1 and not (span.prompt and in_lanes)
+                alone = span.num_tokens == 1 and not (span.prompt and simd)
                 (in_tiles if all_in_tiles or alone else in_chunks).append(span)
             chunks = inputs._replace(spans=tuple(in_chunks))
             self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
         return self._split[1:]
 
-    def fits_lanes(self, kv: KVShard) -> bool:
-        """Whether the kernels that are written with lanes read these pages."""
+    def fits_simd(self, kv: KVShard) -> bool:
+        """Return whether the SIMD kernels read these pages."""
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
-        return fits and self._has_lanes and kv.dtype == torch.bfloat16
+        return fits and self._has_avx512_bf16 and kv.dtype == torch.bfloat16
 
 
 @functools.cache
@@ -105,14 +105,14 @@ class _LayerAttention:
 
     Args:
         sinks: (H,) float32 as the kernels read them, -inf for none.
-        in_lanes: by the kernels that are written with lanes.
+        simd: by the SIMD kernels.
     """
 
     kv: KVShard
     layer: int
     spec: AttentionSpec
     sinks: Tensor
-    in_lanes: bool
+    simd: bool
 
     def chunk(self, query: Tensor, out: Tensor, span: SpanRows) -> None:
         """Compute one span's rows, split over threads by KV heads, and by rows if there are too few heads."""
@@ -166,7 +166,7 @@ class _LayerAttention:
         kv, num_heads = self.kv, query.shape[1]
         group = num_heads // kv.num_kv_heads
         places = [tiles.places.ctypes.data]
-        if self.in_lanes and kv.head_dim % 32 == 0:
+        if self.simd and kv.head_dim % 32 == 0:
             kernel = attention_decode_simd.compile_kernel(kv.head_dim, group, kv.page_size)
             floats = attention_decode_simd.scratch_floats(num_heads, kv.head_dim, int(tiles.ends.max()), kv.page_size)
         else:

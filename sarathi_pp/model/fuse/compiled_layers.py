@@ -89,7 +89,7 @@ class Stack(nn.Module):
 
         from sarathi_pp.model.attention.numba import NumbaAttention
 
-        if not isinstance(paged.backend, NumbaAttention) or not paged.backend.fits_lanes(paged.kv):
+        if not isinstance(paged.backend, NumbaAttention) or not paged.backend.fits_simd(paged.kv):
             return None
         first: Any = self.blocks[0]
         return DecoderLayersCall(

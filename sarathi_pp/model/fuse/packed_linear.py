@@ -209,10 +209,10 @@ class OneDnnLinear(nn.Module):
 def has_gemm() -> bool:
     """Return whether our own product runs here: numba, an optional package and a slow import, and the processor."""
     try:
-        from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+        from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
     except ImportError:  # not there, or not for this numpy
         return False
-    return has_lanes()
+    return has_avx512_bf16()
 
 
 def has_onednn() -> bool:

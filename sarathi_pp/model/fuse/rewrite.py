@@ -151,12 +151,12 @@ def _all_fit(*linears: nn.Module) -> bool:
     return all(type(one) is nn.Linear and fits_gemm(one) for one in linears)
 
 
-def _fits_lanes(weight: Tensor) -> bool:
+def _fits_registers(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_gemm()
 
 
 # Heads fill registers on CPU.
-_CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_lanes, head_step=32)
+_CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_registers, head_step=32)
 _CUDA = _Kit(
     cuda_modules.GatedMLP,
     cuda_modules.RowNorm,

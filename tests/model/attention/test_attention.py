@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, rows_at_once
 from sarathi_pp_kernels.cpu.simd import compile as compiling
-from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
 from sarathi_pp_kernels.cpu.threads import scratch_of_thread
 from torch import Tensor
 from torch.nn import functional
@@ -99,7 +99,7 @@ def test_a_hybrid_microbatch_at_full_size_is_exact(backend: str, window: int | N
 def test_bfloat16_has_kernels_of_its_own_where_the_processor_can() -> None:
     """Else the tests below try the others twice."""
     shard = KVShard((0, 1), 1, 16, 1, 16, torch.bfloat16, CPU)
-    assert NumbaAttention().fits_lanes(shard) == has_lanes()
+    assert NumbaAttention().fits_simd(shard) == has_avx512_bf16()
 
 
 @settings(max_examples=80)
@@ -158,7 +158,7 @@ def test_decodes_in_bfloat16_begin_and_end_anywhere_in_a_page(
 _ON_A_LESSER_PROCESSOR = """
 import torch
 from sarathi_pp.model.attention import numba
-numba.has_lanes = lambda: False
+numba.has_avx512_bf16 = lambda: False
 from tests.model.attention.test_attention import Case, spec_for
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -205,7 +205,7 @@ def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int)
         pytest.param(
             torch.bfloat16,
             (1, 2, 6, 100, 1024, 1499, 1599),
-            marks=pytest.mark.skipif(not has_lanes(), reason="torch's products of bfloat16 sum as it likes"),
+            marks=pytest.mark.skipif(not has_avx512_bf16(), reason="torch's products of bfloat16 sum as it likes"),
         ),
     ],
 )
@@ -427,7 +427,7 @@ def test_two_threads_inside_put_the_precision_back() -> None:
         matmul.fp32_precision = before
 
 
-@pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
+@pytest.mark.skipif(not has_avx512_bf16(), reason="this processor has no bfloat16 products")
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 30])
 def test_kernels_keep_to_the_scratch_that_they_ask_for(head_dim: int, num_rows: int) -> None:

@@ -34,7 +34,7 @@ ALL = "all"
 # What is taken away, by what has to be replaced for it while a stage is loaded.
 WITHOUT: dict[str, Replaced] = {
     ALL: (),
-    "one call of all layers": ((stage_model, "stack", lambda layers: False),),
+    "one call of all layers": ((stage_model, "compile_layers", lambda layers: False),),
     "fused layers": ((rewrite, "_part", lambda kit, child: None), (rewrite, "_layer", lambda child: None)),
     "own products and fused layers": ((rewrite, "has_gemm", bool), (packed_linear, "has_gemm", bool)),
     "packed weights and fused layers": ((stage_model, "fuse", lambda module: 0),),

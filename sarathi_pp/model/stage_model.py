@@ -38,7 +38,7 @@ from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.fuse.bare_model import bare_head, embody
-from sarathi_pp.model.fuse.compiled_layers import stack
+from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
@@ -185,7 +185,7 @@ def load_stage(
         )
     count = ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
-    stack(getattr(module.get_submodule(family.base), family.layers))
+    compile_layers(getattr(module.get_submodule(family.base), family.layers))
     embody(module, family.base)
     windows = layer_windows(config, family)
     head = bare_head(module, family.head)

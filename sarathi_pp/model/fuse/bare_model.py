@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Mode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from sarathi_pp.model.attention.adapter import PagedCall
-from sarathi_pp.model.fuse.compiled_layers import Stack
+from sarathi_pp.model.fuse.compiled_layers import CompiledLayers
 from sarathi_pp.model.fuse.rewrite import runs
 from sarathi_pp.model.fuse.rotary_cache import Rotation
 from sarathi_pp.model.missing_layer import MissingLayer
@@ -48,8 +48,8 @@ class Body(nn.Module):
         self.norm, self.rotary_emb = base.norm, base.rotary_emb
         # As they are now: what takes a layer's place later is not called.
         self._held = tuple(layer for layer in base.layers if not isinstance(layer, MissingLayer))
-        stacked = len(self._held) == 1 and isinstance(self._held[0], Stack)
-        self._rotation = Rotation(base.rotary_emb) if stacked and Rotation.fits(base.rotary_emb) else None
+        compiled = len(self._held) == 1 and isinstance(self._held[0], CompiledLayers)
+        self._rotation = Rotation(base.rotary_emb) if compiled and Rotation.fits(base.rotary_emb) else None
 
     def forward(
         self,

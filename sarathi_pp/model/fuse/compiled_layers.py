@@ -1,4 +1,4 @@
-"""The layers of a stage as one module, which runs them in one compiled call if it can; put in from outside."""
+"""The layers of a stage as one module, which runs them in one compiled call if it can."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayer, DecoderLayersCall
 
 
-def stack(layers: nn.ModuleList) -> bool:
-    """Makes one module of those that hold a stage's layers, if all are Llama's and alike; whether it did.
+def compile_layers(layers: nn.ModuleList) -> bool:
+    """Replace a stage's layers by one module, if all are Llama's and alike. Return whether this was done.
 
-    It stands in the place of the first; in those of the others nothing is done.
+    CompiledLayers replaces the first layer, and a MissingLayer each of the others.
     """
     held = [index for index, layer in enumerate(layers) if isinstance(layer, Block)]
     blocks = [layers[index] for index in held]
@@ -29,7 +29,7 @@ def stack(layers: nn.ModuleList) -> bool:
         return False
     if _likeness(blocks[0]) is None:
         return False
-    layers[held[0]] = Stack(blocks)
+    layers[held[0]] = CompiledLayers(blocks)
     for index in held[1:]:
         layers[index] = MissingLayer()
     return True
@@ -53,7 +53,7 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
     return (*sizes, *heads, attention.scaling, *epsilons, has_norms, attention.epsilon)
 
 
-class Stack(nn.Module):
+class CompiledLayers(nn.Module):
     """Blocks one after the other, bit for bit: in one call if a single thread computes and attention is numba's.
 
     One thread at a time may run it.

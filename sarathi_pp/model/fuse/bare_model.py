@@ -1,6 +1,6 @@
 """A base model, and a head, without what transformers does around them for generation, training and inspection.
 
-    token ids or activations -> embedding -> rotation of all positions -> the stage's layers -> norm -> head
+    token ids or activations -> embedding -> cosines and sines of all positions -> the stage's layers -> norm -> head
 
 Its own forward makes room for masks and caches that nobody asks for, copies its list of layers and calls every one of
 them, those of other stages included: between two microbatches, with the caches full of weights, a good part of what
@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.compiled_layers import CompiledLayers
 from sarathi_pp.model.fuse.rewrite import runs
-from sarathi_pp.model.fuse.rotary_cache import Rotation
+from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.missing_layer import MissingLayer
 
 # Those of Qwen2 and Mistral differ from Llama's in the masks they make; Qwen3's is Qwen2's.
@@ -49,7 +49,8 @@ class Body(nn.Module):
         # As they are now: what takes a layer's place later is not called.
         self._held = tuple(layer for layer in base.layers if not isinstance(layer, MissingLayer))
         compiled = len(self._held) == 1 and isinstance(self._held[0], CompiledLayers)
-        self._rotation = Rotation(base.rotary_emb) if compiled and Rotation.fits(base.rotary_emb) else None
+        cached = compiled and RotaryCache.fits(base.rotary_emb)
+        self._rotary_cache = RotaryCache(base.rotary_emb) if cached else None
 
     def forward(
         self,
@@ -84,11 +85,11 @@ class Body(nn.Module):
         return _Output(self.norm(hidden))
 
     def _rotate(self, hidden: Tensor, position_ids: Tensor, paged: PagedCall) -> tuple[Tensor, Tensor]:
-        if self._rotation is None:
+        if self._rotary_cache is None:
             cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
             return cos, sin
         inputs = paged.inputs
-        return self._rotation.of(inputs.position_ids, max(span.end for span in inputs.spans), hidden)
+        return self._rotary_cache.of(inputs.position_ids, max(span.end for span in inputs.spans), hidden)
 
 
 def _is(module: nn.Module, known: type[nn.Module]) -> bool:

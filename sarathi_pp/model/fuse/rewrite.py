@@ -126,7 +126,7 @@ def _packing(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
 
 
 def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
-    """Whether its products are the kit's, and its rotation is Llama's, of heads that the kit takes."""
+    """Return whether the kit takes its products and heads, and its rotary embedding is Llama's."""
     inputs, out = (attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj
     if not kit.takes_products(*inputs) or not kit.takes_products(out) or attention.head_dim % kit.head_step:
         return False

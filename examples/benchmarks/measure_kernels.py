@@ -47,7 +47,7 @@ HEAD_ROWS = 16
 WITHOUT_OF_HEAD: dict[str, Replaced] = {
     ALL: (),
     "a bare head": (
-        (stage_model, "embody", lambda module, name: False),
+        (stage_model, "use_bare_model", lambda module, name: False),
         (stage_model, "bare_head", lambda module, name: None),
     ),
 }

@@ -37,7 +37,7 @@ from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
 from sarathi_pp.model.families import Family
-from sarathi_pp.model.fuse.bare_model import bare_head, embody
+from sarathi_pp.model.fuse.bare_model import bare_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import StageInputs
@@ -186,7 +186,7 @@ def load_stage(
     count = ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
     compile_layers(getattr(module.get_submodule(family.base), family.layers))
-    embody(module, family.base)
+    use_bare_model(module, family.base)
     windows = layer_windows(config, family)
     head = bare_head(module, family.head)
     return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, head)
@@ -197,7 +197,7 @@ def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_by
     family, config = load_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
     module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
-    embody(module, family.base)
+    use_bare_model(module, family.base)
     size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
     return Head(module, size, dtype, device, count.num_bytes, bare_head(module, family.head))
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
-from sarathi_pp.model.fuse.bare_model import bare_head, embody
+from sarathi_pp.model.fuse.bare_model import bare_head, use_bare_model
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
@@ -99,7 +99,7 @@ class GpuStage:
             module.load_state_dict(weights)
         module.requires_grad_(False)
         fuse(module)
-        embody(module, "model")
+        use_bare_model(module, "model")
         if device.type == "cuda":
             give_back()  # what was merged
         layers, count = (0, shape.num_layers), shape.num_layers

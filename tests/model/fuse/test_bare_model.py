@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sarathi_pp.model import stage_model as slices
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.fuse.bare_model import Body, bare_head
+from sarathi_pp.model.fuse.bare_model import BareModel, bare_head
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.inputs import Span, build_inputs
@@ -27,7 +27,7 @@ from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
 LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
-EMBODIED = LIKE_LLAMA | {"cohere", "glm4", "olmo2", "phi3", "smollm3"}
+WITH_BARE_MODEL = LIKE_LLAMA | {"cohere", "glm4", "olmo2", "phi3", "smollm3"}
 # Which fill the registers of fused kernels.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 # Two sequences, one after the other and together: starts and counts of each.
@@ -68,7 +68,7 @@ def load(directory: Path, dtype: torch.dtype, bounds: tuple[int, ...]) -> list[S
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted(EMBODIED))
+@pytest.mark.parametrize("family", sorted(WITH_BARE_MODEL))
 def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as compiled layers need it
@@ -76,15 +76,15 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
         directory = checkpoint(tmp_path, family, **(WIDE if family in LIKE_LLAMA else {}))
         for bounds in ((0, NUM_LAYERS), (0, 2, NUM_LAYERS)):
             stages = load(directory, dtype, bounds)
-            assert all(isinstance(stage.module.base_model, Body) for stage in stages)
+            assert all(isinstance(stage.module.base_model, BareModel) for stage in stages)
             head = load_head(directory, dtype, CPU)
-            assert isinstance(head.module.base_model, Body)
+            assert isinstance(head.module.base_model, BareModel)
             with (
-                mock.patch.object(slices, "embody", lambda module, name: False),
+                mock.patch.object(slices, "use_bare_model", lambda module, name: False),
                 mock.patch.object(slices, "bare_head", lambda module, name: None),
             ):
                 own, own_head = load(directory, dtype, bounds), load_head(directory, dtype, CPU)
-            assert not any(isinstance(stage.module.base_model, Body) for stage in own)
+            assert not any(isinstance(stage.module.base_model, BareModel) for stage in own)
             found = run(stages, dtype)
             assert all(map(torch.equal, found, run(own, dtype)))
             for logits, rows in zip(found[1::3], found[2::3], strict=True):
@@ -102,10 +102,10 @@ def test_a_head_is_bare_where_the_model_makes_nothing_else_of_what_it_gives(fami
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - EMBODIED))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - WITH_BARE_MODEL))
 def test_others_keep_their_own_forward(family, tmp_path):
     (stage,) = load(checkpoint(tmp_path, family), torch.float32, (0, NUM_LAYERS))
-    assert not any(isinstance(module, Body) for module in stage.module.modules())
+    assert not any(isinstance(module, BareModel) for module in stage.module.modules())
 
 
 def rotary(head_dim: int = 64, **parameters: Any) -> Any:
@@ -168,7 +168,7 @@ def test_angles_that_depend_on_the_longest_are_not_looked_up():
 @pytest.mark.parametrize("family", sorted(LIKE_LLAMA))
 def test_the_angles_of_compiled_layers_are_looked_up(family, tmp_path):
     (stage,) = load(checkpoint(tmp_path, family, **WIDE), torch.bfloat16, (0, NUM_LAYERS))
-    body = stage.module.base_model
+    bare = stage.module.base_model
     with mock.patch.object(RotaryCache, "of", side_effect=RotaryCache.of, autospec=True) as looked_up:
         run([stage], torch.bfloat16)
-    assert body._rotary_cache is not None and looked_up.call_count == 2 * len(MICROBATCHES)
+    assert bare._rotary_cache is not None and looked_up.call_count == 2 * len(MICROBATCHES)

@@ -27,7 +27,7 @@ from sarathi_pp.distributed.transport import Transport, choose_transport, has_gl
 from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.attention import BACKENDS, Needs, choose_backend, why_not
-from sarathi_pp.model.checkpoint.checksums import verify_weights
+from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.surplus import needed_tensors
@@ -254,7 +254,7 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
         return f"{known[0].vocab_size} tokens"
 
     def sums() -> str:
-        verify_weights(directories[0])
+        verify_checksums(directories[0])
         return "as published"
 
     steps = {"files": files, "architecture": architecture, "weights": weights, "tokenizer": tokenizer}

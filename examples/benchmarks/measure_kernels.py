@@ -28,7 +28,7 @@ from sarathi_pp.bench.machine import stolen
 from sarathi_pp.model import stage_model
 from sarathi_pp.model.attention import numba
 from sarathi_pp.model.fuse import packed_linear, rewrite
-from sarathi_pp.model.stage_model import Head, load_head
+from sarathi_pp.model.stage_model import LMHead, load_lm_head
 
 ALL = "all"
 # What is taken away, by what has to be replaced for it while a stage is loaded.
@@ -48,7 +48,7 @@ WITHOUT_OF_HEAD: dict[str, Replaced] = {
     ALL: (),
     "a bare head": (
         (stage_model, "use_bare_model", lambda module, name: False),
-        (stage_model, "bare_head", lambda module, name: None),
+        (stage_model, "bare_lm_head", lambda module, name: None),
     ),
 }
 
@@ -78,10 +78,10 @@ def measure(stages: dict[str, Stage], rounds: int) -> dict[str, Any]:
 
 
 def measure_heads(directory: Path, rounds: int) -> dict[str, Any]:
-    heads: dict[str, Head] = {}
+    heads: dict[str, LMHead] = {}
     for variant, replaced in WITHOUT_OF_HEAD.items():
         with replacing(replaced):
-            heads[variant] = load_head(directory, torch.bfloat16, CPU)
+            heads[variant] = load_lm_head(directory, torch.bfloat16, CPU)
             packed_linear.warm_linears(heads[variant].module, HEAD_ROWS, time.perf_counter)
     rows = torch.randn(HEAD_ROWS, heads[ALL].size, dtype=torch.bfloat16)
     taken: dict[str, list[float]] = {variant: [] for variant in heads}
@@ -93,7 +93,7 @@ def measure_heads(directory: Path, rounds: int) -> dict[str, Any]:
     return compared(f"the head of {HEAD_ROWS} rows", taken)
 
 
-def head_seconds(head: Head, rows: torch.Tensor) -> float:
+def head_seconds(head: LMHead, rows: torch.Tensor) -> float:
     begin_s = time.perf_counter()
     head.forward(rows)
     return time.perf_counter() - begin_s

@@ -112,7 +112,7 @@ class StageGraphs:
             graph = _StageGraph(model, kv, shape, x, num_heads, device, new_graph())
             found = graph.forward()  # what is compiled on the way cannot be while it is captured
             if out is None:
-                most_rows = max(one.num_seqs if model.head else one.num_tokens for one in shapes)
+                most_rows = max(one.num_seqs if model.has_lm_head else one.num_tokens for one in shapes)
                 out = torch.empty((most_rows, found.shape[1]), dtype=found.dtype, device=device)
             graph.capture(out)
             self._graphs.append(graph)
@@ -153,7 +153,7 @@ class _StageGraph:
         self._model = model
         self._kv = kv
         self._graph = graph
-        num_logit_rows = shape.num_seqs if model.head else 0
+        num_logit_rows = shape.num_seqs if model.has_lm_head else 0
         self._inputs = CapturableInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
         self._x = x[: shape.num_tokens]
         longest = 1 if shape.decodes else shape.num_tokens
@@ -182,7 +182,7 @@ class _StageGraph:
     ) -> Callable[[Tensor | None], Tensor]:
         inputs = self._inputs.load(spans, logit_rows, token_ids)
         self._attention.load(inputs)
-        num_rows = len(logit_rows) if self._model.head else sum(span.num_tokens for span in spans)
+        num_rows = len(logit_rows) if self._model.has_lm_head else sum(span.num_tokens for span in spans)
 
         def compute(hidden: Tensor | None) -> Tensor:
             if hidden is not None:

@@ -4,8 +4,8 @@ The architecture's own `...ForCausalLM` class is subclassed on the fly. After it
 device, where it costs nothing) a MissingLayer replaces every module that the stage does not own:
 
     stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
-    stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  head
-    the head       -      -       -       -       -       -       -     head
+    stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  LM head
+    LM head alone  -      -       -       -       -       -       -     LM head
 
 transformers then loads, converts and initialises what is left as usual, so layers keep their global index
 and whatever depends on it. Attention reaches the pages as adapter.py says. Then what is there is rewritten from
@@ -37,7 +37,7 @@ from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
 from sarathi_pp.model.families import Family
-from sarathi_pp.model.fuse.bare_model import bare_head, use_bare_model
+from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import StageInputs
@@ -48,14 +48,14 @@ from sarathi_pp.model.tensor_parallel import Split, TensorShard
 
 
 class StageModel:
-    """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the head at the end.
+    """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the LM head at the end.
 
     module: the transformers model with missing layers, as the rewrites have left it.
     windows: of each layer, by global index, how many tokens back it sees (itself included), None for all.
     specs: the attention of each layer, made in its first call.
     bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
     steps: (1,) int64, layers computed so far; another thread may read it while a microbatch is computed.
-    bare_head: where there is one, see bare_model.py.
+    bare_lm_head: None if the model has none, see bare_model.py.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class StageModel:
         backend: AttentionBackend,
         bytes_read: int,
         num_bytes: int = 0,
-        bare_head: nn.Module | None = None,
+        bare_lm_head: nn.Module | None = None,
     ) -> None:
         self.module = module
         self._base = module.base_model
-        self._bare_head = bare_head
+        self._bare_lm_head = bare_lm_head
         self.num_bytes = num_bytes
         self.layers = layers
         self.num_layers = num_layers
@@ -86,25 +86,30 @@ class StageModel:
         return self.layers[0] == 0
 
     @property
-    def head(self) -> bool:
+    def has_lm_head(self) -> bool:
         return self.layers[1] == self.num_layers
 
     @torch.inference_mode()
     def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None) -> Tensor:
         """Run one microbatch of T rows: its keys and values go into `kv`, its activations come back.
 
-        x: token ids (T,) int64 where the stage embeds, else hidden states (T, hidden_size).
-        Returns hidden states (T, hidden_size), or logits (n, vocab_size) of `inputs.logit_rows` where the
-        stage has the head; n may be 0. All in the model's dtype. backend: in the place of the stage's own.
-        In float32 on CPU, with numba's attention, what a
-        row gives depends on its own sequence alone, to the last bit.
+        In float32 on CPU, with numba's attention, the result of a row depends on its own sequence alone, to the last
+        bit.
+
+        Args:
+            x: token ids (T,) int64 if the stage embeds, otherwise hidden states (T, hidden_size).
+            backend: replaces the stage's own.
+
+        Returns:
+            Logits (n, vocab_size) of `inputs.logit_rows` if the stage has the LM head, and n may be 0; otherwise hidden
+            states (T, hidden_size). Both have the model's dtype.
         """
         call = self._call(x, inputs, kv, backend)
         with self._batch_invariant:
-            if self.head and self._bare_head is not None:
+            if self.has_lm_head and self._bare_lm_head is not None:
                 rows = self._drawn(self._base(**call).last_hidden_state[0], inputs)
-                return cast(Tensor, self._bare_head(rows[None])[0])
-            if self.head:
+                return cast(Tensor, self._bare_lm_head(rows[None])[0])
+            if self.has_lm_head:
                 # 0 is for all of them, and takes no index.
                 kept = 0 if inputs.all_logits else inputs.logit_rows
                 return cast(Tensor, self.module(**call, logits_to_keep=kept).logits[0])
@@ -112,7 +117,7 @@ class StageModel:
 
     @torch.inference_mode()
     def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
-        """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
+        """Run a microbatch on the last stage, and return the (n, size) inputs that an LMHead elsewhere takes."""
         with self._batch_invariant:
             return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
 
@@ -130,8 +135,8 @@ class StageModel:
         }
 
 
-class Head:
-    """The head of a model by itself. size: of the rows that it takes. The rest as for StageModel."""
+class LMHead:
+    """The LM head of a model, without layers. size: channels of its inputs. See StageModel for the other arguments."""
 
     def __init__(
         self,
@@ -140,20 +145,20 @@ class Head:
         dtype: torch.dtype,
         device: torch.device,
         bytes_read: int,
-        bare_head: nn.Module | None = None,
+        bare_lm_head: nn.Module | None = None,
     ) -> None:
         self.module = module
-        self._bare_head = bare_head
+        self._bare_lm_head = bare_lm_head
         self.size = size
         self.bytes_read = bytes_read
         self._batch_invariant = batch_invariant_mode(dtype, device)
 
     @torch.inference_mode()
     def forward(self, rows: Tensor) -> Tensor:
-        """(n, vocab_size) logits of (n, size) rows, bit for bit what the last stage gives for them."""
+        """Return the (n, vocab_size) logits of (n, size) rows, with the same bits as the last stage gives."""
         with self._batch_invariant:
-            if self._bare_head is not None:
-                return cast(Tensor, self._bare_head(rows[None])[0])
+            if self._bare_lm_head is not None:
+                return cast(Tensor, self._bare_lm_head(rows[None])[0])
             positions = torch.arange(rows.shape[0], device=rows.device)
             found = self.module(inputs_embeds=rows[None], position_ids=positions[None], use_cache=False)
         return cast(Tensor, found.logits[0])
@@ -188,18 +193,18 @@ def load_stage(
     compile_layers(getattr(module.get_submodule(family.base), family.layers))
     use_bare_model(module, family.base)
     windows = layer_windows(config, family)
-    head = bare_head(module, family.head)
-    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, head)
+    lm_head = bare_lm_head(module, family.lm_head)
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, lm_head)
 
 
-def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> Head:
-    """Load the head of a model that `check_model` accepts, beside layers of another end. Raises as `load_stage`."""
+def load_lm_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> LMHead:
+    """Load the LM head of a model that `check_model` accepts, without layers. Raises as `load_stage`."""
     family, config = load_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
     module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
     use_bare_model(module, family.base)
     size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
-    return Head(module, size, dtype, device, count.num_bytes, bare_head(module, family.head))
+    return LMHead(module, size, dtype, device, count.num_bytes, bare_lm_head(module, family.lm_head))
 
 
 def _load(
@@ -332,7 +337,7 @@ def _with_missing_layers(
         if not embeds:
             _drop_embedding(base, family, keep_tied=ends and tied)
         if not ends or alone:
-            _drop_end(self, base, family, keep_head=alone)
+            _drop_end(self, base, family, keep_lm_head=alone)
         if alone:
             setattr(base, family.layers, nn.ModuleList())
 
@@ -347,13 +352,13 @@ def _with_missing_layers(
     return type(architecture.__name__, (architecture,), namespace)
 
 
-def _drop_end(model: Any, base: Any, family: Family, *, keep_head: bool) -> None:
+def _drop_end(model: Any, base: Any, family: Family, *, keep_lm_head: bool) -> None:
     """Drop what turns activations into logits, or all of that but the LM head."""
     setattr(base, family.norm, MissingLayer())
     if family.project_out is not None:
         setattr(base, family.project_out, None)
-    if not keep_head:
-        setattr(model, family.head, MissingLayer())
+    if not keep_lm_head:
+        setattr(model, family.lm_head, MissingLayer())
 
 
 def _drop_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:

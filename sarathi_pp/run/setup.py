@@ -414,7 +414,7 @@ class Job:
             self._topology,
             run,
             activations,
-            self.facts.head_size or self.facts.hidden_size,
+            self.facts.lm_head_size or self.facts.hidden_size,
             clock,
             lambda: runner[0].progress() if runner else Heartbeat(0, False),
             self._on_loss(),

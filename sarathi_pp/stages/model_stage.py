@@ -25,7 +25,7 @@ from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.sampling import sample
-from sarathi_pp.model.stage_model import Head, StageModel, load_head, load_stage, stage_bytes
+from sarathi_pp.model.stage_model import LMHead, StageModel, load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import count_pages, kv_budget_bytes, make_shard, resolve_limits, shard_bytes
 from sarathi_pp.stages.stage import Compute, StageOutput
@@ -77,7 +77,7 @@ class ModelStages:
         self.has_head = moves_head
         self._by_nccl = by_nccl
         self._loaded: StageModel | None = None
-        self._head: Head | None = None
+        self._head: LMHead | None = None
         self._working = 0
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
@@ -99,7 +99,7 @@ class ModelStages:
         assert self._loaded is not None, "layers come first"
         left = room_bytes - self._loaded.num_bytes
         try:
-            self._head = load_head(self._model_dir, self._dtype, self._device, left)
+            self._head = load_lm_head(self._model_dir, self._dtype, self._device, left)
         except CapacityError as error:
             _log.warning("the head stays on the last stage: %s", str(error).splitlines()[0])
             self.has_head = False
@@ -213,7 +213,7 @@ class ModelStage:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        head: Head | None = None,
+        head: LMHead | None = None,
         *,
         graphs: StageGraphs | None = None,
         debug_nan: bool = False,
@@ -246,12 +246,12 @@ class ModelStage:
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
         spans, ids = self._spans(microbatch)
-        drawn = _drawn(microbatch) if self.model.head else []
+        drawn = _drawn(microbatch) if self.model.has_lm_head else []
         forward = self._forward(microbatch, spans, ids, _last_rows(microbatch) if drawn else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
             y = forward(hidden)
-            if self.model.head:
+            if self.model.has_lm_head:
                 return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn))
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
@@ -280,7 +280,7 @@ class ModelStage:
         def forward(hidden: Tensor | None) -> Tensor:
             x = token_ids if hidden is None else hidden
             assert x is not None, "a stage that does not embed gets activations"
-            if self.model.head and microbatch.head_on_first:
+            if self.model.has_lm_head and microbatch.head_on_first:
                 return self.model.forward_rows(x, inputs, self.kv)
             return self.model.forward(x, inputs, self.kv)
 
@@ -302,7 +302,7 @@ class ModelStage:
             y = self.model.forward(self._made_up(rows), inputs, self.kv)
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
-        if self.model.head or self._head is not None:
+        if self.model.has_lm_head or self._head is not None:
             for row in (GREEDY, DRAWN):
                 sample(y, [row])
 

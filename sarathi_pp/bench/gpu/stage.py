@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
-from sarathi_pp.model.fuse.bare_model import bare_head, use_bare_model
+from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
@@ -103,7 +103,7 @@ class GpuStage:
         if device.type == "cuda":
             give_back()  # what was merged
         layers, count = (0, shape.num_layers), shape.num_layers
-        self.model = StageModel(module, layers, count, (None,) * count, backend, 0, 0, bare_head(module, "lm_head"))
+        self.model = StageModel(module, layers, count, (None,) * count, backend, 0, 0, bare_lm_head(module, "lm_head"))
         num_pages = -(-num_tokens // self.page_size)
         self.kv = filled_shard(shape, num_pages, self.page_size, dtype, device)
 

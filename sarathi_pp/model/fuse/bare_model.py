@@ -26,8 +26,8 @@ from sarathi_pp.model.missing_layer import MissingLayer
 
 # Those of Qwen2 and Mistral differ from Llama's in the masks they make; Qwen3's is Qwen2's.
 _KNOWN = (LlamaModel, MistralModel, Qwen2Model)
-# The same but for their examples, which count as their code.
-_WITH_BARE_HEADS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+# They are the same except for their examples, which count as their code.
+_WITH_BARE_LM_HEADS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 
 class _Output(NamedTuple):
@@ -119,6 +119,6 @@ def use_bare_model(module: nn.Module, name: str) -> bool:
     return True
 
 
-def bare_head(module: nn.Module, name: str) -> nn.Module | None:
-    """The submodule of that name, if its output is all that the model makes of the base model's; else None."""
-    return module.get_submodule(name) if any(_is(module, known) for known in _WITH_BARE_HEADS) else None
+def bare_lm_head(module: nn.Module, name: str) -> nn.Module | None:
+    """Return the LM head, the submodule of that name, if the model adds nothing to its output; otherwise None."""
+    return module.get_submodule(name) if any(_is(module, known) for known in _WITH_BARE_LM_HEADS) else None

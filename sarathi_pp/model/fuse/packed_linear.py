@@ -26,7 +26,7 @@ _ROW_STEP = 16
 
 # Numbers of rows at which kinds of tiles are compared, so many times, on layers that together have so many bytes, one
 # of each shape that finds room before any shape again, small ones first: weights come from memory then and not from a
-# cache, and large models, and those with a large head, take no longer. With more than _READING_ROWS computing takes
+# cache, and large models, and those with a large LM head, take no longer. With more than _READING_ROWS computing takes
 # longer than reading, and fewer bytes will do.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3

@@ -125,7 +125,7 @@ def logits_of(stages: Sequence[Stage], tokens: Sequence[Sequence[int]]) -> list[
             rows.append(end - 1)
         hidden = None
         for stage in stages:
-            hidden = stage.run(spans, rows if stage.model.head else (), ids, hidden)
+            hidden = stage.run(spans, rows if stage.model.has_lm_head else (), ids, hidden)
         for (sequence, _), row in zip(microbatch, hidden, strict=True):
             found[sequence].append(row)
     return found

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from sarathi_pp.model import stage_model as slices
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.fuse.bare_model import BareModel, bare_head
+from sarathi_pp.model.fuse.bare_model import BareModel, bare_lm_head
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_head, load_stage
+from sarathi_pp.model.stage_model import StageModel, load_lm_head, load_stage
 from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -77,13 +77,13 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
         for bounds in ((0, NUM_LAYERS), (0, 2, NUM_LAYERS)):
             stages = load(directory, dtype, bounds)
             assert all(isinstance(stage.module.base_model, BareModel) for stage in stages)
-            head = load_head(directory, dtype, CPU)
+            head = load_lm_head(directory, dtype, CPU)
             assert isinstance(head.module.base_model, BareModel)
             with (
                 mock.patch.object(slices, "use_bare_model", lambda module, name: False),
-                mock.patch.object(slices, "bare_head", lambda module, name: None),
+                mock.patch.object(slices, "bare_lm_head", lambda module, name: None),
             ):
-                own, own_head = load(directory, dtype, bounds), load_head(directory, dtype, CPU)
+                own, own_head = load(directory, dtype, bounds), load_lm_head(directory, dtype, CPU)
             assert not any(isinstance(stage.module.base_model, BareModel) for stage in own)
             found = run(stages, dtype)
             assert all(map(torch.equal, found, run(own, dtype)))
@@ -97,8 +97,8 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_head_is_bare_where_the_model_makes_nothing_else_of_what_it_gives(family, tmp_path):
     """Not where logits are scaled or capped, and not of models that nobody has looked at."""
-    module = load_head(checkpoint(tmp_path, family), torch.float32, CPU).module
-    assert (bare_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
+    module = load_lm_head(checkpoint(tmp_path, family), torch.float32, CPU).module
+    assert (bare_lm_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
 
 
 @pytest.mark.oldest

@@ -142,19 +142,25 @@ class ModelStages:
         return True
 
     def _capture(self, run: ResolvedRun, kv: KVShard) -> StageGraphs | None:
-        """None where the model does what no graph can hold, such as asking the device how many tokens an expert got."""
+        """Capture the stage; None if no graph can hold its work, such as asking how many tokens an expert got."""
         facts, pool = self._facts, torch.cuda.graph_pool_handle()
         shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
         assert self._loaded is not None, "load comes first"
         try:
             graphs = StageGraphs(
-                self._loaded, kv, shapes, facts.hidden_size, facts.num_heads, self._device, lambda: CudaGraph(pool)
+                self._loaded,
+                kv,
+                shapes,
+                facts.hidden_size,
+                facts.num_heads,
+                self._device,
+                [CudaGraph(pool) for _ in shapes],  # no name of its own here: it must not outlive a failure
             )
             _log.info("%d graphs of up to %d tokens", len(shapes), shapes[0].num_tokens)
             return graphs
         except RuntimeError as error:
             _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
-        # Behind the except block: what was captured lives as long as its traceback.
+        # After the except block: captured graphs live as long as its traceback.
         give_back()
         return None
 

@@ -88,7 +88,7 @@ def measure_working_bytes(
     shapes = graph_shapes(largest.num_tokens, largest.num_rows)
     shapes = tuple(shape for shape in shapes if shape.num_tokens == shapes[0].num_tokens)
     with _measured(device) as capturing:
-        StageGraphs(model, kv, shapes, hidden_size, num_heads, device, _NotCaptured)
+        StageGraphs(model, kv, shapes, hidden_size, num_heads, device, [_NotCaptured()] * len(shapes))
     return computing.num_bytes + capturing.num_bytes
 
 

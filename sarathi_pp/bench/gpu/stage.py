@@ -122,7 +122,6 @@ class GpuStage:
         """The same by a CUDA graph of that very shape, which is what a pipeline's uniform microbatches get."""
         spans, rows, ids = self._laid_out(extents)
         shape = Shape(len(ids), len(spans), decodes=len(ids) == len(spans))
-        pool = torch.cuda.graph_pool_handle()
         graphs = StageGraphs(
             self.model,
             self.kv,
@@ -130,7 +129,7 @@ class GpuStage:
             self.shape.hidden_size,
             self.shape.num_heads,
             self.device,
-            lambda: CudaGraph(pool),
+            [CudaGraph(torch.cuda.graph_pool_handle())],
         )
         compute = graphs.prepare(spans, rows, ids)
         assert compute is not None, "it was captured for it"

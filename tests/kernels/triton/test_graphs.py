@@ -70,7 +70,7 @@ class Stage:
             self.kv.values(layer).fill_(torch.nan)
         if self.shapes:
             sizes = self.config.hidden_size, self.config.num_attention_heads
-            self.graphs = StageGraphs(self.model, self.kv, self.shapes, *sizes, CPU, Repeated)
+            self.graphs = StageGraphs(self.model, self.kv, self.shapes, *sizes, CPU, [Repeated() for _ in self.shapes])
 
     def run(self, spans: Sequence[Span], rows: Sequence[int], ids: array[int], hidden: Tensor | None) -> Tensor:
         forward = self.graphs.prepare(spans, rows, ids) if self.graphs is not None else None

@@ -25,9 +25,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import row_ops
+        from sarathi_pp_kernels.cpu.row_ops import silu_multiply  # numba is not everywhere
 
-        self._kernel = row_ops
+        self._silu_multiply = silu_multiply
         self.width = mlp.up_proj.out_features
         self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next is packed
@@ -41,7 +41,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
     def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
-        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width)
+        self._silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width)
 
 
 class RowNorm(nn.Module):
@@ -49,9 +49,9 @@ class RowNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import row_ops
+        from sarathi_pp_kernels.cpu.row_ops import add_rms_norm, rms_norm  # numba is not everywhere
 
-        self._kernel = row_ops
+        self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
         self.weight = norm.weight
         self.epsilon = float(norm.variance_epsilon)
 
@@ -65,7 +65,7 @@ class RowNorm(nn.Module):
     def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
         width = x.shape[-1]
         weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
-        self._kernel.rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
+        self._rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
         """The norm of x + added; `added` becomes that sum."""
@@ -83,7 +83,7 @@ class RowNorm(nn.Module):
     def _add_norm(self, x: Tensor, added: Tensor, out: Tensor, rows: range) -> None:
         width = x.shape[-1]
         weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
-        self._kernel.add_rms_norm(
+        self._add_rms_norm(
             x.data_ptr(),
             added.data_ptr(),
             weight,
@@ -104,9 +104,9 @@ class RotaryAttention(nn.Module):
 
     def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import row_ops
+        from sarathi_pp_kernels.cpu.row_ops import rotate_and_write  # numba is not everywhere
 
-        self._kernel = row_ops
+        self._rotate_and_write = rotate_and_write
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
         self.scaling = attention.scaling
@@ -144,7 +144,7 @@ class RotaryAttention(nn.Module):
 
     def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor, paged: PagedCall, piece: range) -> None:
         kv, inputs = paged.kv, paged.inputs
-        self._kernel.rotate_and_write(
+        self._rotate_and_write(
             rows.data_ptr(),
             self.num_heads,
             self.num_kv_heads,

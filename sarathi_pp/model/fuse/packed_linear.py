@@ -120,11 +120,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import gemm
+        from sarathi_pp_kernels.cpu import gemm  # numba is not everywhere
 
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        self._kernel = gemm
+        self._padded_rows, self._lay_out, self._multiply = gemm.padded_rows, gemm.lay_out, gemm.multiply
         # Neither is a buffer: a packed weight can be neither moved nor saved.
         self._weight = empty_in_large_pages(gemm.packed_shape(self.out_features, self.in_features), torch.int32)
         parts = torch.split(self._weight, [linear.out_features // 16 for linear in linears])
@@ -148,16 +148,16 @@ class PackedLinear(nn.Module):
         assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"
         rows, words = x.reshape(-1, self.in_features).contiguous(), self.in_features // 2
         num_rows = rows.shape[0]
-        out = torch.empty(self._kernel.padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
+        out = torch.empty(self._padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
         if num_rows:
             tiles, high = scratch_of_thread(out.shape[0] * words), num_rows <= self.most_high_rows
-            self._kernel.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
+            self._lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
             pieces = split_range(self.out_features // 16, 2)
-            run_parallel([partial(self._multiply, tiles, out, num_rows, high, piece) for piece in pieces])
+            run_parallel([partial(self._multiply_part, tiles, out, num_rows, high, piece) for piece in pieces])
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:
-        self._kernel.multiply(
+    def _multiply_part(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:
+        self._multiply(
             tiles.data_ptr(),
             self._weight.data_ptr(),
             self._bias.data_ptr(),

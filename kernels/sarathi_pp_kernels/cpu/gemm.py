@@ -44,7 +44,7 @@ _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows that the product writes: the last tile is filled up."""
+    """Return the number of rows that the product writes: the last tile is padded."""
     return -(-num_rows // ROW_STEP) * ROW_STEP
 
 

@@ -2,8 +2,8 @@
 
     python examples/add_a_model.py
 
-sarathi_pp has no model files of its own. A stage is transformers' own class with holes where other stages' layers would
-be, so that an architecture is an entry in sarathi_pp/model/families.py: names of modules, and particulars of its cache.
+sarathi_pp has no model files of its own. A stage is transformers' own class without the layers of other stages. So an
+architecture is an entry in sarathi_pp/model/families.py: names of modules, and particulars of its cache.
 What has no entry is refused, because nobody has proven it. To add one:
 
 1. Write the entry. This script has it in its own hands, and lends it to the package.

@@ -28,27 +28,27 @@ from sarathi_pp.bench.machine import stolen
 from sarathi_pp.model import stage_model
 from sarathi_pp.model.attention import numba
 from sarathi_pp.model.fuse import packed_linear, rewrite
-from sarathi_pp.model.stage_model import Head, load_head
+from sarathi_pp.model.stage_model import LMHead, load_lm_head
 
 ALL = "all"
 # What is taken away, by what has to be replaced for it while a stage is loaded.
 WITHOUT: dict[str, Replaced] = {
     ALL: (),
-    "one call of all layers": ((stage_model, "stack", lambda layers: False),),
+    "one call of all layers": ((stage_model, "compile_layers", lambda layers: False),),
     "fused layers": ((rewrite, "_part", lambda kit, child: None), (rewrite, "_layer", lambda child: None)),
-    "own products and fused layers": ((rewrite, "has_panels", bool), (packed_linear, "has_panels", bool)),
+    "own products and fused layers": ((rewrite, "has_gemm", bool), (packed_linear, "has_gemm", bool)),
     "packed weights and fused layers": ((stage_model, "fuse", lambda module: 0),),
     "the choice of tiles": ((packed_linear, "_most_high_rows", lambda linears, now: 112),),
     "own attention of chunks and decodes": (),
-    "registers in attention": ((numba.NumbaAttention, "fits_lanes", lambda self, kv: False),),
+    "registers in attention": ((numba.NumbaAttention, "fits_simd", lambda self, kv: False),),
 }
 TORCH_ATTENTION = "own attention of chunks and decodes"
 HEAD_ROWS = 16
 WITHOUT_OF_HEAD: dict[str, Replaced] = {
     ALL: (),
     "a bare head": (
-        (stage_model, "embody", lambda module, name: False),
-        (stage_model, "bare_head", lambda module, name: None),
+        (stage_model, "use_bare_model", lambda module, name: False),
+        (stage_model, "bare_lm_head", lambda module, name: None),
     ),
 }
 
@@ -78,10 +78,10 @@ def measure(stages: dict[str, Stage], rounds: int) -> dict[str, Any]:
 
 
 def measure_heads(directory: Path, rounds: int) -> dict[str, Any]:
-    heads: dict[str, Head] = {}
+    heads: dict[str, LMHead] = {}
     for variant, replaced in WITHOUT_OF_HEAD.items():
         with replacing(replaced):
-            heads[variant] = load_head(directory, torch.bfloat16, CPU)
+            heads[variant] = load_lm_head(directory, torch.bfloat16, CPU)
             packed_linear.warm_linears(heads[variant].module, HEAD_ROWS, time.perf_counter)
     rows = torch.randn(HEAD_ROWS, heads[ALL].size, dtype=torch.bfloat16)
     taken: dict[str, list[float]] = {variant: [] for variant in heads}
@@ -93,7 +93,7 @@ def measure_heads(directory: Path, rounds: int) -> dict[str, Any]:
     return compared(f"the head of {HEAD_ROWS} rows", taken)
 
 
-def head_seconds(head: Head, rows: torch.Tensor) -> float:
+def head_seconds(head: LMHead, rows: torch.Tensor) -> float:
     begin_s = time.perf_counter()
     head.forward(rows)
     return time.perf_counter() - begin_s

@@ -1,12 +1,12 @@
-"""Operations on CPU in float32 whose rows depend on nothing but the row.
+"""Batch-invariant operations on CPU in float32: a row's result depends on nothing but the row.
 
-The libraries behind them tell by the last bits how many rows ran beside one, and a sampled token can hang on those: a
-run that is interrupted and goes on would not always draw what an undisturbed one draws.
+With the libraries alone, the last bits of a row depend on how many rows are computed with it, and a sampled token can
+depend on those bits: a run that is interrupted and resumed would not always draw the tokens of an undisturbed one.
 
-    products       sum in another order where few rows are left for a thread. So rows are filled up to a multiple of a
-                   step, 4 on a Zen 4: no library says which, it is found by trying.
-    exp, cos, ...  are taken in registers, and one by one, to other last bits, where the numbers or a thread's share of
-                   them fill none. So they are taken in pieces that no threads share, filled up.
+    products       sum in another order if few rows are left for a thread. So rows are padded to a multiple of a step,
+                   4 on a Zen 4. No library documents the step; it is found by trying.
+    exp, cos, ...  give other last bits in registers than one by one, which happens if the numbers, or a thread's part
+                   of them, do not fill a register. So they are padded, and computed in pieces of one thread each.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _CURVES: frozenset[Callable[..., Any]] = frozenset(
         *(Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos, Tensor.sin, Tensor.erf),
     )
 )
-# Numbers that one thread takes in any case (torch shares more than 32768 out, of gelu more than these), and a multiple
-# of what fills registers.
+# Numbers that torch gives to one thread (it splits more than 32768, and of gelu more than these), and a multiple of
+# what fills a register.
 _PIECE = 16384
-_LANES = 64
+_REGISTER = 64
 
 
-def steady_rows(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
-    """Inside, what a model computes of float32 rows on CPU has the same bits however many there are.
+def batch_invariant_mode(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which the bits of a float32 row on CPU do not depend on the number of rows.
 
-    For other dtypes and devices nothing changes: bfloat16 has products of its own (packed_linear.py).
+    It changes nothing for other dtypes and devices: bfloat16 has products of its own (packed_linear.py).
     """
-    return _FilledRows() if dtype == torch.float32 and device.type == "cpu" else nullcontext()
+    return _BatchInvariantMode() if dtype == torch.float32 and device.type == "cpu" else nullcontext()
 
 
 @functools.cache
 def row_step(num_threads: int) -> int:
-    """The smallest step with which that many threads, as many as torch computes with now, give a row the same bits.
+    """Return the smallest step whose multiples of rows give a row the same bits; the largest, with a warning, if none.
 
-    Where none does, the largest, with a warning.
+    num_threads: the number that torch computes with now.
     """
     random = torch.Generator().manual_seed(0)
     inputs, outputs = _SIZES
@@ -79,7 +79,7 @@ def row_step(num_threads: int) -> int:
     return _STEPS[-1]
 
 
-class _FilledRows(TorchFunctionMode):
+class _BatchInvariantMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         at = _PRODUCTS.get(func)
@@ -93,15 +93,15 @@ class _FilledRows(TorchFunctionMode):
 def _product(func: Callable[..., Any], args: Sequence[Any], at: int) -> Tensor:
     x = args[at].reshape(-1, args[at].shape[-1])
     missing = -x.shape[0] % row_step(torch.get_num_threads())
-    filled = functional.pad(x, (0, 0, 0, missing)) if missing else x
-    y: Tensor = func(*args[:at], filled, *args[at + 1 :])
+    padded = functional.pad(x, (0, 0, 0, missing)) if missing else x
+    y: Tensor = func(*args[:at], padded, *args[at + 1 :])
     return y[: x.shape[0]].view(*args[at].shape[:-1], y.shape[-1])
 
 
 def _curve(take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     numbers = x.reshape(-1)
-    filled = functional.pad(numbers, (0, -numbers.shape[0] % _LANES))
-    return torch.cat([take(piece) for piece in torch.split(filled, _PIECE)])[: numbers.shape[0]].view(x.shape)
+    padded = functional.pad(numbers, (0, -numbers.shape[0] % _REGISTER))
+    return torch.cat([take(piece) for piece in torch.split(padded, _PIECE)])[: numbers.shape[0]].view(x.shape)
 
 
 def _is_float_product(args: Sequence[Any], at: int) -> bool:

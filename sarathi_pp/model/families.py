@@ -3,8 +3,8 @@
 A family is in this table when slices of it, chained over the paged cache, give the logits of the unmodified
 transformers model in the tests. Module names are paths inside the `...ForCausalLM` class:
 
-    base.embed  base.positions  base.layers.0 .. base.layers.N-1  base.norm  head
-    |------- first stage ------|------- whoever holds i --------|--- last stage ---|
+    base.embed  base.positions  base.layers.0 .. base.layers.N-1  base.norm  lm_head
+    |------- first stage ------|------ the stage of layer i ----|--- last stage ---|
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Family:
     layers: str = "layers"
     norm: str = "norm"
     project_out: str | None = None
-    head: str = "lm_head"
+    lm_head: str = "lm_head"
     windows: Literal["none", "every", "by_type"] = "none"
     once: tuple[str, ...] = ()
     softcap: str | None = None
@@ -60,7 +60,7 @@ class Family:
 
     @property
     def first_modules(self) -> tuple[str, ...]:
-        """Names of the modules whose weights only the first stage needs (and the last, for a tied head)."""
+        """Names of the modules whose weights only the first stage needs (and the last, for a tied LM head)."""
         return tuple(name for name in (self.embed, self.positions, self.project_in) if name is not None)
 
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sarathi_pp.model.attention import Fixable
-from sarathi_pp.model.inputs import FixedInputs, Span
+from sarathi_pp.model.attention import CapturableBackend
+from sarathi_pp.model.inputs import CapturableInputs, Span
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel
 
@@ -88,9 +88,13 @@ def _up(count: int, sizes: Sequence[int]) -> int:
 
 
 class StageGraphs:
-    """The graphs of one stage. new_graph: makes an empty one.
+    """The CUDA graphs of one stage, captured when this is made.
 
-    hits, misses: microbatches that a graph ran, and those that none fits.
+    hits, misses: microbatches that a graph ran, and those that fit no graph.
+
+    Args:
+        shapes: of the microbatches, the largest first.
+        graphs: an empty one for each shape.
     """
 
     def __init__(
@@ -101,29 +105,30 @@ class StageGraphs:
         hidden_size: int,
         num_heads: int,
         device: torch.device,
-        new_graph: Callable[[], Graph],
+        graphs: Sequence[Graph],
     ) -> None:
         self.hits = self.misses = 0
         most = max(shape.num_tokens for shape in shapes)
         x = torch.zeros((most, hidden_size), dtype=kv.dtype, device=device)
         self._graphs: list[_StageGraph] = []
         out: Tensor | None = None
-        for shape in shapes:
-            graph = _StageGraph(model, kv, shape, x, num_heads, device, new_graph())
-            found = graph.forward()  # what is compiled on the way cannot be while it is captured
+        for shape, graph in zip(shapes, graphs, strict=True):
+            stage_graph = _StageGraph(model, kv, shape, x, num_heads, device, graph)
+            y = stage_graph.forward()  # kernels are compiled here: they cannot be during capture
             if out is None:
-                most_rows = max(one.num_seqs if model.head else one.num_tokens for one in shapes)
-                out = torch.empty((most_rows, found.shape[1]), dtype=found.dtype, device=device)
-            graph.capture(out)
-            self._graphs.append(graph)
+                most_rows = max(one.num_seqs if model.has_lm_head else one.num_tokens for one in shapes)
+                out = torch.empty((most_rows, y.shape[1]), dtype=y.dtype, device=device)
+            stage_graph.capture(out)
+            self._graphs.append(stage_graph)
         self._graphs.reverse()
 
     def prepare(
         self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
     ) -> Callable[[Tensor | None], Tensor] | None:
-        """Lay out a microbatch for the smallest graph that fits; None where none does.
+        """Lay out a microbatch for the smallest graph that fits it, and return the forward; None if no graph fits.
 
-        What is returned takes and gives what StageModel.forward does. The result is the caller's own.
+        The forward takes hidden states, None if the stage embeds, and returns what StageModel.forward does. The result
+        belongs to the caller.
         """
         num_tokens = sum(span.num_tokens for span in spans)
         decodes = num_tokens == len(spans)
@@ -137,7 +142,7 @@ class StageGraphs:
 
 
 class _StageGraph:
-    """One shape. x: (most, hidden_size), in which activations are put for any of the graphs."""
+    """The graph of one shape. x: (most, hidden_size), which all graphs read activations from."""
 
     def __init__(
         self,
@@ -153,22 +158,22 @@ class _StageGraph:
         self._model = model
         self._kv = kv
         self._graph = graph
-        num_logit_rows = shape.num_seqs if model.head else 0
-        self._fixed = FixedInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
+        num_logit_rows = shape.num_seqs if model.has_lm_head else 0
+        self._inputs = CapturableInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
         self._x = x[: shape.num_tokens]
         longest = 1 if shape.decodes else shape.num_tokens
-        windows = model.windows[model.layers[0] : model.layers[1]]
-        assert isinstance(model.backend, Fixable), "whoever captures has asked"
-        self._attention = model.backend.fixed(shape.num_tokens, shape.num_seqs, longest, kv, num_heads, windows)
+        windows = model.specs.windows[model.layers[0] : model.layers[1]]
+        assert isinstance(model.backend, CapturableBackend), "the caller has checked it"
+        self._attention = model.backend.for_capture(shape.num_tokens, shape.num_seqs, longest, kv, num_heads, windows)
         self._out: Tensor | None = None
 
     def forward(self) -> Tensor:
-        """Of what lies at the fixed addresses."""
-        x = self._fixed.token_ids if self._model.embed else self._x
-        return self._model.forward(x, self._fixed.inputs, self._kv, self._attention)
+        """Compute the inputs at the graph's addresses."""
+        x = self._inputs.token_ids if self._model.embed else self._x
+        return self._model.forward(x, self._inputs.inputs, self._kv, self._attention)
 
     def capture(self, out: Tensor) -> None:
-        """out: where all graphs of the stage put what they give."""
+        """Capture the forward. All graphs of the stage write their result to `out`."""
         self._out = out
 
         def work() -> None:
@@ -180,9 +185,9 @@ class _StageGraph:
     def prepare(
         self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
     ) -> Callable[[Tensor | None], Tensor]:
-        inputs = self._fixed.load(spans, logit_rows, token_ids)
+        inputs = self._inputs.load(spans, logit_rows, token_ids)
         self._attention.load(inputs)
-        num_rows = len(logit_rows) if self._model.head else sum(span.num_tokens for span in spans)
+        num_rows = len(logit_rows) if self._model.has_lm_head else sum(span.num_tokens for span in spans)
 
         def compute(hidden: Tensor | None) -> Tensor:
             if hidden is not None:

@@ -89,17 +89,21 @@ def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: in
     laid = _Layout.of(spans, page_size)
     wanted = array("q", logit_rows)
     parts = [laid.positions, laid.write_pages, laid.write_offsets, wanted, laid.pages]
-    packed = on_device(_tensor(parts), device)
-    positions, pages, offsets, logits, page_ids = torch.split_with_sizes(packed, [len(part) for part in parts])
+    buffer = on_device(_tensor(parts), device)
+    positions, pages, offsets, logits, page_ids = torch.split_with_sizes(buffer, [len(part) for part in parts])
     every = len(wanted) == len(laid.positions) and wanted == array("q", range(len(wanted)))
     return StageInputs(positions, pages, offsets, logits, laid.rows(spans, page_ids), page_ids, every)
 
 
-class FixedInputs:
-    """Inputs of one microbatch after the other at the same addresses, as a captured graph reads them.
+class CapturableInputs:
+    """Inputs of every microbatch at the same addresses, as a CUDA graph reads them.
 
-    num_tokens, num_logit_rows: of the graph. A microbatch that has fewer is filled up with rows at position 0, written
-    to the spare page, and with logits of row 0. token_ids: (num_tokens,) int64, for a stage that embeds.
+    A smaller microbatch is padded: with rows at position 0 that are written to the spare page, and with logits of row
+    0. token_ids: (num_tokens,) int64, for a stage that embeds.
+
+    Args:
+        num_tokens: rows of the graph.
+        num_logit_rows: rows of the graph's logits.
     """
 
     def __init__(
@@ -108,37 +112,37 @@ class FixedInputs:
         self._page_size = page_size
         self._spare_page = num_pages
         self._sizes = [num_tokens, num_tokens, num_tokens, num_tokens, num_logit_rows, num_pages]
-        self._packed = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        self.token_ids, positions, pages, offsets, logits, page_ids = torch.split_with_sizes(self._packed, self._sizes)
+        self._buffer = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self.token_ids, positions, pages, offsets, logits, page_ids = torch.split_with_sizes(self._buffer, self._sizes)
         self.inputs = StageInputs(positions, pages, offsets, logits, (), page_ids)
 
     def load(self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]) -> StageInputs:
-        """Put a microbatch in the place of the one before, when the device comes to it; its own inputs, there."""
+        """Replace the previous microbatch, when the device comes to it, and return this one's inputs there."""
         laid = _Layout.of(spans, self._page_size)
         num_tokens, num_logit_rows = self._sizes[0], self._sizes[4]
         parts = [
-            _filled(token_ids, num_tokens),
-            _filled(laid.positions, num_tokens),
-            _filled(laid.write_pages, num_tokens, self._spare_page),
-            _filled(laid.write_offsets, num_tokens),
-            _filled(logit_rows, num_logit_rows),
+            _padded(token_ids, num_tokens),
+            _padded(laid.positions, num_tokens),
+            _padded(laid.write_pages, num_tokens, self._spare_page),
+            _padded(laid.write_offsets, num_tokens),
+            _padded(logit_rows, num_logit_rows),
             laid.pages,
         ]
-        packed = pinned(_tensor(parts), self._packed.device)
-        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        host = pinned(_tensor(parts), self._buffer.device)
+        self._buffer[: len(host)].copy_(host, non_blocking=True)
         return self.inputs._replace(spans=laid.rows(spans, self.inputs.pages[: len(laid.pages)]))
 
 
-def _filled(numbers: Sequence[int], length: int, number: int = 0) -> array[int]:
+def _padded(numbers: Sequence[int], length: int, number: int = 0) -> array[int]:
     return array("q", [*numbers, *[number] * (length - len(numbers))])
 
 
 def _tensor(parts: Sequence[array[int]]) -> Tensor:
-    """One after the other."""
-    packed = array("q")
+    """Return all parts in one tensor, one after the other."""
+    numbers = array("q")
     for part in parts:
-        packed.extend(part)
-    return torch.frombuffer(packed, dtype=torch.int64)
+        numbers.extend(part)
+    return torch.frombuffer(numbers, dtype=torch.int64)
 
 
 class _Layout(NamedTuple):

@@ -1,12 +1,12 @@
-"""In the place of a module that the stage does not own, or whose work another module has done."""
+"""The stand-in for a module that the stage does not own, or whose work another module does."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 
-class Hole(nn.Module):
-    """What comes in goes out."""
+class MissingLayer(nn.Module):
+    """Returns its input, in place of a layer, a norm, an embedding or an LM head."""
 
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         return hidden

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.triton_available import has_kernels
 
 
@@ -47,7 +47,7 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
         return [], []
     if has_kernels(logits.device) if by_kernels is None else by_kernels:
         return _sample_by_kernels(logits, rows)
-    greedy = _scanned(logits) if logits.dtype == torch.bfloat16 and logits.is_cpu and has_panels() else _largest(logits)
+    greedy = _scanned(logits) if logits.dtype == torch.bfloat16 and logits.is_cpu and has_gemm() else _largest(logits)
     token_ids = [
         max(token, 0) if token < 0 or row.temperature == 0 else _draw(logits[index], row)
         for index, (row, token) in enumerate(zip(rows, greedy, strict=True))
@@ -94,7 +94,7 @@ def _largest(logits: Tensor) -> list[int]:
     if values.device.type != "cpu":
         top, index = values.max(-1)
     else:
-        # torch's takes ten times as long as numpy's, which fills the lanes.
+        # numpy's uses SIMD; torch's takes ten times as long.
         index = torch.from_numpy(values.detach().numpy().argmax(-1))
         top = values.gather(-1, index[:, None])[:, 0]
     # a NaN anywhere in a row is its minimum and its maximum

@@ -1,11 +1,11 @@
 """One stage's part of an unmodified transformers model.
 
-The architecture's own `...ForCausalLM` class is subclassed on the fly, and after its constructor has run (on
-the meta device, where it costs nothing) a hole is put in the place of every module the stage does not own:
+The architecture's own `...ForCausalLM` class is subclassed on the fly. After its constructor has run (on the meta
+device, where it costs nothing) a MissingLayer replaces every module that the stage does not own:
 
     stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
-    stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  head
-    the head       -      -       -       -       -       -       -     head
+    stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  LM head
+    LM head alone  -      -       -       -       -       -       -     LM head
 
 transformers then loads, converts and initialises what is left as usual, so layers keep their global index
 and whatever depends on it. Attention reaches the pages as adapter.py says. Then what is there is rewritten from
@@ -30,30 +30,32 @@ from transformers.utils import logging as transformers_logging
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
-from sarathi_pp.model.batch_invariant import steady_rows
+from sarathi_pp.model.attention.spec import AttentionSpecs
+from sarathi_pp.model.batch_invariant import batch_invariant_mode
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
 from sarathi_pp.model.families import Family
-from sarathi_pp.model.fuse.bare_model import bare_head, embody
-from sarathi_pp.model.fuse.compiled_layers import stack
+from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
+from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
-from sarathi_pp.model.missing_layer import Hole
+from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
 
 
 class StageModel:
-    """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the head at the end.
+    """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the LM head at the end.
 
-    module: the transformers model with holes, as the rewrites have left it.
-    windows: per global layer, how many tokens back it sees (itself included), None for all.
+    module: the transformers model with missing layers, as the rewrites have left it.
+    windows: of each layer, by global index, how many tokens back it sees (itself included), None for all.
+    specs: the attention of each layer, made in its first call.
     bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
     steps: (1,) int64, layers computed so far; another thread may read it while a microbatch is computed.
-    bare_head: where there is one, see bare_model.py.
+    bare_lm_head: None if the model has none, see bare_model.py.
     """
 
     def __init__(
@@ -65,44 +67,49 @@ class StageModel:
         backend: AttentionBackend,
         bytes_read: int,
         num_bytes: int = 0,
-        bare_head: nn.Module | None = None,
+        bare_lm_head: nn.Module | None = None,
     ) -> None:
         self.module = module
         self._base = module.base_model
-        self._bare_head = bare_head
+        self._bare_lm_head = bare_lm_head
         self.num_bytes = num_bytes
         self.layers = layers
         self.num_layers = num_layers
-        self.windows = windows
+        self.specs = AttentionSpecs(windows)
         self.backend = backend
         self.bytes_read = bytes_read
         self.steps = np.zeros(1, np.int64)
-        self._rows = steady_rows(module.dtype, module.device)
+        self._batch_invariant = batch_invariant_mode(module.dtype, module.device)
 
     @property
     def embed(self) -> bool:
         return self.layers[0] == 0
 
     @property
-    def head(self) -> bool:
+    def has_lm_head(self) -> bool:
         return self.layers[1] == self.num_layers
 
     @torch.inference_mode()
     def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None) -> Tensor:
         """Run one microbatch of T rows: its keys and values go into `kv`, its activations come back.
 
-        x: token ids (T,) int64 where the stage embeds, else hidden states (T, hidden_size).
-        Returns hidden states (T, hidden_size), or logits (n, vocab_size) of `inputs.logit_rows` where the
-        stage has the head; n may be 0. All in the model's dtype. backend: in the place of the stage's own.
-        In float32 on CPU, with numba's attention, what a
-        row gives depends on its own sequence alone, to the last bit.
+        In float32 on CPU, with numba's attention, the result of a row depends on its own sequence alone, to the last
+        bit.
+
+        Args:
+            x: token ids (T,) int64 if the stage embeds, otherwise hidden states (T, hidden_size).
+            backend: replaces the stage's own.
+
+        Returns:
+            Logits (n, vocab_size) of `inputs.logit_rows` if the stage has the LM head, and n may be 0; otherwise hidden
+            states (T, hidden_size). Both have the model's dtype.
         """
         call = self._call(x, inputs, kv, backend)
-        with self._rows:
-            if self.head and self._bare_head is not None:
+        with self._batch_invariant:
+            if self.has_lm_head and self._bare_lm_head is not None:
                 rows = self._drawn(self._base(**call).last_hidden_state[0], inputs)
-                return cast(Tensor, self._bare_head(rows[None])[0])
-            if self.head:
+                return cast(Tensor, self._bare_lm_head(rows[None])[0])
+            if self.has_lm_head:
                 # 0 is for all of them, and takes no index.
                 kept = 0 if inputs.all_logits else inputs.logit_rows
                 return cast(Tensor, self.module(**call, logits_to_keep=kept).logits[0])
@@ -110,8 +117,8 @@ class StageModel:
 
     @torch.inference_mode()
     def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
-        """As `forward` of the last stage, but (n, size) for `Head`: what its own head would have taken."""
-        with self._rows:
+        """Run a microbatch on the last stage, and return the (n, size) inputs that an LMHead elsewhere takes."""
+        with self._batch_invariant:
             return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
 
     def _drawn(self, rows: Tensor, inputs: StageInputs) -> Tensor:
@@ -124,12 +131,12 @@ class StageModel:
             "input_ids" if self.embed else "inputs_embeds": x[None],
             "position_ids": inputs.position_ids[None],
             "use_cache": False,
-            "paged": PagedCall(backend or self.backend, kv, inputs, self.windows, self.steps),
+            "paged": PagedCall(backend or self.backend, kv, inputs, self.specs, self.steps),
         }
 
 
-class Head:
-    """The head of a model by itself. size: of the rows that it takes. The rest as for StageModel."""
+class LMHead:
+    """The LM head of a model, without layers. size: channels of its inputs. See StageModel for the other arguments."""
 
     def __init__(
         self,
@@ -138,20 +145,20 @@ class Head:
         dtype: torch.dtype,
         device: torch.device,
         bytes_read: int,
-        bare_head: nn.Module | None = None,
+        bare_lm_head: nn.Module | None = None,
     ) -> None:
         self.module = module
-        self._bare_head = bare_head
+        self._bare_lm_head = bare_lm_head
         self.size = size
         self.bytes_read = bytes_read
-        self._rows = steady_rows(dtype, device)
+        self._batch_invariant = batch_invariant_mode(dtype, device)
 
     @torch.inference_mode()
     def forward(self, rows: Tensor) -> Tensor:
-        """(n, vocab_size) logits of (n, size) rows, bit for bit what the last stage gives for them."""
-        with self._rows:
-            if self._bare_head is not None:
-                return cast(Tensor, self._bare_head(rows[None])[0])
+        """Return the (n, vocab_size) logits of (n, size) rows, with the same bits as the last stage gives."""
+        with self._batch_invariant:
+            if self._bare_lm_head is not None:
+                return cast(Tensor, self._bare_lm_head(rows[None])[0])
             positions = torch.arange(rows.shape[0], device=rows.device)
             found = self.module(inputs_embeds=rows[None], position_ids=positions[None], use_cache=False)
         return cast(Tensor, found.logits[0])
@@ -183,21 +190,21 @@ def load_stage(
         )
     count = ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
-    stack(getattr(module.get_submodule(family.base), family.layers))
-    embody(module, family.base)
+    compile_layers(getattr(module.get_submodule(family.base), family.layers))
+    use_bare_model(module, family.base)
     windows = layer_windows(config, family)
-    head = bare_head(module, family.head)
-    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, head)
+    lm_head = bare_lm_head(module, family.lm_head)
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, lm_head)
 
 
-def load_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> Head:
-    """Load the head of a model that `check_model` accepts, beside layers of another end. Raises as `load_stage`."""
+def load_lm_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> LMHead:
+    """Load the LM head of a model that `check_model` accepts, without layers. Raises as `load_stage`."""
     family, config = load_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
     module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
-    embody(module, family.base)
+    use_bare_model(module, family.base)
     size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
-    return Head(module, size, dtype, device, count.num_bytes, bare_head(module, family.head))
+    return LMHead(module, size, dtype, device, count.num_bytes, bare_lm_head(module, family.lm_head))
 
 
 def _load(
@@ -211,7 +218,10 @@ def _load(
     shard: TensorShard | None,
     count: ReadCount,
 ) -> tuple[Any, int]:
-    """The transformers model with holes, its weights in place and fused, and their bytes. count: told what is read."""
+    """Return the transformers model with missing layers, weights loaded and fused, and the bytes of its weights.
+
+    count: sums up the bytes that are read.
+    """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that are not here
     tensors, split = _stored(directory, family, config, layers, dtype, device, shard, count)
@@ -219,7 +229,7 @@ def _load(
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     architecture = getattr(transformers, family.architecture)
-    stage_class = _with_holes(directory, architecture, family, layers, num_layers, tied, split)
+    stage_class = _with_missing_layers(directory, architecture, family, layers, num_layers, tied, split)
     with _quiet() as said:
         try:
             module, loaded = stage_class.from_pretrained(
@@ -299,7 +309,7 @@ class _NoPositions(nn.Module):
         return torch.zeros((), device=like.device)
 
 
-def _with_holes(
+def _with_missing_layers(
     directory: Path,
     architecture: Any,
     family: Family,
@@ -308,7 +318,7 @@ def _with_holes(
     tied: bool,
     split: Split | None,
 ) -> Any:
-    """A subclass of the architecture whose instances hold only the stage's modules, and a shard's part of them."""
+    """Return a subclass of the architecture whose instances hold only the stage's modules, or a shard's part."""
     first, end = layers
     embeds, ends, alone = first == 0, end == num_layers, first == end
 
@@ -321,13 +331,13 @@ def _with_holes(
         blocks = getattr(base, family.layers)
         for index in range(num_layers):
             if not first <= index < end:
-                blocks[index] = Hole()
+                blocks[index] = MissingLayer()
         if split is not None:
             split.narrow(blocks)
         if not embeds:
-            _dig_embedding(base, family, keep_tied=ends and tied)
+            _drop_embedding(base, family, keep_tied=ends and tied)
         if not ends or alone:
-            _dig_end(self, base, family, keep_head=alone)
+            _drop_end(self, base, family, keep_lm_head=alone)
         if alone:
             setattr(base, family.layers, nn.ModuleList())
 
@@ -342,19 +352,19 @@ def _with_holes(
     return type(architecture.__name__, (architecture,), namespace)
 
 
-def _dig_end(model: Any, base: Any, family: Family, *, keep_head: bool) -> None:
-    """Take out what turns activations into logits, or all of that but the head."""
-    setattr(base, family.norm, Hole())
+def _drop_end(model: Any, base: Any, family: Family, *, keep_lm_head: bool) -> None:
+    """Drop what turns activations into logits, or all of that but the LM head."""
+    setattr(base, family.norm, MissingLayer())
     if family.project_out is not None:
         setattr(base, family.project_out, None)
-    if not keep_head:
-        setattr(model, family.head, Hole())
+    if not keep_lm_head:
+        setattr(model, family.lm_head, MissingLayer())
 
 
-def _dig_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
-    """Take out what turns token ids into activations; a tied head still needs the embedding's weight."""
+def _drop_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
+    """Drop what turns token ids into activations; a tied LM head still needs the embedding's weight."""
     if not keep_tied:
-        setattr(base, family.embed, Hole())
+        setattr(base, family.embed, MissingLayer())
     if family.positions is not None:
         setattr(base, family.positions, _NoPositions())
     if family.project_in is not None:

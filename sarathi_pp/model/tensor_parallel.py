@@ -8,7 +8,7 @@ Which products those are, the configuration's `base_model_tp_plan` says:
     moe_tp_experts    experts that give summands          added up once, behind all experts
 
 So hidden states are whole on every shard, and the same to the last bit. Embedding, norms, routers, shared experts and
-head are whole on every shard too.
+LM head are whole on every shard too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Split:
         self, plan: Mapping[str, str] | None, family: Family, layers: tuple[int, int], shard: TensorShard
     ) -> None:
         prefix = f"{family.layers}.*."
-        # Of a model whose head is its embedding, releases of transformers before 5.21 split it: here it stays whole.
+        # If the LM head is the embedding, releases of transformers before 5.21 split it: here it stays whole.
         splits = {name: style for name, style in (plan or {}).items() if (name, style) != (family.embed, _OF_EMBEDDING)}
         unknown = {name: style for name, style in splits.items() if style not in _STYLES}
         unknown |= {name: style for name, style in splits.items() if not name.startswith(prefix)}

@@ -27,12 +27,12 @@ from sarathi_pp.distributed.transport import Transport, choose_transport, has_gl
 from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.attention import BACKENDS, Needs, choose_backend, why_not
-from sarathi_pp.model.checkpoint.checksums import verify_weights
+from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.surplus import needed_tensors
-from sarathi_pp.model.fuse.packed_linear import has_onednn, has_panels
+from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
@@ -163,12 +163,12 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
     reason = why_no_kernels(device)
     yield Finding("kernels", "Triton's", "unused" if reason else "used", reason or "of norms, rotations, gates, draws")
     on_cpu = device.type == "cpu"
-    if has_panels():
+    if has_gemm():
         yield Finding("kernels", "numba's", "used" if on_cpu else "unused", "of bfloat16 linear layers on CPU")
     else:
         lacks = "needs the package numba" if find_spec("numba") is None else "the processor has no AVX512-BF16"
         yield Finding("kernels", "numba's", "unused", f"of bfloat16 linear layers on CPU: {lacks}")
-    state: State = "used" if on_cpu and has_onednn() and not has_panels() else "unused"
+    state: State = "used" if on_cpu and has_onednn() and not has_gemm() else "unused"
     detail = "of bfloat16 linear layers that numba's do not take" if has_onednn() else "torch has none here"
     yield Finding("kernels", "oneDNN's", state, detail)
 
@@ -254,7 +254,7 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
         return f"{known[0].vocab_size} tokens"
 
     def sums() -> str:
-        verify_weights(directories[0])
+        verify_checksums(directories[0])
         return "as published"
 
     steps = {"files": files, "architecture": architecture, "weights": weights, "tokenizer": tokenizer}

@@ -25,7 +25,7 @@ from sarathi_pp.inputs.source import (
     is_stream,
     scan_input,
 )
-from sarathi_pp.model.checkpoint.checksums import verify_weights
+from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
 from sarathi_pp.outputs.journal import Start, holds_anything, read_done
@@ -199,7 +199,7 @@ def check_lines(job: BatchJob, checked: Preflight, warn: Callable[[str], None]) 
 def check_weights(job: BatchJob) -> None:
     """Under --verify, once a host. Raises InputError or MissingError."""
     if job.verify and job.config.emulate is None:
-        verify_weights(find_model(job.config.model))
+        verify_checksums(find_model(job.config.model))
 
 
 def is_restart(job: BatchJob, place: Place) -> bool:

@@ -263,7 +263,7 @@ def open_pipeline(
     _log.info("edges through shared memory, between ranks: %s", shared or "none")
     facts = checked.facts
     activations = Payloads(run.max_microbatch_tokens, (facts.hidden_size,), loaded.dtype, start.device)
-    wires = edges.open_wires(run, activations, facts.head_size or facts.hidden_size)
+    wires = edges.open_wires(run, activations, facts.lm_head_size or facts.hidden_size)
     runner = StageRunner(
         stage,
         wires.way_out,

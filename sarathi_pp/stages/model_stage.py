@@ -17,7 +17,7 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.errors import CapacityError, ProtocolError
-from sarathi_pp.model.attention import Fixable, Needs, choose_backend
+from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.fuse.packed_linear import warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
@@ -25,7 +25,7 @@ from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.sampling import sample
-from sarathi_pp.model.stage_model import Head, StageModel, load_head, load_stage, stage_bytes
+from sarathi_pp.model.stage_model import LMHead, StageModel, load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import count_pages, kv_budget_bytes, make_shard, resolve_limits, shard_bytes
 from sarathi_pp.stages.stage import Compute, StageOutput
@@ -77,7 +77,7 @@ class ModelStages:
         self.has_head = moves_head
         self._by_nccl = by_nccl
         self._loaded: StageModel | None = None
-        self._head: Head | None = None
+        self._head: LMHead | None = None
         self._working = 0
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
@@ -99,7 +99,7 @@ class ModelStages:
         assert self._loaded is not None, "layers come first"
         left = room_bytes - self._loaded.num_bytes
         try:
-            self._head = load_head(self._model_dir, self._dtype, self._device, left)
+            self._head = load_lm_head(self._model_dir, self._dtype, self._device, left)
         except CapacityError as error:
             _log.warning("the head stays on the last stage: %s", str(error).splitlines()[0])
             self.has_head = False
@@ -136,25 +136,31 @@ class ModelStages:
         if self._shard is not None and self._shard.size > 1:
             _log.info("no CUDA graphs: what tensor shards add up between products is not captured")
             return False
-        if not isinstance(self._backend, Fixable):
+        if not isinstance(self._backend, CapturableBackend):
             _log.info("no CUDA graphs: attention %s cannot be captured", self._backend.name)
             return False
         return True
 
     def _capture(self, run: ResolvedRun, kv: KVShard) -> StageGraphs | None:
-        """None where the model does what no graph can hold, such as asking the device how many tokens an expert got."""
+        """Capture the stage; None if no graph can hold its work, such as asking how many tokens an expert got."""
         facts, pool = self._facts, torch.cuda.graph_pool_handle()
         shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
         assert self._loaded is not None, "load comes first"
         try:
             graphs = StageGraphs(
-                self._loaded, kv, shapes, facts.hidden_size, facts.num_heads, self._device, lambda: CudaGraph(pool)
+                self._loaded,
+                kv,
+                shapes,
+                facts.hidden_size,
+                facts.num_heads,
+                self._device,
+                [CudaGraph(pool) for _ in shapes],  # no name of its own here: it must not outlive a failure
             )
             _log.info("%d graphs of up to %d tokens", len(shapes), shapes[0].num_tokens)
             return graphs
         except RuntimeError as error:
             _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
-        # Behind the except block: what was captured lives as long as its traceback.
+        # After the except block: captured graphs live as long as its traceback.
         give_back()
         return None
 
@@ -213,7 +219,7 @@ class ModelStage:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        head: Head | None = None,
+        head: LMHead | None = None,
         *,
         graphs: StageGraphs | None = None,
         debug_nan: bool = False,
@@ -246,12 +252,12 @@ class ModelStage:
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
         spans, ids = self._spans(microbatch)
-        drawn = _drawn(microbatch) if self.model.head else []
+        drawn = _drawn(microbatch) if self.model.has_lm_head else []
         forward = self._forward(microbatch, spans, ids, _last_rows(microbatch) if drawn else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
             y = forward(hidden)
-            if self.model.head:
+            if self.model.has_lm_head:
                 return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn))
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
@@ -280,7 +286,7 @@ class ModelStage:
         def forward(hidden: Tensor | None) -> Tensor:
             x = token_ids if hidden is None else hidden
             assert x is not None, "a stage that does not embed gets activations"
-            if self.model.head and microbatch.head_on_first:
+            if self.model.has_lm_head and microbatch.head_on_first:
                 return self.model.forward_rows(x, inputs, self.kv)
             return self.model.forward(x, inputs, self.kv)
 
@@ -302,7 +308,7 @@ class ModelStage:
             y = self.model.forward(self._made_up(rows), inputs, self.kv)
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
-        if self.model.head or self._head is not None:
+        if self.model.has_lm_head or self._head is not None:
             for row in (GREEDY, DRAWN):
                 sample(y, [row])
 

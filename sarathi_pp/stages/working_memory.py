@@ -88,7 +88,7 @@ def measure_working_bytes(
     shapes = graph_shapes(largest.num_tokens, largest.num_rows)
     shapes = tuple(shape for shape in shapes if shape.num_tokens == shapes[0].num_tokens)
     with _measured(device) as capturing:
-        StageGraphs(model, kv, shapes, hidden_size, num_heads, device, _NotCaptured)
+        StageGraphs(model, kv, shapes, hidden_size, num_heads, device, [_NotCaptured()] * len(shapes))
     return computing.num_bytes + capturing.num_bytes
 
 
@@ -96,14 +96,14 @@ def _compute(
     model: StageModel, kv: KVShard, largest: LargestMicrobatch, hidden_size: int, device: torch.device
 ) -> None:
     inputs = build_inputs(
-        largest.spans(kv.page_size), range(largest.num_rows) if model.head else (), kv.page_size, device
+        largest.spans(kv.page_size), range(largest.num_rows) if model.has_lm_head else (), kv.page_size, device
     )
     if model.embed:
         x = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
     else:
         x = torch.zeros(largest.num_tokens, hidden_size, dtype=kv.dtype, device=device)
     y = model.forward(x, inputs, kv)
-    if model.head:
+    if model.has_lm_head:
         # One row that is drawn by chance has the weights of all rows computed.
         sample(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)])
 

@@ -24,7 +24,7 @@ from sarathi_pp.inputs.parse import Row
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import Head, load_head, load_stage
+from sarathi_pp.model.stage_model import LMHead, load_lm_head, load_stage
 from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.trace.clock import Clock, SystemClock
@@ -49,8 +49,8 @@ def stage_models(
 
 
 @cache
-def head_of(directory: Path, dtype: torch.dtype) -> Head:
-    return load_head(directory, dtype, CPU)
+def head_of(directory: Path, dtype: torch.dtype) -> LMHead:
+    return load_lm_head(directory, dtype, CPU)
 
 
 class InTurn:

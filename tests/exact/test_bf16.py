@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
 from torch import Tensor
 
 from sarathi_pp.model.attention import numba as numba_attention
@@ -66,7 +66,7 @@ def test_logits_are_no_farther_from_float32_than_those_of_transformers(family, p
         ours = sliced_logits(known.directory, token_ids, torch.bfloat16, page_size)
     config = known.model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    assert kernel.called == (has_lanes() and page_size == 16 and head_dim == 16)
+    assert kernel.called == (has_avx512_bf16() and page_size == 16 and head_dim == 16)
     largest = exact.abs().max()
     our_error, their_error = (((logits - exact) / largest).square().mean().sqrt() for logits in (ours, theirs))
     print(f"{family}: root mean square error {our_error:.2e} of the largest logit; transformers {their_error:.2e}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sarathi_pp.model.attention import AttentionBackend, choose_backend
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 
@@ -22,27 +22,18 @@ def visible(start: int, num_tokens: int, window: int | None) -> Tensor:
     return (key <= row) if window is None else (key <= row) & (key > row - window)
 
 
-def naive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def naive(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     """One sequence: the last rows' (T, H, D) queries over all its (K, Hkv, D) keys, in float64."""
     group = query.shape[1] // key.shape[1]
     query, key, value = query.double(), key.double(), value.double()
-    scores = torch.einsum("thd,khd->htk", query, key.repeat_interleave(group, 1)) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("thd,khd->htk", query, key.repeat_interleave(group, 1)) * spec.scaling
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     num_tokens = query.shape[0]
-    seen = visible(key.shape[0] - num_tokens, num_tokens, sliding_window)
+    seen = visible(key.shape[0] - num_tokens, num_tokens, spec.sliding_window)
     scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.double()[:, None, None].expand(-1, num_tokens, 1)
+    if spec.sinks is not None:
+        column = spec.sinks.double()[:, None, None].expand(-1, num_tokens, 1)
         weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
@@ -89,22 +80,19 @@ class Case:
         self.query = normal(self.inputs.num_tokens, self.num_heads, self.head_dim)
         self.sinks = normal(self.num_heads) * 2
 
-    def expected(self, **rule: Any) -> Tensor:
+    def expected(self, spec: AttentionSpec) -> Tensor:
         parts = [
-            naive(self.query[span.first_row : span.first_row + span.num_tokens], key, value, **rule)
+            naive(self.query[span.first_row : span.first_row + span.num_tokens], key, value, spec)
             for span, key, value in zip(self.inputs.spans, self.keys, self.values, strict=True)
         ]
         return torch.cat(parts)
 
-    def run(self, backend: AttentionBackend | None = None, **rule: Any) -> Tensor:
+    def run(self, spec: AttentionSpec, backend: AttentionBackend | None = None) -> Tensor:
         backend = backend or choose_backend(self.backend, CPU, self.page_size)
-        return backend(self.query, self.kv, self.layer, self.inputs, **rule)
+        return backend(self.query, self.kv, self.layer, self.inputs, spec)
 
 
-def rule(case: Case, *, window: int | None = None, softcap: float | None = None, sinks: bool = False) -> dict[str, Any]:
-    return {
-        "scaling": case.head_dim**-0.5,
-        "sliding_window": window,
-        "softcap": softcap,
-        "sinks": case.sinks if sinks else None,
-    }
+def spec_for(
+    case: Case, *, window: int | None = None, softcap: float | None = None, sinks: bool = False
+) -> AttentionSpec:
+    return AttentionSpec(case.head_dim**-0.5, window, softcap, case.sinks if sinks else None)

@@ -59,7 +59,7 @@ class Gang:
 
     def __init__(self, stages: list[StageModel], total: Sum, pages: Callable[[StageModel], KVShard]) -> None:
         self.stages = stages
-        self.layers, self.head = stages[0].layers, stages[0].head
+        self.layers, self.has_lm_head = stages[0].layers, stages[0].has_lm_head
         self.total = total
         self._pages = [pages(stage) for stage in stages]
         self._threads = ThreadPoolExecutor(len(stages))

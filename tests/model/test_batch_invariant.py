@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sarathi_pp.model.batch_invariant import steady_rows
+from sarathi_pp.model.batch_invariant import batch_invariant_mode
 
 CPU = torch.device("cpu")
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -44,7 +44,7 @@ def threads(request):
 def test_a_row_is_the_same_bits_in_any_company(kind: str, total: int, first: int, inputs: int, outputs: int) -> None:
     random = torch.Generator().manual_seed(total)
     x, weight = torch.randn(120, inputs, generator=random), torch.randn(outputs, inputs, generator=random)
-    with steady_rows(torch.float32, CPU):
+    with batch_invariant_mode(torch.float32, CPU):
         whole = PRODUCTS[kind](x, weight)
         some = PRODUCTS[kind](x[first : first + total], weight)
         in_batches = PRODUCTS[kind](x[None, first : first + total], weight) if kind != "addmm" else some[None]
@@ -71,7 +71,7 @@ CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_curve_is_the_same_bits_in_any_company(kind: str, width: int) -> None:
     x = torch.randn(60, width, generator=torch.Generator().manual_seed(width))
     take = CURVES[kind]
-    with steady_rows(torch.float32, CPU):
+    with batch_invariant_mode(torch.float32, CPU):
         whole = take(x)
         for first, end in ((0, 1), (1, 2), (5, 8), (59, 60), (0, 50), (50, 60)):
             assert take(x[first:end]).equal(whole[first:end])
@@ -81,7 +81,7 @@ def test_a_curve_is_the_same_bits_in_any_company(kind: str, width: int) -> None:
 
 def test_other_products_and_dtypes_pass_through() -> None:
     x = torch.randn(3, 8)
-    with steady_rows(torch.float32, CPU):
+    with batch_invariant_mode(torch.float32, CPU):
         for dtype in (torch.float64, torch.bfloat16):
             layer = nn.Linear(8, 5, dtype=dtype)
             assert layer(x.to(dtype)).equal(functional.linear(x.to(dtype), layer.weight, layer.bias))
@@ -95,5 +95,5 @@ def test_other_products_and_dtypes_pass_through() -> None:
         kept = x.clone()
         assert functional.silu(kept, inplace=True) is kept and kept.allclose(functional.silu(x))
         assert functional.silu(x[:0]).shape == (0, 8)
-    assert not isinstance(steady_rows(torch.bfloat16, CPU), torch.overrides.TorchFunctionMode)
-    assert not isinstance(steady_rows(torch.float32, torch.device("cuda")), torch.overrides.TorchFunctionMode)
+    assert not isinstance(batch_invariant_mode(torch.bfloat16, CPU), torch.overrides.TorchFunctionMode)
+    assert not isinstance(batch_invariant_mode(torch.float32, torch.device("cuda")), torch.overrides.TorchFunctionMode)

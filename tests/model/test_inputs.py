@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.model.inputs import FixedInputs, Span, build_inputs
+from sarathi_pp.model.inputs import CapturableInputs, Span, build_inputs
 
 CPU = torch.device("cpu")
 
@@ -60,8 +60,8 @@ def test_all_logits_are_those_of_every_row_in_order() -> None:
     spans = [Span(0, 2, [1]), Span(5, 1, [2, 3])]
     for rows, every in (([0, 1, 2], True), ([1, 2], False), ([2, 1, 0], False), ([0, 1, 1], False), ([], False)):
         assert build_inputs(spans, rows, 4, CPU).all_logits is every
-    # A graph's are filled up, with as many rows as it has: none of them stands where it did.
-    assert not FixedInputs(3, 3, 8, 4, CPU).load(spans, [0, 1, 2], [7, 8, 9]).all_logits
+    # A graph's inputs are padded to its number of rows: none of them is where it was.
+    assert not CapturableInputs(3, 3, 8, 4, CPU).load(spans, [0, 1, 2], [7, 8, 9]).all_logits
 
 
 def test_a_page_table_may_grow_afterwards() -> None:

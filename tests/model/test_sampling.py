@@ -15,7 +15,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.model import sampling
-from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.sampling import sample, uniform
 
 
@@ -126,7 +126,7 @@ def test_greedy_ignores_filters_and_takes_the_first_of_equal_logits() -> None:
     assert sample(logits, rows) == ([1, 0], [False, False])
 
 
-@pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here")
+@pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
 @given(st.integers(1, 4), st.integers(1, 700), st.integers(0, 2**32 - 1), st.sampled_from(["few", "any", "finite"]))
 @settings(max_examples=300, deadline=None)
 def test_one_pass_over_bfloat16_finds_what_torch_does(num_rows: int, width: int, seed: int, kind: str) -> None:

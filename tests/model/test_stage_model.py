@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.weights import BLOCK_BYTES
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
-from sarathi_pp.model.fuse.packed_linear import PanelLinear
+from sarathi_pp.model.fuse.packed_linear import PackedLinear
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import Head, StageModel, layer_windows, load_head, load_stage
+from sarathi_pp.model.stage_model import LMHead, StageModel, layer_windows, load_lm_head, load_stage
 from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def prompts() -> dict[str, torch.Tensor]:
 
 
 def run_schedule(
-    stages: list[StageModel], facts: ModelFacts, schedule: Schedule = SCHEDULE, head: Head | None = None
+    stages: list[StageModel], facts: ModelFacts, schedule: Schedule = SCHEDULE, head: LMHead | None = None
 ) -> dict[str, dict[int, torch.Tensor]]:
     """Sequence -> position -> logits, for every row that was asked for. head: in the place of the last stage's own."""
     pages = iter(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(3)).tolist())
@@ -112,11 +113,11 @@ def run_schedule(
         inputs = build_inputs(spans, rows, PAGE_SIZE, CPU)
         x = torch.cat(ids)
         for stage, kv in zip(stages, shards, strict=True):
-            if stage.head and head is not None and rows:
+            if stage.has_lm_head and head is not None and rows:
                 x = head.forward(stage.forward_rows(x, inputs, kv))
                 continue
             x = stage.forward(x, inputs, kv)
-            if not stage.head:
+            if not stage.has_lm_head:
                 assert x.shape == (len(places), facts.hidden_size)
         assert x.shape == (len(rows), VOCAB_SIZE)
         for row, logits in zip(rows, x, strict=True):
@@ -168,8 +169,8 @@ def test_the_head_by_itself_gives_the_bits_of_the_last_stage(family: str, saved:
     directory, _ = saved(family, 3)
     facts = check_model(directory)
     stages = [load(directory, part) for part in TWO_STAGES]
-    head = load_head(directory, torch.float32, CPU)
-    width = facts.head_size or facts.hidden_size
+    head = load_lm_head(directory, torch.float32, CPU)
+    width = facts.lm_head_size or facts.hidden_size
     assert head.size == width
     assert head.bytes_read <= 4 * (width + 1) * VOCAB_SIZE, "a weight, and a bias where there is one"
     beside, own = run_schedule(stages, facts, head=head), run_schedule(stages, facts)
@@ -186,12 +187,12 @@ def test_in_bfloat16_too(tmp_path: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(5)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    last, head = load(tmp_path, (2, 5), torch.bfloat16), load_head(tmp_path, torch.bfloat16, CPU)
+    last, head = load(tmp_path, (2, 5), torch.bfloat16), load_lm_head(tmp_path, torch.bfloat16, CPU)
     kv = KVShard((2, 5), NUM_PAGES, PAGE_SIZE, 2, 16, torch.bfloat16, CPU)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     inputs = build_inputs([Span(0, 9, range(3))], (0, 3, 4, 8), PAGE_SIZE, CPU)
     for most_high_rows in (0, 28):  # each process measures which tiles are faster
-        if isinstance(head.module.lm_head, PanelLinear):
+        if isinstance(head.module.lm_head, PackedLinear):
             head.module.lm_head.most_high_rows = most_high_rows
         assert head.forward(last.forward_rows(x, inputs, kv)).equal(last.forward(x, inputs, kv))
 
@@ -249,10 +250,10 @@ def test_windows_are_those_of_the_models_masks(family: str, saved: Saved) -> Non
     directory, reference = saved(family, 1)
     facts = check_model(directory)
     stage = load(directory, (0, NUM_LAYERS))
-    windows = stage.windows
+    windows = stage.specs.windows
     assert set(windows) <= {None, WINDOW}
     if any(windows):
-        stage.windows = (None,) * NUM_LAYERS
+        stage.specs = AttentionSpecs((None,) * NUM_LAYERS)
         assert relative_error(run_schedule([stage], facts), reference) > 1e-4
 
 

@@ -21,7 +21,7 @@ from sarathi_pp.model.checkpoint.support import check_model, check_shards
 from sarathi_pp.model.checkpoint.weights import Cut, ReadCount, StoredTensor
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention
-from sarathi_pp.model.fuse.packed_linear import PanelLinear, has_panels
+from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.stage_model import load_stage
 from sarathi_pp.model.tensor_parallel import Split, Summed, TensorShard
@@ -40,9 +40,7 @@ from tests.model.test_stage_model import (
 
 CPU = torch.device("cpu")
 PROVEN = [name for name in FAMILIES if SUPPORTED[architecture(name)].widths is not None]
-needs_panels = pytest.mark.skipif(
-    not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"
-)
+needs_gemm = pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
 
 Saved = Callable[..., tuple[Path, Any]]
 
@@ -286,7 +284,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_whole_stage(family: str, saved: S
     assert error < max(1.5 * expected, 2e-2), (error, expected)
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_shards_are_fused_like_whole_stages(family: str, saved: Saved) -> None:
     directory, _ = saved(family, hidden_size=64, head_dim=32, intermediate_size=64)
@@ -297,7 +295,7 @@ def test_shards_are_fused_like_whole_stages(family: str, saved: Saved) -> None:
             assert type(layer.self_attn) is RotaryAttention and type(layer.mlp) is GatedMLP
             assert (layer.self_attn.num_heads, layer.self_attn.num_kv_heads, layer.mlp.width) == (2, 1, 32)
             for summed in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                assert type(summed) is Summed and type(summed.summand) is PanelLinear
+                assert type(summed) is Summed and type(summed.summand) is PackedLinear
 
 
 def test_one_shard_is_the_whole_stage(saved: Saved) -> None:

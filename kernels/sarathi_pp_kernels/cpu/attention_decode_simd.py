@@ -1,4 +1,4 @@
-"""Attention of single rows over paged bfloat16 keys and values, in registers (lanes).
+"""Attention of single rows over paged bfloat16 keys and values, with SIMD products.
 
 The steps of attention_decode.py, with products of bfloat16 pairs: sixteen tokens' scores at once, and weighted values
 of two tokens and several heads at once. Weights are rounded to bfloat16 as in attention_prefill.py; scores, the softmax
@@ -78,7 +78,7 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
     kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling,
            softcap, sinks, scratch, out, begin, stop)
 
-    As decode_kernel.compile_kernel says, for tiles of one row; queries, keys, values and outputs are bfloat16.
+    See attention_decode.compile_kernel, for tiles of one row; queries, keys, values and outputs are bfloat16.
     """
     lines = head_dim // 32
     at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))

@@ -1,4 +1,4 @@
-"""Attention of prompt chunks over paged bfloat16 keys and values: products in registers (lanes), one compiled pass.
+"""Attention of prompt chunks over paged bfloat16 keys and values: SIMD products, one compiled pass.
 
 For each KV head, keys are taken in blocks of a size that stays in the second-level cache. A block is laid out once for
 all rows and all query heads that share it:

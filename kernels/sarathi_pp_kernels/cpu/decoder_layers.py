@@ -1,7 +1,7 @@
 """All layers of a stage in one compiled call: Llama's decoder layers in bfloat16 on one thread.
 
-The steps are those of cpu_modules.py, each by the same kernel's code in the same order, so that no bit differs. What
-falls away is what Python does between them.
+The same kernels run in the same order as if each layer called them from Python, so no bit differs. What is saved is
+what Python does between them. Everything is passed by address; DecoderLayersCall is the interface for tensors.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ import numpy as np
 from numba import types
 
 from sarathi_pp_kernels.cpu import attention_decode_simd, attention_prefill, gemm, row_ops
-from sarathi_pp_kernels.cpu.attention_prefill import rows_at_once
 from sarathi_pp_kernels.cpu.simd.call import address_of, caller
 from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
 from sarathi_pp_kernels.cpu.simd.memory import load_bf16, round_lines, store_float
 
-__all__ = ["LAYER", "Call", "Code", "Shape", "Work", "code_for", "rows_at_once", "run_stack", "work_bytes"]
-
-# Of each layer: addresses, but for the window in tokens (0: none). Weights of products are panels, their biases
-# (outputs,) float32. Norms of heads are 0 where there are none.
+# The addresses of a layer's tensors, see DecoderLayer; 0 for no tensor. `window` is a number of tokens, 0 for none.
 LAYER = np.dtype(
     [
         (name, np.int64)
@@ -34,9 +30,7 @@ LAYER = np.dtype(
 
 
 class Shape(NamedTuple):
-    """What all layers have in common. head_epsilon: of the norms of heads. most_rows: see `attend`.
-    most_high_rows: see gemm.py.
-    """
+    """What all layers have in common. head_epsilon: of the norms of heads. most_rows: see `attend`."""
 
     hidden_size: int
     num_heads: int
@@ -48,17 +42,18 @@ class Shape(NamedTuple):
     head_epsilon: float
     scaling: np.float32
     most_rows: int
-    most_high_rows: int
 
 
-class Call(NamedTuple):
-    """One microbatch: counts, and addresses of int64 arrays; but for cos and sin, (num_rows, head_dim) bfloat16, and
-    sinks, (num_heads,) float32.
+class Microbatch(NamedTuple):
+    """One microbatch: counts and addresses.
 
-    places, ends, tables: of decodes, see `_Tiles` in attention/numba.py.
+    The addresses are those of int64 arrays, except cos and sin, (num_rows, head_dim) bfloat16, and sinks, (num_heads,)
+    float32. most_high_rows: see gemm.py. places, ends, tables: of each decode its row, its number of keys, and where
+    its page table begins in `pages`.
     """
 
     num_rows: int
+    most_high_rows: int
     cos: int
     sin: int
     write_pages: int
@@ -72,7 +67,7 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Memory to work in: how many bytes, or addresses."""
+    """Memory to work in: numbers of bytes, or addresses."""
 
     normed: int
     tiles: int
@@ -86,7 +81,12 @@ class Work(NamedTuple):
 
 
 def work_bytes(num_rows: int, most_keys: int, most_chunk: int, shape: Shape) -> Work:
-    """most_keys: of a decode. most_chunk: rows of a chunk."""
+    """Return the bytes that a microbatch needs.
+
+    Args:
+        most_keys: keys of the longest decode, 0 without decodes.
+        most_chunk: rows of the largest chunk, 0 without chunks.
+    """
     padded, hidden, inner = gemm.padded_rows(num_rows), shape.hidden_size, shape.inner_size
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     widest = max(hidden, inner, heads * head_dim)
@@ -169,15 +169,23 @@ def _add(x, added, out, num_rows, width, scratch):  # type: ignore[no-untyped-de
 
 
 @compiled()
-def run_stack(layers, code, shape, call, chunks, work, steps, x, out):  # type: ignore[no-untyped-def]
-    """layers: an array of LAYER. code: `code_for` the stage's heads. shape, call, work: see Shape, Call, and Work with
-    addresses. chunks: (n, 4) int64, of each the first row, rows, start, and where its pages begin in `call.pages`.
-    steps: (1,) int64, raised by one at each layer. x, out: addresses of (num_rows, hidden_size) bfloat16, each in its
-    own memory.
+def run_layers(layers, code, shape, microbatch, chunks, work, steps, x, out):  # type: ignore[no-untyped-def]
+    """Run all layers.
+
+    Args:
+        layers: an array of LAYER.
+        code: of `code_for` the stage's heads.
+        shape: a Shape.
+        microbatch: a Microbatch.
+        chunks: (n, 4) int64, of each the first row, rows, start, and where its pages begin in `microbatch.pages`.
+        work: a Work of addresses.
+        steps: (1,) int64, incremented at each layer.
+        x: address of (num_rows, hidden_size) bfloat16.
+        out: like x, in other memory.
     """
     hidden, inner, heads, kv_heads = shape.hidden_size, shape.inner_size, shape.num_heads, shape.num_kv_heads
     head_dim, epsilon, floats = shape.head_dim, shape.epsilon, work.floats
-    num_rows, high = call.num_rows, call.num_rows <= shape.most_high_rows
+    num_rows, high = microbatch.num_rows, microbatch.num_rows <= microbatch.most_high_rows
     attended_width, qkv_width, no_cap = heads * head_dim, (heads + 2 * kv_heads) * head_dim, np.float32(0)
     _rms_norm(code.rms_norm, (x, layers[0].input_norm, work.normed, 0, num_rows, hidden, epsilon, floats))
     before = x
@@ -190,9 +198,9 @@ def run_stack(layers, code, shape, call, chunks, work, steps, x, out):  # type: 
         _rotate_and_write(
             code.rotate_and_write,
             (
-                work.qkv, heads, kv_heads, head_dim, call.cos, call.sin, layer.keys, layer.values, call.write_pages,
-                call.write_offsets, shape.page_size, 0, num_rows, layer.query_norm, layer.key_norm, shape.head_epsilon,
-                floats,
+                work.qkv, heads, kv_heads, head_dim, microbatch.cos, microbatch.sin, layer.keys, layer.values,
+                microbatch.write_pages, microbatch.write_offsets, shape.page_size, 0, num_rows, layer.query_norm,
+                layer.key_norm, shape.head_epsilon, floats,
             ),
         )  # fmt: skip
         for chunk in range(len(chunks)):
@@ -201,18 +209,18 @@ def run_stack(layers, code, shape, call, chunks, work, steps, x, out):  # type: 
                 code.attend,
                 (
                     work.qkv + first_row * qkv_width * 2, qkv_width // 2, head_dim // 2, layer.keys, layer.values,
-                    kv_heads, heads // kv_heads, head_dim, shape.page_size, call.pages + page * 8, start, count,
-                    shape.most_rows, 0, kv_heads, shape.scaling, no_cap, layer.window, call.sinks, floats,
+                    kv_heads, heads // kv_heads, head_dim, shape.page_size, microbatch.pages + page * 8, start, count,
+                    shape.most_rows, 0, kv_heads, shape.scaling, no_cap, layer.window, microbatch.sinks, floats,
                     work.attended + first_row * attended_width * 2,
                 ),
             )  # fmt: skip
-        if call.num_decodes:
+        if microbatch.num_decodes:
             _read(
                 code.read,
                 (
-                    work.qkv, qkv_width, head_dim, layer.keys, layer.values, kv_heads, call.places, call.pages,
-                    call.tables, call.ends, layer.window, shape.scaling, no_cap, call.sinks, floats, work.attended, 0,
-                    call.num_decodes,
+                    work.qkv, qkv_width, head_dim, layer.keys, layer.values, kv_heads, microbatch.places,
+                    microbatch.pages, microbatch.tables, microbatch.ends, layer.window, shape.scaling, no_cap,
+                    microbatch.sinks, floats, work.attended, 0, microbatch.num_decodes,
                 ),
             )  # fmt: skip
         _linear(

@@ -1,11 +1,11 @@
-"""Linear layers in bfloat16 on CPU: weights laid out in panels, one compiled product for every number of rows.
+"""The matrix product (GEMM) of linear layers in bfloat16 on CPU: packed weights, one kernel for any number of rows.
 
-    weight (N, K)  ->  N / 16 panels of K / 2 lines (lanes), read front to back at every call
+    weight (N, K)  ->  packed: N / 16 panels of K / 2 lines (simd/), read front to back in every call
 
-Rows are first laid out in tiles, the words of a pair side by side. Then every panel is multiplied with every tile: sums
-stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory once. There are
-two kinds of tiles, and both sum up a row in the same order, so neither the kind nor what rows are beside it changes a
-bit of it (with oneDNN their number does):
+A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). Rows are first laid out in tiles, the
+words of a pair side by side. Then every panel is multiplied with every tile: sums stay in registers over all of K, x
+stays in the second-level cache, and each panel is read from memory once. There are two kinds of tiles. Both sum up a
+row in the same order, so neither the kind nor the other rows change a bit of it (with oneDNN their number does):
 
     high    up to 28 rows by one panel: a product with few rows is the reading of a weight and little else, so all of
             them go by at once, and lines are asked for well ahead
@@ -44,8 +44,13 @@ _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows that the product writes: the last tile is filled up."""
+    """Return the number of rows that the product writes: the last tile is padded."""
     return -(-num_rows // ROW_STEP) * ROW_STEP
+
+
+def packed_shape(outputs: int, inputs: int) -> tuple[int, int, int]:
+    """Return the shape of a packed weight, int32: panels of 16 outputs, pairs of inputs, outputs of the panel."""
+    return outputs // 16, inputs // 2, 16
 
 
 @inlined
@@ -129,16 +134,16 @@ def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def multiply(tiles, panels, begin, out, num_rows, pairs, first, end, outputs, high):  # type: ignore[no-untyped-def]
+def multiply(tiles, packed, begin, out, num_rows, pairs, first, end, outputs, high):  # type: ignore[no-untyped-def]
     """out[:, 16 * first : 16 * end] = x @ weight.T + begin. Addresses, everything contiguous.
 
-    tiles: of x, laid out as high ones or wide. panels: of the whole weight. begin: (outputs,) float32.
+    tiles: of x, laid out as high ones or wide. packed: the whole weight, see `packed_shape`. begin: (outputs,) float32.
     out: (padded_rows(num_rows), outputs) bfloat16.
     """
     height, step = _height(num_rows, high), 1 if high else 2
     num_tiles = (num_rows + height - 1) // height
     for panel in range(first, end, step):
-        weight, start, to = panels + panel * pairs * 64, begin + panel * 64, out + panel * 32
+        weight, start, to = packed + panel * pairs * 64, begin + panel * 64, out + panel * 32
         for tile in range(num_tiles):
             row = tile * height
             rows = min(height, _in_steps(num_rows - row))

@@ -65,7 +65,7 @@ def _ordered(rows, at):  # type: ignore[no-untyped-def]
 def largest(rows, found, num_rows, width):  # type: ignore[no-untyped-def]
     """found[r] = the lowest index of the largest value of row r, -1 where one is not finite. found: int64.
 
-    By blocks, whose largest fill the lanes: only one of them is searched.
+    The largest value of each block is found with SIMD; then only one block is searched for its index.
     """
     for row in range(num_rows):
         begin = rows + row * width * 2

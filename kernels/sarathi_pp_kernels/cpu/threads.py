@@ -1,4 +1,4 @@
-"""Threads for kernels that hold no lock, as many in all as torch computes with; and their scratch."""
+"""A thread pool for kernels that do not hold the interpreter's lock, and scratch memory for its threads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from torch import Tensor
 _of_thread = threading.local()
 
 
-def share_out(pieces: Sequence[Callable[[], None]]) -> None:
-    """Runs all of them, the first in the calling thread; returns when the last is done. Raises what one of them did."""
+def run_parallel(pieces: Sequence[Callable[[], None]]) -> None:
+    """Run all pieces, the first in the calling thread, and wait for the others. Raise what one of them raised."""
     if len(pieces) == 1:
         pieces[0]()
         return
-    waiting = [_crew(torch.get_num_threads()).submit(piece) for piece in pieces[1:]]
+    waiting = [_thread_pool(torch.get_num_threads()).submit(piece) for piece in pieces[1:]]
     pieces[0]()
     for piece in waiting:
         piece.result()
 
 
-def shares(count: int, step: int = 1) -> list[range]:
-    """`count` cut into consecutive ranges, one a thread and of like length, that begin at multiples of `step`."""
+def split_range(count: int, step: int = 1) -> list[range]:
+    """Split range(count) into consecutive ranges of about the same length, at most one per thread of torch.
+
+    Each range begins at a multiple of `step`.
+    """
     threads = min(torch.get_num_threads(), max(count // step, 1))
     if threads == 1:
         return [range(count)]
@@ -34,12 +37,12 @@ def shares(count: int, step: int = 1) -> list[range]:
 
 
 @functools.cache
-def _crew(num_threads: int) -> ThreadPoolExecutor:
+def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="kernels")
 
 
 def scratch_of_thread(num_words: int) -> Tensor:
-    """int32, the calling thread's until it asks again; fresh memory at every call would be page faults."""
+    """Return at least num_words int32, the calling thread's until its next call. New memory would cost page faults."""
     held: Tensor | None = getattr(_of_thread, "scratch", None)
     if held is None or held.shape[0] < num_words:
         held = _of_thread.scratch = torch.empty(num_words, dtype=torch.int32)

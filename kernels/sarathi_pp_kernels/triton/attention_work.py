@@ -145,12 +145,16 @@ def cut_work(
     )
 
 
-class FixedWork:
-    """The work of one microbatch after the other at the same addresses and in the same launches, as a captured graph
-    needs it: tables and partial results as large as any microbatch's, and pieces and merges of no tokens behind its
-    own, which end at once.
+class CapturableWork:
+    """The work of every microbatch at the same addresses and in the same launches, as a CUDA graph needs it.
 
-    num_tokens, num_seqs: most of a microbatch; longest: most tokens of one of its sequences.
+    Tables and partial results are as large as any microbatch's. Pieces and merges of no tokens follow its own, and end
+    at once.
+
+    Args:
+        num_tokens: most tokens of a microbatch.
+        num_seqs: most sequences of a microbatch.
+        longest: most tokens of one of its sequences.
     """
 
     def __init__(
@@ -190,7 +194,7 @@ class FixedWork:
         )
 
     def load(self, extents: Sequence[Extent]) -> None:
-        """Put a microbatch's work in place of the one before, when the device comes to it."""
+        """Replace the previous microbatch's work, when the device comes to it."""
         work = self.work
         cut = _cut(extents, work.blocks, work.window, self._num_kv_heads, self._num_processors, None)
         pieces, merges = len(cut.pieces) // PIECE_COLUMNS, len(cut.merges) // MERGE_COLUMNS

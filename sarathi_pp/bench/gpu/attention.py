@@ -21,6 +21,7 @@ from sarathi_pp.bench.gpu.stage import (
     random_model,
 )
 from sarathi_pp.model.attention import BACKENDS, AttentionBackend, Needs, choose_backend, why_not
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.graphs import CudaGraph
 from sarathi_pp.model.inputs import build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -99,10 +100,8 @@ def _paged(
 ) -> Callable[[int], Tensor]:
     query = _query(bench, shape, extents)
     inputs = build_inputs(lay_out(extents, kv.page_size, kv.num_pages), (), kv.page_size, bench.device)
-    scaling = shape.head_dim**-0.5
-    return lambda layer: backend(
-        query, kv, layer, inputs, scaling=scaling, sliding_window=None, softcap=None, sinks=None
-    )
+    spec = AttentionSpec(shape.head_dim**-0.5)
+    return lambda layer: backend(query, kv, layer, inputs, spec)
 
 
 def _dense(bench: Bench, shape: ModelShape, start: int, count: int) -> Callable[[int], Tensor]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sarathi_pp.model.attention import Fixable, Needs, choose_backend
+from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
-from sarathi_pp.model.fuse.bare_model import bare_head, embody
+from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
@@ -99,11 +99,11 @@ class GpuStage:
             module.load_state_dict(weights)
         module.requires_grad_(False)
         fuse(module)
-        embody(module, "model")
+        use_bare_model(module, "model")
         if device.type == "cuda":
             give_back()  # what was merged
         layers, count = (0, shape.num_layers), shape.num_layers
-        self.model = StageModel(module, layers, count, (None,) * count, backend, 0, 0, bare_head(module, "lm_head"))
+        self.model = StageModel(module, layers, count, (None,) * count, backend, 0, 0, bare_lm_head(module, "lm_head"))
         num_pages = -(-num_tokens // self.page_size)
         self.kv = filled_shard(shape, num_pages, self.page_size, dtype, device)
 
@@ -116,13 +116,12 @@ class GpuStage:
 
     @property
     def has_graphs(self) -> bool:
-        return self.device.type == "cuda" and isinstance(self.model.backend, Fixable)
+        return self.device.type == "cuda" and isinstance(self.model.backend, CapturableBackend)
 
     def captured(self, extents: Extents) -> Callable[[], Tensor]:
         """The same by a CUDA graph of that very shape, which is what a pipeline's uniform microbatches get."""
         spans, rows, ids = self._laid_out(extents)
         shape = Shape(len(ids), len(spans), decodes=len(ids) == len(spans))
-        pool = torch.cuda.graph_pool_handle()
         graphs = StageGraphs(
             self.model,
             self.kv,
@@ -130,7 +129,7 @@ class GpuStage:
             self.shape.hidden_size,
             self.shape.num_heads,
             self.device,
-            lambda: CudaGraph(pool),
+            [CudaGraph(torch.cuda.graph_pool_handle())],
         )
         compute = graphs.prepare(spans, rows, ids)
         assert compute is not None, "it was captured for it"

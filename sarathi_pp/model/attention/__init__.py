@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.triton_available import why_no_kernels
@@ -31,41 +32,30 @@ class AttentionBackend(Protocol):
     @property
     def default_page_size(self) -> int: ...
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """(T, H, D) queries, rotated, give the (T, H, D) attention output in the queries' dtype.
-
-        The row at position i sees the keys j of its own sequence with j <= i, and with a sliding window only
-        i - sliding_window < j. softcap: scores become softcap * tanh(score / softcap). sinks: (H,), one more
-        logit per head that takes part in the softmax's denominator and carries no value.
-        """
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
+        """Return the (T, H, D) attention output, in the queries' dtype, of (T, H, D) rotated queries."""
         ...
 
 
-class FixedAttention(AttentionBackend, Protocol):
-    """The same in the same launches at the same addresses, for one microbatch after the other. `load` comes before."""
+class CapturableAttention(AttentionBackend, Protocol):
+    """Attention that makes the same launches at the same addresses for every microbatch, as a CUDA graph needs it."""
 
-    def load(self, inputs: StageInputs) -> None: ...
+    def load(self, inputs: StageInputs) -> None:
+        """Prepare the next microbatch. Call it before the graph is replayed."""
+        ...
 
 
 @runtime_checkable
-class Fixable(Protocol):
-    """A backend whose work a captured graph can hold."""
+class CapturableBackend(Protocol):
+    """A backend that a CUDA graph can capture."""
 
-    def fixed(
+    def for_capture(
         self, num_tokens: int, num_seqs: int, longest: int, kv: KVShard, num_heads: int, windows: Iterable[int | None]
-    ) -> FixedAttention:
-        """For microbatches of up to num_tokens and num_seqs, with up to `longest` tokens of each sequence."""
+    ) -> CapturableAttention:
+        """Return attention for microbatches of up to num_tokens and num_seqs, each sequence of up to `longest` tokens.
+
+        windows: sliding windows of the layers.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from sarathi_pp.model.attention import AttentionBackend
+from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 
@@ -21,29 +22,24 @@ PAGED = "sarathi_pp_paged"
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """What attention needs in one call of a stage. windows, steps: see StageModel."""
+    """Everything that attention needs in one call of a stage. specs, steps: see StageModel."""
 
     backend: AttentionBackend
     kv: KVShard
     inputs: StageInputs
-    windows: tuple[int | None, ...]
+    specs: AttentionSpecs
     steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
 
     def attend(
         self, layer: int, query: Tensor, *, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """(T, H, D) rotated queries of a layer, whose keys and values are in their pages, to outputs like them."""
+        """Return the attention output of a layer's (T, H, D) rotated queries, whose keys and values are in their pages.
+
+        See AttentionSpecs.of for the other arguments.
+        """
         self.steps[0] += 1
-        return self.backend(
-            query,
-            self.kv,
-            layer,
-            self.inputs,
-            scaling=scaling,
-            sliding_window=self.windows[layer],
-            softcap=softcap,
-            sinks=sinks,
-        )
+        spec = self.specs.of(layer, scaling, softcap, sinks)
+        return self.backend(query, self.kv, layer, self.inputs, spec)
 
 
 def _attention(
@@ -61,7 +57,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q (1, H, T, D), k and v (1, Hkv, T, D), rotated; out (1, T, H, D).
 
-    Of the rest of the keyword arguments, dropout is off and sliding_window is what `windows` says already.
+    Two of the other keyword arguments may differ from their defaults: dropout is off, and sliding_window is what
+    `AttentionSpecs.windows` says already.
     """
     assert attention_mask is None, "a mask was made; it would be T x T"
     layer = module.layer_idx

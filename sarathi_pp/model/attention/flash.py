@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import SpanRows, StageInputs, on_device
 from sarathi_pp.model.kv import KVShard
 
@@ -33,27 +34,16 @@ class FlashAttention:
         self._library = flash_attn
         self._microbatch: _Microbatch | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. A sink weakens what comes out, by its share of the softmax's denominator."""
         if self._microbatch is None or self._microbatch.inputs is not inputs:
             self._microbatch = _Microbatch.of(inputs)
         keys, values = token_major(kv, layer)
         common = {
-            "softmax_scale": scaling,
+            "softmax_scale": spec.scaling,
             "causal": True,
-            "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
-            "softcap": softcap or 0.0,
+            "window_size": (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+            "softcap": spec.softcap or 0.0,
         }
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         chunks, decodes = self._microbatch.chunks, self._microbatch.decodes
@@ -70,7 +60,7 @@ class FlashAttention:
                 return_attn_probs=True,
                 **common,
             )
-            chunks.put(out, found if sinks is None else _weakened(found, logsumexp.t(), sinks))
+            chunks.put(out, found if spec.sinks is None else _weakened(found, logsumexp.t(), spec.sinks))
         if decodes is not None:
             found, logsumexp = self._library.flash_attn_with_kvcache(
                 decodes.of_query(query)[:, None],
@@ -81,7 +71,8 @@ class FlashAttention:
                 return_softmax_lse=True,
                 **common,
             )
-            decodes.put(out, found[:, 0] if sinks is None else _weakened(found[:, 0], logsumexp[:, :, 0], sinks))
+            found = found[:, 0]
+            decodes.put(out, found if spec.sinks is None else _weakened(found, logsumexp[:, :, 0], spec.sinks))
         return out
 
 
@@ -99,20 +90,9 @@ class VarlenAttention:
         self._microbatch: _Rows | None = None
         self._inputs: StageInputs | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend."""
-        assert softcap is None and sinks is None, "torch's varlen_attn has neither; choose_backend knows"
+        assert spec.softcap is None and spec.sinks is None, "torch's varlen_attn has neither; choose_backend knows"
         if self._microbatch is None or self._inputs is not inputs:
             self._microbatch, self._inputs = _Rows.of(inputs, inputs.spans), inputs
         rows = self._microbatch
@@ -125,8 +105,8 @@ class VarlenAttention:
             rows.key_bounds,
             rows.most_rows,
             rows.most_keys,
-            scale=scaling,
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            scale=spec.scaling,
+            window_size=(-1 if spec.sliding_window is None else spec.sliding_window - 1, 0),
             enable_gqa=True,
             seqused_k=rows.num_keys,
             block_table=rows.table,
@@ -174,10 +154,10 @@ class _Rows:
         some = len(spans) < len(inputs.spans)
         rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_tokens) for span in spans])
         parts = [_bounds(counts), _bounds(ends), ends, places.reshape(-1), rows if some else rows[:0]]
-        packed = torch.from_numpy(np.concatenate(parts).astype(np.int32))
+        host = torch.from_numpy(np.concatenate(parts).astype(np.int32))
         device = inputs.pages.device
         row_bounds, key_bounds, num_keys, at, chosen = torch.split_with_sizes(
-            on_device(packed, device), [len(part) for part in parts]
+            on_device(host, device), [len(part) for part in parts]
         )
         table = inputs.pages[at].to(torch.int32).view(len(spans), -1)
         return cls(

@@ -24,12 +24,13 @@ import torch
 from numpy.typing import NDArray
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, attend, rows_at_once, scratch_floats
-from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
 from sarathi_pp_kernels.cpu.simd.registers import LANES
-from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor
 
 from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import SpanRows, StageInputs
 from sarathi_pp.model.kv import KVShard
 
@@ -46,7 +47,7 @@ _TILE_KEYS = 2**18
 
 
 class NumbaAttention:
-    """As many threads as torch computes with; they share a chunk's heads out, and decodes by the keys they read."""
+    """Attention by as many threads as torch computes with: a chunk is split by heads, decodes by the keys they read."""
 
     name = "numba"
     page_multiple = 1
@@ -54,56 +55,43 @@ class NumbaAttention:
 
     def __init__(self) -> None:
         self._sdpa = SdpaAttention()
-        self._has_lanes = has_lanes()
+        self._has_avx512_bf16 = has_avx512_bf16()
         self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """See AttentionBackend. Scores, softmax and sums are float32; in lanes weights are rounded to bfloat16."""
-        in_lanes = query.dtype == torch.bfloat16 and self.fits_lanes(kv)
-        chunks, tiles = self._halves(inputs, query.dtype == torch.float32, in_lanes)
-        limits = _no_sinks(query.shape[1]) if sinks is None else sinks.detach().float().contiguous()
-        rule = _Rule(kv, layer, scaling, sliding_window or 0, softcap or 0.0, limits, in_lanes)
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
+        """See AttentionBackend. Scores, softmax and sums are float32; the SIMD kernels round weights to bfloat16."""
+        simd = query.dtype == torch.bfloat16 and self.fits_simd(kv)
+        chunks, tiles = self._halves(inputs, query.dtype == torch.float32, simd)
+        sinks = _no_sinks(query.shape[1]) if spec.sinks is None else spec.sinks.detach().float().contiguous()
+        attention = _LayerAttention(kv, layer, spec, sinks, simd)
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
             query = query.contiguous()
-        if chunks.spans and not in_lanes:
-            out = self._sdpa(
-                query, kv, layer, chunks, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-            ).contiguous()
+        if chunks.spans and not simd:
+            out = self._sdpa(query, kv, layer, chunks, spec).contiguous()
         else:
             out = torch.empty(query.shape, dtype=query.dtype)
             for span in chunks.spans:
-                rule.chunk(query, out, span)
+                attention.chunk(query, out, span)
         if tiles is not None:
-            rule.tiles(query, out, tiles)
+            attention.tiles(query, out, tiles)
         return out
 
-    def _halves(self, inputs: StageInputs, all_in_tiles: bool, in_lanes: bool) -> tuple[StageInputs, _Tiles | None]:
+    def _halves(self, inputs: StageInputs, all_in_tiles: bool, simd: bool) -> tuple[StageInputs, _Tiles | None]:
         """The chunks of a microbatch and what goes row by row; every layer asks for the same one."""
         if self._split is None or self._split[0] is not inputs:
             in_tiles: list[SpanRows] = []
             in_chunks: list[SpanRows] = []
             for span in inputs.spans:
-                alone = span.num_tokens == 1 and not (span.prompt and in_lanes)
+                alone = span.num_tokens == 1 and not (span.prompt and simd)
                 (in_tiles if all_in_tiles or alone else in_chunks).append(span)
             chunks = inputs._replace(spans=tuple(in_chunks))
             self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
         return self._split[1:]
 
-    def fits_lanes(self, kv: KVShard) -> bool:
-        """Whether the kernels that are written with lanes read these pages."""
+    def fits_simd(self, kv: KVShard) -> bool:
+        """Return whether the SIMD kernels read these pages."""
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
-        return fits and self._has_lanes and kv.dtype == torch.bfloat16
+        return fits and self._has_avx512_bf16 and kv.dtype == torch.bfloat16
 
 
 @functools.cache
@@ -112,27 +100,26 @@ def _no_sinks(num_heads: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """One layer's attention. window 0: none; softcap 0: none; sinks: (H,) float32, -inf for none.
+class _LayerAttention:
+    """One layer's attention in one call. Queries are (T, H, D) of a microbatch; out is like them and contiguous.
 
-    in_lanes: by the kernels that are written with lanes. Queries are (T, H, D) of a microbatch, out is like them and
-    contiguous.
+    Args:
+        sinks: (H,) float32 as the kernels read them, -inf for none.
+        simd: by the SIMD kernels.
     """
 
     kv: KVShard
     layer: int
-    scaling: float
-    window: int
-    softcap: float
+    spec: AttentionSpec
     sinks: Tensor
-    in_lanes: bool
+    simd: bool
 
     def chunk(self, query: Tensor, out: Tensor, span: SpanRows) -> None:
-        """One span's rows; threads share KV heads out, and rows where there are too few."""
-        heads = shares(self.kv.num_kv_heads)
+        """Compute one span's rows, split over threads by KV heads, and by rows if there are too few heads."""
+        heads = split_range(self.kv.num_kv_heads)
         parts = -(-torch.get_num_threads() // len(heads))
         ends = [span.num_tokens * part // parts for part in range(parts + 1)]
-        share_out(
+        run_parallel(
             [
                 partial(self._attend, query, out, span, range(begin, end), piece)
                 for begin, end in pairwise(ends)
@@ -142,8 +129,8 @@ class _Rule:
         )
 
     def tiles(self, query: Tensor, out: Tensor, tiles: _Tiles) -> None:
-        """Rows that are read along their context."""
-        share_out([partial(self._read, query, out, tiles, piece) for piece in tiles.pieces])
+        """Compute rows by walking along their context, split over threads by the keys they read."""
+        run_parallel([partial(self._read, query, out, tiles, piece) for piece in tiles.pieces])
 
     def _attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
         """rows: of the span. heads: of KV."""
@@ -166,9 +153,9 @@ class _Rule:
             rows_at_once(group),
             heads.start,
             heads.stop,
-            np.float32(self.scaling),
-            np.float32(self.softcap),
-            self.window,
+            np.float32(self.spec.scaling),
+            np.float32(self.spec.softcap or 0),
+            self.spec.sliding_window or 0,
             self.sinks.data_ptr(),
             scratch.data_ptr(),
             out[place].data_ptr(),
@@ -179,7 +166,7 @@ class _Rule:
         kv, num_heads = self.kv, query.shape[1]
         group = num_heads // kv.num_kv_heads
         places = [tiles.places.ctypes.data]
-        if self.in_lanes and kv.head_dim % 32 == 0:
+        if self.simd and kv.head_dim % 32 == 0:
             kernel = attention_decode_simd.compile_kernel(kv.head_dim, group, kv.page_size)
             floats = attention_decode_simd.scratch_floats(num_heads, kv.head_dim, int(tiles.ends.max()), kv.page_size)
         else:
@@ -198,9 +185,9 @@ class _Rule:
             tiles.pages.ctypes.data,
             tiles.tables.ctypes.data,
             tiles.ends.ctypes.data,
-            self.window,
-            np.float32(self.scaling),
-            np.float32(self.softcap),
+            self.spec.sliding_window or 0,
+            np.float32(self.spec.scaling),
+            np.float32(self.spec.softcap or 0),
             self.sinks.data_ptr(),
             scratch_of_thread(floats).data_ptr(),
             out.data_ptr(),
@@ -238,12 +225,12 @@ class _Tiles:
             table += span.num_pages
         places, counts, ends, tables = np.array(tiles, np.int64).T.copy()
         pages = torch.cat([span.pages for span in spans]).numpy()
-        return cls(places, counts, ends, pages, tables, by_keys(ends * counts, torch.get_num_threads()))
+        return cls(places, counts, ends, pages, tables, split_by_keys(ends * counts, torch.get_num_threads()))
 
 
-def by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
-    """Tiles that read so many keys each, cut into consecutive ranges with about as many keys each."""
-    behind = np.cumsum(keys)
-    shares_of = behind[-1] * np.arange(1, num_threads) / num_threads
-    cuts = [0, *np.searchsorted(behind, shares_of).tolist(), len(keys)]
+def split_by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
+    """Split tiles, which read `keys` each, into at most num_threads consecutive ranges that read about as many keys."""
+    total = np.cumsum(keys)
+    bounds = total[-1] * np.arange(1, num_threads) / num_threads
+    cuts = [0, *np.searchsorted(total, bounds).tolist(), len(keys)]
     return tuple(range(first, end) for first, end in pairwise(cuts) if first < end)

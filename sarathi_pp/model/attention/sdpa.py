@@ -32,12 +32,12 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 
@@ -58,48 +58,38 @@ class SdpaAttention:
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
         out = query.new_empty(query.shape)
         keys, values = kv.keys(layer), kv.values(layer)
-        rule = _Rule(scaling, sliding_window, softcap)
         for span in inputs.spans:
             for row in range(0, span.num_tokens, TILE_ROWS):
                 first_row = span.first_row + row
                 num_rows = min(span.num_tokens - row, TILE_ROWS)
-                tile = _Tile(query[first_row : first_row + num_rows], kv.num_kv_heads, sinks)
+                tile = _Tile(query[first_row : first_row + num_rows], kv.num_kv_heads, spec.sinks)
                 with _fast_products(num_rows > 1 and query.dtype == torch.bfloat16):
-                    self._attend(tile, span.start + row, span.pages, keys, values, rule)
+                    self._attend(tile, span.start + row, span.pages, keys, values, spec)
                 out[first_row : first_row + num_rows] = tile.rows()
         return out
 
-    def _attend(self, tile: _Tile, start: int, pages: Tensor, keys: Tensor, values: Tensor, rule: _Rule) -> None:
+    def _attend(
+        self, tile: _Tile, start: int, pages: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec
+    ) -> None:
         """Merge every key that the tile sees; its first row is at position `start`."""
         page_size = keys.shape[2]
         end = start + tile.num_rows
         last_page = -(-end // page_size)
         step = 1 if tile.num_rows == 1 else KEY_STEP
         pages_per_block = max(BLOCK_KEYS // page_size, 1)
-        blocks = range(rule.first_key(start) // page_size, last_page, pages_per_block)
+        blocks = range(_first_key(spec, start) // page_size, last_page, pages_per_block)
         for page in blocks:
             block = pages[page : min(page + pages_per_block, last_page)]
             first = page * page_size
             count = min(end - first, block.shape[0] * page_size)
             key = self._load(keys, block, count, step)
             scores = self._buffer("scores", (*tile.query.shape[:2], key.shape[1]), torch.float32, key.device)
-            torch.baddbmm(scores, tile.query, key.mT, beta=0, alpha=rule.scaling, out=scores)
-            rule.apply(scores.view(*tile.folded, -1), start, tile.num_rows, first, count)
+            torch.baddbmm(scores, tile.query, key.mT, beta=0, alpha=spec.scaling, out=scores)
+            _hide(scores.view(*tile.folded, -1), spec, start, tile.num_rows, first, count)
             value = self._load(values, block, count, step)
             tile.merge(scores, value, alone=len(blocks) == 1)
 
@@ -114,10 +104,10 @@ class SdpaAttention:
         num_pages = pages.shape[0]
         gathered = self._buffer("pages", (num_pages, heads, page_size, head_dim), pool.dtype, pool.device)
         torch.index_select(pool, 0, pages, out=gathered)
-        filled = num_pages * page_size
+        gathered_tokens = num_pages * page_size
         width = _round_up(count, step)
-        block = self._buffer("block", (heads, max(filled, width), head_dim), torch.float32, pool.device)
-        block[:, :filled].view(heads, num_pages, page_size, head_dim).copy_(gathered.transpose(0, 1))
+        block = self._buffer("block", (heads, max(gathered_tokens, width), head_dim), torch.float32, pool.device)
+        block[:, :gathered_tokens].view(heads, num_pages, page_size, head_dim).copy_(gathered.transpose(0, 1))
         if width > count:
             block[:, count:width] = 0
         return block[:, :width]
@@ -130,37 +120,34 @@ class SdpaAttention:
         return buffer[:size].view(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What a score is, and which keys a row sees."""
+def _first_key(spec: AttentionSpec, position: int) -> int:
+    """Return the first key that the row at a position sees."""
+    return 0 if spec.sliding_window is None else max(position - spec.sliding_window + 1, 0)
 
-    scaling: float
-    window: int | None
-    softcap: float | None
 
-    def first_key(self, position: int) -> int:
-        return 0 if self.window is None else max(position - self.window + 1, 0)
+def _hide(scores: Tensor, spec: AttentionSpec, start: int, num_rows: int, first: int, num_keys: int) -> None:
+    """Cap the scores, then hide what rows [start, start + num_rows) must not see of keys from `first` on.
 
-    def apply(self, scores: Tensor, start: int, num_rows: int, first: int, num_keys: int) -> None:
-        """Cap the scores, then hide what rows [start, start + num_rows) must not see of keys from `first` on.
+    Only the columns that some row must not see are touched.
 
-        scores: (num_kv_heads, group, R, K) in place; rows from num_rows on and keys from num_keys on are
-        padding. Only the columns that some row must not see are touched.
-        """
-        if self.softcap is not None:
-            scores.div_(self.softcap).tanh_().mul_(self.softcap)
-        rows, width = scores.shape[2:]
-        offset = start - first
-        seen_by_all = max(offset + 1, 0)
-        left_by_some = min(self.first_key(start + num_rows - 1) - first, num_keys)
-        if seen_by_all < num_keys:
-            distance = _distances(rows, range(seen_by_all, num_keys), offset, scores.device)
-            scores[..., seen_by_all:num_keys] += (distance < 0) * HIDDEN
-        if self.window is not None and left_by_some > 0:
-            distance = _distances(rows, range(left_by_some), offset, scores.device)
-            scores[..., :left_by_some] += (distance >= self.window) * HIDDEN
-        if num_keys < width:
-            scores[..., num_keys:] = HIDDEN
+    Args:
+        scores: (num_kv_heads, group, R, K), changed in place. Rows from num_rows on and keys from num_keys on are
+            padding.
+    """
+    if spec.softcap is not None:
+        scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    rows, width = scores.shape[2:]
+    offset = start - first
+    seen_by_all = max(offset + 1, 0)
+    left_by_some = min(_first_key(spec, start + num_rows - 1) - first, num_keys)
+    if seen_by_all < num_keys:
+        distance = _distances(rows, range(seen_by_all, num_keys), offset, scores.device)
+        scores[..., seen_by_all:num_keys] += (distance < 0) * HIDDEN
+    if spec.sliding_window is not None and left_by_some > 0:
+        distance = _distances(rows, range(left_by_some), offset, scores.device)
+        scores[..., :left_by_some] += (distance >= spec.sliding_window) * HIDDEN
+    if num_keys < width:
+        scores[..., num_keys:] = HIDDEN
 
 
 def _distances(rows: int, columns: range, offset: int, device: torch.device) -> Tensor:

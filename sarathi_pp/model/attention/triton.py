@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from sarathi_pp_kernels.triton.attention_work import AttentionWork, Blocks, Extent, FixedWork, cut_work
+from sarathi_pp_kernels.triton.attention_work import AttentionWork, Blocks, CapturableWork, Extent, cut_work
 from sarathi_pp_kernels.triton.paged_attention import paged_attention
 from torch import Tensor
 
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 
@@ -32,18 +33,7 @@ class TritonAttention:
     def __init__(self) -> None:
         self._microbatch: _Microbatch | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32; weights are rounded to the values' dtype."""
         if self._microbatch is None or self._microbatch.inputs is not inputs:
             self._microbatch = _Microbatch.of(inputs)
@@ -52,64 +42,55 @@ class TritonAttention:
             kv.keys(layer),
             kv.values(layer),
             inputs.pages,
-            self._microbatch.work(sliding_window, query.shape[1] // kv.num_kv_heads, kv),
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
+            self._microbatch.work(spec.sliding_window, query.shape[1] // kv.num_kv_heads, kv),
+            scaling=spec.scaling,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
         )
 
-    def fixed(
+    def for_capture(
         self, num_tokens: int, num_seqs: int, longest: int, kv: KVShard, num_heads: int, windows: Iterable[int | None]
-    ) -> FixedTritonAttention:
-        """The same for one microbatch after the other in the same launches. See FixedWork."""
+    ) -> CapturableTritonAttention:
+        """See CapturableBackend."""
         blocks = Blocks.of(num_heads // kv.num_kv_heads, kv.head_dim, kv.dtype.itemsize)
         device = kv.keys(kv.layers[0]).device
         processors = _num_processors(device)
-        return FixedTritonAttention(
+        return CapturableTritonAttention(
             {
-                window: FixedWork(num_tokens, num_seqs, longest, blocks, window, kv.num_kv_heads, processors, device)
+                window: CapturableWork(
+                    num_tokens, num_seqs, longest, blocks, window, kv.num_kv_heads, processors, device
+                )
                 for window in set(windows)
             }
         )
 
 
-class FixedTritonAttention:
-    """See AttentionBackend and TritonAttention.fixed; `load` comes before each microbatch."""
+class CapturableTritonAttention:
+    """See CapturableAttention. works: of each sliding window."""
 
     name = TritonAttention.name
     page_multiple = TritonAttention.page_multiple
     default_page_size = TritonAttention.default_page_size
 
-    def __init__(self, works: Mapping[int | None, FixedWork]) -> None:
+    def __init__(self, works: Mapping[int | None, CapturableWork]) -> None:
         self._works = works
 
     def load(self, inputs: StageInputs) -> None:
-        """inputs: of the microbatch; its page tables are those at the fixed address."""
+        """See CapturableAttention. The page tables of `inputs` are at the address that the graph reads."""
         extents = _extents(inputs)
         for work in self._works.values():
             work.load(extents)
 
-    def __call__(
-        self,
-        query: Tensor,
-        kv: KVShard,
-        layer: int,
-        inputs: StageInputs,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         return paged_attention(
             query,
             kv.keys(layer),
             kv.values(layer),
             inputs.pages,
-            self._works[sliding_window].work,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
+            self._works[spec.sliding_window].work,
+            scaling=spec.scaling,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
         )
 
 

@@ -1,8 +1,8 @@
-"""Are the weight files those that were published? Their SHA-256 against what is known of them.
+"""Checksums of weight files: their SHA-256 compared with the published one.
 
-A safetensors file says where its tensors lie, and nothing of what they hold: a flipped bit is a wrong model. A sum is
-known where the hub's cache names its blobs by it, where the hub's downloader noted it beside the file, or where the
-model directory has a SHA256SUMS (`sha256sum *.safetensors > SHA256SUMS`).
+A safetensors file has no checksum of its tensors: a flipped bit is a wrong model. The published SHA-256 comes from one
+of three places: the name of a blob in the hub's cache, the hub downloader's note next to the file, or SHA256SUMS in the
+model directory (`sha256sum *.safetensors > SHA256SUMS`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ SUMS_FILE = "SHA256SUMS"
 _SUM = re.compile(r"[0-9a-f]{64}")
 
 
-def verify_weights(directory: Path) -> None:
-    """Reads every weight file of the model.
+def verify_checksums(directory: Path) -> None:
+    """Read every weight file of the model and compare its checksum.
 
-    Raises InputError where one is not what its sum says, MissingError where none is known; what `open_checkpoint`
-    raises.
+    Raises:
+        InputError: a file differs from its checksum, or cannot be read; also what `open_checkpoint` raises.
+        MissingError: no checksum of a file is known.
     """
     listed = _listed_sums(directory)
     for name in open_checkpoint(directory).headers:
@@ -43,7 +44,7 @@ def verify_weights(directory: Path) -> None:
 
 
 def _listed_sums(directory: Path) -> dict[str, str]:
-    """As sha256sum writes them: the sum, two characters, the name."""
+    """Return the checksums of SHA256SUMS by file name. A line is the sum, two characters and the name."""
     try:
         lines = (directory / SUMS_FILE).read_text().splitlines()
     except FileNotFoundError:
@@ -54,7 +55,10 @@ def _listed_sums(directory: Path) -> dict[str, str]:
 
 
 def _noted_sum(directory: Path, name: str, file: Path) -> str | None:
-    """By the blob's own name, or by the second line of what the downloader notes: revision, etag, time."""
+    """Return the checksum that the hub's cache knows: the blob's name, or the downloader's second line.
+
+    The downloader notes revision, etag and time, one per line.
+    """
     if _SUM.fullmatch(file.name):
         return file.name
     try:

@@ -52,7 +52,7 @@ class ModelFacts:
     head. max_position_embeddings: most tokens of prompt and
     output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
     fingerprint: hex, equal for equal config.json, equal tensor names, types, shapes and files, and equal samples of
-    what the files hold. head_size: of the rows that the head takes, where that is not hidden_size.
+    what the files hold. lm_head_size: inputs of the LM head, None if these are hidden_size.
     note: a sentence about stored tensors that are left aside, None if there are none.
     """
 
@@ -70,7 +70,7 @@ class ModelFacts:
     fingerprint: str
     softcap: bool = False
     sinks: bool = False
-    head_size: int | None = None
+    lm_head_size: int | None = None
     note: str | None = None
 
     def max_model_len(self, asked: int | None) -> int:
@@ -166,7 +166,7 @@ def _find_facts(config: ConfigFile, family: Family, checkpoint: Checkpoint) -> M
         fingerprint=_fingerprint(config.directory, checkpoint),
         softcap=family.softcap is not None and config.values.get(family.softcap, True) is not None,
         sinks=family.sinks,
-        head_size=config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
+        lm_head_size=config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
         note=surplus_note(checkpoint),
     )
 

@@ -193,15 +193,15 @@ def stage_tensors(
     count: ReadCount,
     device: torch.device | None = None,
 ) -> dict[str, StoredTensor]:
-    """The stored tensors of the layers [first, end), and of the embedding or the head at either end.
+    """Return the stored tensors of the layers [first, end), and of the embedding or the LM head at either end.
 
-    A name that belongs to no layer and to no module of the first stage goes to the last stage, a layer past
-    the model's end too: there the loader knows what transformers ignores and reports what is unexpected. Of no layer at
-    the end there is the head alone.
+    A name that belongs to no layer and to no module of the first stage goes to the last stage, and so does a layer past
+    the model's end: there the loader knows what transformers ignores and reports what is unexpected. Without layers, at
+    the model's end, only the LM head is loaded.
     """
     first, end = layers
     in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")
-    before_head = {family.norm, family.project_out} if first == end else set()
+    before_lm_head = {family.norm, family.project_out} if first == end else set()
     chosen = {}
     for key, entry in needed_tensors(checkpoint).items():
         match = in_layer.search(key)
@@ -210,7 +210,7 @@ def stage_tensors(
             wanted = first <= layer < end or (first < end == num_layers <= layer)
         else:
             parts = key.split(".")
-            wanted = end == num_layers and before_head.isdisjoint(parts)
+            wanted = end == num_layers and before_lm_head.isdisjoint(parts)
             if any(name in parts for name in family.first_modules):
                 wanted = first == 0 or (end == num_layers and tied and family.embed in parts)
         if wanted:

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor, nn
 
 from sarathi_pp.model.attention.adapter import PagedCall
-from sarathi_pp.model.fuse.packed_linear import PanelLinear
+from sarathi_pp.model.fuse.packed_linear import PackedLinear
 
 # Rows below which threads are not worth their waking.
 _ROWS_A_THREAD = 32
@@ -25,23 +25,23 @@ class GatedMLP(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import row_ops
+        from sarathi_pp_kernels.cpu.row_ops import silu_multiply  # numba is not everywhere
 
-        self._kernel = row_ops
+        self._silu_multiply = silu_multiply
         self.width = mlp.up_proj.out_features
-        self.gate_up = PanelLinear(mlp.gate_proj, mlp.up_proj)
+        self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next is packed
-        self.down_proj = PanelLinear(mlp.down_proj)
+        self.down_proj = PackedLinear(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
         gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
         num_rows = gated.numel() // self.width
-        share_out([partial(self._gate, both, gated, rows) for rows in shares(num_rows, _ROWS_A_THREAD)])
+        run_parallel([partial(self._gate, both, gated, rows) for rows in split_range(num_rows, _ROWS_A_THREAD)])
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
     def _gate(self, both: Tensor, gated: Tensor, rows: range) -> None:
-        self._kernel.silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width)
+        self._silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self.width)
 
 
 class RowNorm(nn.Module):
@@ -49,9 +49,9 @@ class RowNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import row_ops
+        from sarathi_pp_kernels.cpu.row_ops import add_rms_norm, rms_norm  # numba is not everywhere
 
-        self._kernel = row_ops
+        self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
         self.weight = norm.weight
         self.epsilon = float(norm.variance_epsilon)
 
@@ -59,13 +59,13 @@ class RowNorm(nn.Module):
         assert x.dtype == torch.bfloat16, f"fused for bfloat16, called with {x.dtype}"
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
-        share_out([partial(self._norm, x, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        run_parallel([partial(self._norm, x, out, rows) for rows in split_range(x.numel() // width, _ROWS_A_THREAD)])
         return out
 
     def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
         width = x.shape[-1]
         weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
-        self._kernel.rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
+        self._rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
         """The norm of x + added; `added` becomes that sum."""
@@ -75,13 +75,15 @@ class RowNorm(nn.Module):
         assert added.is_contiguous()
         x = x.contiguous()
         width, out = x.shape[-1], torch.empty_like(added)
-        share_out([partial(self._add_norm, x, added, out, rows) for rows in shares(x.numel() // width, _ROWS_A_THREAD)])
+        run_parallel(
+            [partial(self._add_norm, x, added, out, rows) for rows in split_range(x.numel() // width, _ROWS_A_THREAD)]
+        )
         return out
 
     def _add_norm(self, x: Tensor, added: Tensor, out: Tensor, rows: range) -> None:
         width = x.shape[-1]
         weight, scratch = self.weight.data_ptr(), scratch_of_thread(width).data_ptr()
-        self._kernel.add_rms_norm(
+        self._add_rms_norm(
             x.data_ptr(),
             added.data_ptr(),
             weight,
@@ -102,17 +104,17 @@ class RotaryAttention(nn.Module):
 
     def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import row_ops
+        from sarathi_pp_kernels.cpu.row_ops import rotate_and_write  # numba is not everywhere
 
-        self._kernel = row_ops
+        self._rotate_and_write = rotate_and_write
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
         self.scaling = attention.scaling
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = PanelLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
-        self.o_proj = PanelLinear(attention.o_proj)
+        self.o_proj = PackedLinear(attention.o_proj)
         self.query_norm = attention.q_norm.weight if with_norms else None
         self.key_norm = attention.k_norm.weight if with_norms else None
         self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
@@ -134,15 +136,15 @@ class RotaryAttention(nn.Module):
         assert cos.shape == sin.shape == expected and len(rows) == expected[1], f"{cos.shape}, {sin.shape}, {expected}"
         assert cos.dtype == sin.dtype == paged.kv.dtype == torch.bfloat16, f"{cos.dtype}, {paged.kv.dtype}"
         assert (paged.kv.num_kv_heads, paged.kv.head_dim) == (self.num_kv_heads, self.head_dim)
-        pieces = shares(rows.shape[0], _ROWS_A_THREAD)
-        share_out([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
+        pieces = split_range(rows.shape[0], _ROWS_A_THREAD)
+        run_parallel([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
         query = rows.view(rows.shape[0], -1, self.head_dim)[:, : self.num_heads]
         attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
         return self.o_proj(attended.reshape(1, rows.shape[0], -1)), None
 
     def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor, paged: PagedCall, piece: range) -> None:
         kv, inputs = paged.kv, paged.inputs
-        self._kernel.rotate_and_write(
+        self._rotate_and_write(
             rows.data_ptr(),
             self.num_heads,
             self.num_kv_heads,

@@ -1,7 +1,7 @@
-"""Linear layers in bfloat16 on CPU, with weights laid out as the product that reads them wants it.
+"""Linear layers in bfloat16 on CPU, with weights packed once in the layout that a matrix product (GEMM) reads.
 
-A plain linear repacks its weight at every call, which doubles the time of a product with few rows, that is of a decode.
-There are two products that do not: our own (gemm.py), where numba and the processor allow it, and oneDNN's.
+A plain linear repacks its weight in every call, which doubles the time of a product with few rows, that is of a decode.
+Two products do not: our own (gemm.py), if numba and the processor allow it, and oneDNN's.
 """
 
 from __future__ import annotations
@@ -14,41 +14,39 @@ from functools import partial
 
 import torch
 from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages
-from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor, nn
 from torch.nn import functional
 
 # oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
-# where they are no multiple of 16. So rows are multiplied in blocks of so many, which is also what a packed layout is
-# tuned for, and what is left over is filled up to a multiple of the step: no more than 16 numbers of rows in all.
+# where they are no multiple of 16. So rows are multiplied in blocks of 256, which is also what a packed layout is tuned
+# for, and the last block is padded to a multiple of the step: at most 16 different numbers of rows.
 _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
 # Numbers of rows at which kinds of tiles are compared, so many times, on layers that together have so many bytes, one
 # of each shape that finds room before any shape again, small ones first: weights come from memory then and not from a
-# cache, and large models, and those with a large head, take no longer. With more than _READING_ROWS computing takes
+# cache, and large models, and those with a large LM head, take no longer. With more than _READING_ROWS computing takes
 # longer than reading, and fewer bytes will do.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3
 _TIMED_BYTES = 64 * 2**20
 _READING_ROWS = 16
 
-Pack = Callable[[nn.Linear], nn.Module]
 
-
-def packing(linear: nn.Linear) -> Pack | None:
-    """What packs it; None where nothing does."""
+def packed_class(linear: nn.Linear) -> type[PackedLinear] | type[OneDnnLinear] | None:
+    """Return the class that packs a linear layer, None if there is none."""
     if linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu":
         return None
-    if fits_panels(linear):
-        return PanelLinear
+    if fits_gemm(linear):
+        return PackedLinear
     return OneDnnLinear if has_onednn() else None
 
 
-def fits_panels(linear: nn.Linear) -> bool:
-    """Whether our own product takes it here."""
+def fits_gemm(linear: nn.Linear) -> bool:
+    """Return whether our own product takes this layer on this machine."""
     bf16 = linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu"
-    return bf16 and linear.in_features % 2 == 0 and linear.out_features % 16 == 0 and has_panels()
+    return bf16 and linear.in_features % 2 == 0 and linear.out_features % 16 == 0 and has_gemm()
 
 
 def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) -> None:
@@ -64,14 +62,14 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
     for rows in range(_ROW_STEP, min(most_rows + _ROW_STEP, _BLOCK_ROWS + 1), _ROW_STEP):
         for linear in shapes.values():
             linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
-    panels = [child for child in module.modules() if isinstance(child, PanelLinear)]
-    if panels:
-        most_high_rows = _most_high_rows(panels, now)
-        for child in panels:
+    packed = [child for child in module.modules() if isinstance(child, PackedLinear)]
+    if packed:
+        most_high_rows = _most_high_rows(packed, now)
+        for child in packed:
             child.most_high_rows = most_high_rows
 
 
-def _timed(linears: Sequence[PanelLinear], rows: int) -> list[PanelLinear]:
+def _timed(linears: Sequence[PackedLinear], rows: int) -> list[PackedLinear]:
     """Those that are timed with so many rows."""
     left = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
     of_shape: Counter[tuple[int, int]] = Counter()
@@ -80,7 +78,7 @@ def _timed(linears: Sequence[PanelLinear], rows: int) -> list[PanelLinear]:
         shape = linear.in_features, linear.out_features
         turns.append((of_shape[shape], linear.num_bytes()))
         of_shape[shape] += 1
-    chosen: list[PanelLinear] = []
+    chosen: list[PackedLinear] = []
     for at in sorted(range(len(linears)), key=turns.__getitem__):
         if not chosen or linears[at].num_bytes() <= left:
             chosen.append(linears[at])
@@ -88,7 +86,7 @@ def _timed(linears: Sequence[PanelLinear], rows: int) -> list[PanelLinear]:
     return chosen
 
 
-def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) -> int:
+def _most_high_rows(linears: Sequence[PackedLinear], now: Callable[[], float]) -> int:
     """Up to how many rows high tiles are the faster ones on this machine.
 
     The bound that costs least over all the numbers of rows that are tried, each counting as much: one of them that was
@@ -111,29 +109,28 @@ def _most_high_rows(linears: Sequence[PanelLinear], now: Callable[[], float]) ->
     return (0, *_TIMED_ROWS)[best]
 
 
-class PanelLinear(nn.Module):
-    """x @ weight.T + bias for bfloat16 x (..., in_features): summed in float32, rounded once.
+class PackedLinear(nn.Module):
+    """x @ weight.T + bias for bfloat16 x (..., in_features) by our own product: summed in float32, rounded once.
 
-    Of several linear layers with the same input, the outputs are side by side. A row's result depends on nothing but
-    the row. Threads, as many as torch computes with, share the outputs out. most_high_rows: see gemm.py.
+    The outputs of several linear layers with the same input are side by side. A row's result depends on nothing but
+    the row. The outputs are split over as many threads as torch computes with. most_high_rows: see gemm.py.
     """
 
     most_high_rows = 28
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import gemm
+        from sarathi_pp_kernels.cpu import gemm  # numba is not everywhere
 
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        self._kernel = gemm
-        # Neither is a buffer: the layout can be neither moved nor saved.
-        shape = self.out_features // 16, self.in_features // 2, 16
-        self._panels = empty_in_large_pages(shape, torch.int32)
-        of_each = torch.split(self._panels, [linear.out_features // 16 for linear in linears])
-        for linear, panels_of_it in zip(linears, of_each, strict=True):
-            panels_of_it.copy_(to_panels(linear.weight.detach()))
-        self._begin = torch.cat(
+        self._padded_rows, self._lay_out, self._multiply = gemm.padded_rows, gemm.lay_out, gemm.multiply
+        # Neither is a buffer: a packed weight can be neither moved nor saved.
+        self._weight = empty_in_large_pages(gemm.packed_shape(self.out_features, self.in_features), torch.int32)
+        parts = torch.split(self._weight, [linear.out_features // 16 for linear in linears])
+        for linear, part in zip(linears, parts, strict=True):
+            part.copy_(pack_weight(linear.weight.detach()))
+        self._bias = torch.cat(
             [
                 torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
                 for linear in linears
@@ -141,29 +138,29 @@ class PanelLinear(nn.Module):
         )
 
     def num_bytes(self) -> int:
-        return self._panels.numel() * self._panels.itemsize
+        return self._weight.numel() * self._weight.itemsize
 
-    def addresses(self) -> tuple[int, int]:
-        """Of the panels, and of the (out_features,) float32 that sums begin with."""
-        return self._panels.data_ptr(), self._begin.data_ptr()
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the packed weight and the (out_features,) float32 bias."""
+        return self._weight, self._bias
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"
         rows, words = x.reshape(-1, self.in_features).contiguous(), self.in_features // 2
         num_rows = rows.shape[0]
-        out = torch.empty(self._kernel.padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
+        out = torch.empty(self._padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
         if num_rows:
             tiles, high = scratch_of_thread(out.shape[0] * words), num_rows <= self.most_high_rows
-            self._kernel.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
-            pieces = shares(self.out_features // 16, 2)
-            share_out([partial(self._multiply, tiles, out, num_rows, high, piece) for piece in pieces])
+            self._lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
+            pieces = split_range(self.out_features // 16, 2)
+            run_parallel([partial(self._multiply_part, tiles, out, num_rows, high, piece) for piece in pieces])
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:
-        self._kernel.multiply(
+    def _multiply_part(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:
+        self._multiply(
             tiles.data_ptr(),
-            self._panels.data_ptr(),
-            self._begin.data_ptr(),
+            self._weight.data_ptr(),
+            self._bias.data_ptr(),
             out.data_ptr(),
             num_rows,
             self.in_features // 2,
@@ -174,8 +171,8 @@ class PanelLinear(nn.Module):
         )
 
 
-def to_panels(weight: Tensor) -> Tensor:
-    """(N, K) bfloat16, N a multiple of 16 and K of 2, as (N / 16, K / 2, 16) int32 (lanes): a view, strided."""
+def pack_weight(weight: Tensor) -> Tensor:
+    """Return (N, K) bfloat16 as (N / 16, K / 2, 16) int32 for gemm.py, a strided view. N % 16 is 0, K is even."""
     outputs, inputs = weight.shape
     words = weight.contiguous().view(torch.int32).view(outputs // 16, 16, inputs // 2)
     return words.permute(0, 2, 1)
@@ -209,17 +206,17 @@ class OneDnnLinear(nn.Module):
 
 
 @functools.cache
-def has_panels() -> bool:
-    """Whether numba can be had, an optional package and a slow import, and the processor is able."""
+def has_gemm() -> bool:
+    """Return whether our own product runs here: numba, an optional package and a slow import, and the processor."""
     try:
-        from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+        from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
     except ImportError:  # not there, or not for this numpy
         return False
-    return has_lanes()
+    return has_avx512_bf16()
 
 
 def has_onednn() -> bool:
-    """These operators are not public: where a torch release lacks them, plain linears do."""
+    """Return whether oneDNN's product runs here. Its operators are not public, so a torch release may lack them."""
     operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False

@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from sarathi_pp.model.fuse import cuda_modules
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
-from sarathi_pp.model.fuse.packed_linear import fits_panels, has_panels, packing
+from sarathi_pp.model.fuse.packed_linear import fits_gemm, has_gemm, packed_class
 from sarathi_pp.model.triton_available import has_kernels
 
 Rewrite = Callable[[Any], nn.Module]
@@ -58,7 +58,7 @@ def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
         by_kernels = any(has_kernels(parameter.device) for parameter in module.parameters())
     rewrites: list[Callable[[nn.Module], Rewrite | None]] = [partial(_part, _CUDA if by_kernels else _CPU), _layer]
     if not by_kernels:
-        rewrites.append(_packed(module))
+        rewrites.append(_packing(module))
     count = 0
     for rewrite in rewrites:
         places = list(_places(module, rewrite))
@@ -113,20 +113,20 @@ def _layer(child: Any) -> Rewrite | None:
     return Block if fits else None
 
 
-def _packed(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
+def _packing(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
     owners: dict[int, int] = {}
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
 
     def rewrite(child: nn.Module) -> Rewrite | None:
-        return packing(child) if type(child) is nn.Linear and owners[id(child.weight)] == 1 else None
+        return packed_class(child) if type(child) is nn.Linear and owners[id(child.weight)] == 1 else None
 
     return rewrite
 
 
 def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
-    """Whether its products are the kit's, and its rotation is Llama's, of heads that the kit takes."""
+    """Return whether the kit takes its products and heads, and its rotary embedding is Llama's."""
     inputs, out = (attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj
     if not kit.takes_products(*inputs) or not kit.takes_products(out) or attention.head_dim % kit.head_step:
         return False
@@ -148,15 +148,15 @@ def _same_code(ours: Any, theirs: Any) -> bool:
 
 
 def _all_fit(*linears: nn.Module) -> bool:
-    return all(type(one) is nn.Linear and fits_panels(one) for one in linears)
+    return all(type(one) is nn.Linear and fits_gemm(one) for one in linears)
 
 
-def _fits_lanes(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_panels()
+def _fits_registers(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_gemm()
 
 
 # Heads fill registers on CPU.
-_CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_lanes, head_step=32)
+_CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_registers, head_step=32)
 _CUDA = _Kit(
     cuda_modules.GatedMLP,
     cuda_modules.RowNorm,

@@ -1,4 +1,4 @@
-"""Cosines and sines of positions, looked up where a model would compute them anew for every microbatch."""
+"""A cache of the rotary embedding's cosines and sines, which a model would compute again for every microbatch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from sarathi_pp.model.fuse.rewrite import runs
 
-# The same in new releases of transformers; Qwen2's was written differently before.
+# These are the same in new releases of transformers; Qwen2's was written differently before.
 _KNOWN = (LlamaRotaryEmbedding, Qwen2RotaryEmbedding)
-# Kinds in which an angle depends on its position alone, and not on how long the others are.
-_STEADY = ("default", "linear", "llama3", "yarn")
-# torch computes so many floats at once, and what is left over one by one, which gives other last bits.
+# Kinds in which an angle depends on its position alone, and not on the longest sequence.
+_OF_POSITION_ALONE = ("default", "linear", "llama3", "yarn")
+# Floats that torch computes at once. It computes the remaining ones one by one, which gives other last bits.
 _AT_ONCE = 32
-# Positions of a step, few enough for one thread: several would each have something left over.
+# Positions of a step, few enough for one thread: each of several threads would have remaining floats.
 _STEP = 128
 _LEAST_STEPS = 32
 
 
-class Rotation:
-    """rotary: transformers' own, whose values are kept. One row for each position up to the last one asked for."""
+class RotaryCache:
+    """Cosines and sines of all positions up to the largest one that was asked for.
+
+    Args:
+        rotary: transformers' own module, which computes them.
+    """
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
@@ -31,19 +35,23 @@ class Rotation:
 
     @staticmethod
     def fits(rotary: Any) -> bool:
-        """Whether a row of its table is, to the last bit, what it gives for that position among any others."""
-        steady = any(runs(rotary, known) for known in _KNOWN) and rotary.rope_type in _STEADY
-        return steady and 2 * rotary.inv_freq.numel() % _AT_ONCE == 0
+        """Return whether a cached row has the bits that the module gives for its position among any others."""
+        known = any(runs(rotary, kind) for kind in _KNOWN) and rotary.rope_type in _OF_POSITION_ALONE
+        return known and 2 * rotary.inv_freq.numel() % _AT_ONCE == 0
 
     def of(self, positions: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (1, T, head_dim) of `like`'s dtype each. positions: (T,) int64 below `end`, on CPU."""
+        """Return cosines and sines, (1, T, head_dim) each, in the dtype of `like`.
+
+        Args:
+            positions: (T,) int64 on CPU, all below `end`.
+        """
         if self._table.shape[1] < end:
             self._grow(end, like)
-        found = self._table.index_select(1, positions)
-        return found[:1], found[1:]
+        rows = self._table.index_select(1, positions)
+        return rows[:1], rows[1:]
 
     def _grow(self, end: int, like: Tensor) -> None:
-        """To twice as many positions, or as many as are needed."""
+        """Double the number of positions, or more if `end` is larger."""
         begin = self._table.shape[1]
         steps = range(begin, max(end, 2 * begin, _LEAST_STEPS * _STEP), _STEP)
         made = [torch.cat(self._rotary(like, position_ids=torch.arange(at, at + _STEP)[None])) for at in steps]

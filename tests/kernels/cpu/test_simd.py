@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from sarathi_pp_kernels.cpu.simd.compile import compiled, has_lanes
+from sarathi_pp_kernels.cpu.simd.compile import compiled, has_avx512_bf16
 from sarathi_pp_kernels.cpu.simd.gate import silu_multiply_lines
 from sarathi_pp_kernels.cpu.simd.memory import (
     load_bf16,
@@ -25,12 +25,12 @@ from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 from sarathi_pp_kernels.cpu.simd.softmax import exponential, hide, largest, weigh_lines
 from sarathi_pp_kernels.cpu.simd.transpose import pair, transpose
 
-from sarathi_pp.model.fuse.packed_linear import to_panels
+from sarathi_pp.model.fuse.packed_linear import pack_weight
 
-needs_lanes = pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
+needs_avx512_bf16 = pytest.mark.skipif(not has_avx512_bf16(), reason="this processor has no bfloat16 products")
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize("lines", [1, 2, 3])
 @pytest.mark.parametrize("asks", [0, 1])
 def test_sixteen_products_of_lines_each_in_its_lane(lines: int, asks: int) -> None:
@@ -46,7 +46,7 @@ def test_sixteen_products_of_lines_each_in_its_lane(lines: int, asks: int) -> No
     assert bool((out[16:] == 7).all())
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize(("heads", "lines"), [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("tokens", [1, 2, 10])
 def test_weighted_values_are_added(heads: int, lines: int, tokens: int) -> None:
@@ -66,7 +66,7 @@ def test_weighted_values_are_added(heads: int, lines: int, tokens: int) -> None:
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize("channels", [32, 96])
 def test_rotated_lines_are_rounded_as_torchs(channels: int) -> None:
     @compiled()
@@ -81,7 +81,7 @@ def test_rotated_lines_are_rounded_as_torchs(channels: int) -> None:
     assert torch.equal(x, expected)
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize(("rows", "panels"), [(1, 1), (6, 4), (12, 2), (28, 1)])
 @pytest.mark.parametrize(("rounded", "asks"), [(0, 0), (1, 1), (1, 2)])
 def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) -> None:
@@ -93,7 +93,7 @@ def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) ->
     inputs, width = 10, 16 * panels
     weight, x = torch.randn(width, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
     begin = torch.randn(width)
-    laid_out = to_panels(weight).contiguous()
+    laid_out = pack_weight(weight).contiguous()
     # Rows of the output lie farther apart than they are wide: what lies between is not touched.
     out = torch.full((rows, width + 3), 7.0, dtype=torch.bfloat16 if rounded else torch.float32)
     product(
@@ -104,7 +104,7 @@ def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) ->
     assert bool((out[:, width:] == 7).all())
 
 
-@needs_lanes
+@needs_avx512_bf16
 def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite() -> None:
     @compiled()
     def convert(source, to, lines):  # type: ignore[no-untyped-def]
@@ -118,7 +118,7 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite() -> None:
     assert torch.equal(out.view(torch.int16)[1:], values.bfloat16().view(torch.int16)[1:]) and bool(out[0].isnan())
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize("slope", [0.05, 1.0, 30.0])
 @pytest.mark.parametrize("rows", [1, 3, 6])
 def test_weights_are_powers_of_two_and_their_sum(slope: float, rows: int) -> None:
@@ -146,7 +146,7 @@ def test_weights_are_powers_of_two_and_their_sum(slope: float, rows: int) -> Non
     assert bool(sums[rows - 1].isnan()) and bool(out[-1, 9].isnan()) and not bool(sums[: rows - 1].isnan().any())
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_largest_is_found_in_every_lane_and_beside_nan(rows: int) -> None:
     @compiled()
@@ -164,7 +164,7 @@ def test_the_largest_is_found_in_every_lane_and_beside_nan(rows: int) -> None:
     assert bool((found == -torch.inf).all())
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize(("low", "high"), [(0, 64), (0, 1), (3, 17), (16, 32), (33, 33), (64, 64), (0, 0), (20, 9)])
 def test_scores_outside_are_hidden(low: int, high: int) -> None:
     @compiled()
@@ -180,7 +180,7 @@ def test_scores_outside_are_hidden(low: int, high: int) -> None:
     assert torch.equal(scores.nan_to_num(nan=-5.0), expected.nan_to_num(nan=-5.0))
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize("rows", [1, 2, 10, 16, 18, 28, 33])
 @pytest.mark.parametrize("words", [1, 16, 41])
 def test_rows_are_transposed_and_the_rest_is_nothing(rows: int, words: int) -> None:
@@ -198,7 +198,7 @@ def test_rows_are_transposed_and_the_rest_is_nothing(rows: int, words: int) -> N
         assert torch.equal(to[: words * rows].view(words, rows), expected) and bool((to[words * rows :] == 7).all())
 
 
-@needs_lanes
+@needs_avx512_bf16
 @pytest.mark.parametrize("lines", [1, 5])
 def test_two_rows_are_paired_and_one_alone_with_zeros(lines: int) -> None:
     @compiled()
@@ -214,7 +214,7 @@ def test_two_rows_are_paired_and_one_alone_with_zeros(lines: int) -> None:
         assert torch.equal(halves[:, 1], high if has_high else torch.zeros_like(high))
 
 
-@needs_lanes
+@needs_avx512_bf16
 def test_a_gate_is_what_torch_makes_of_it() -> None:
     """Of every bfloat16, to the last bit; only numbers too small for a full mantissa may become 0."""
 
@@ -248,7 +248,7 @@ def test_the_exponential_is_as_exact_as_float32() -> None:
     assert out[1001:1004].tolist() == [0, 0, 0] and bool(out[-1].isnan())
 
 
-@needs_lanes
+@needs_avx512_bf16
 def test_loads_and_stores_count_in_elements() -> None:
     @compiled()
     def copy(words, halves, floats, rounded, indices, out, more):  # type: ignore[no-untyped-def]
@@ -268,6 +268,6 @@ def test_loads_and_stores_count_in_elements() -> None:
 
 
 def test_a_processor_is_known_by_all_its_features() -> None:
-    assert has_lanes("+64bit,+avx512bf16,+avx512bw,+avx512f,-amx-bf16")
+    assert has_avx512_bf16("+64bit,+avx512bf16,+avx512bw,+avx512f,-amx-bf16")
     for features in ("", "+avx512bw,+avx512f", "-avx512bf16,+avx512bw,+avx512f", "+avx512bf16,+avx512f"):
-        assert not has_lanes(features)
+        assert not has_avx512_bf16(features)

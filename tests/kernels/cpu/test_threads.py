@@ -1,4 +1,4 @@
-"""Work shared out over threads: all of it, once, and what goes wrong in one thread is told."""
+"""Work in several threads: all of it is done once, and an error in one thread is raised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from sarathi_pp_kernels.cpu import threads
-from sarathi_pp_kernels.cpu.threads import scratch_of_thread, share_out, shares
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -20,12 +20,12 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("step", [1, 2, 32])
-def test_shares_are_consecutive_and_of_like_length(num_threads: int, step: int) -> None:
+def test_ranges_are_consecutive_and_of_like_length(num_threads: int, step: int) -> None:
     for count in (0, 1, 2, 7, 31, 64, 100, 333):
-        found = shares(count, step)
-        assert [at for share in found for at in share] == list(range(count))
-        assert 1 <= len(found) <= num_threads and all(share.start % step == 0 for share in found)
-        lengths = [len(share) for share in found]
+        found = split_range(count, step)
+        assert [at for part in found for at in part] == list(range(count))
+        assert 1 <= len(found) <= num_threads and all(part.start % step == 0 for part in found)
+        lengths = [len(part) for part in found]
         assert max(lengths) - min(lengths) < 2 * step
 
 
@@ -37,7 +37,7 @@ def test_the_first_piece_runs_here_and_the_others_beside_it(num_threads: int) ->
         together.wait()
         ran.append(threading.current_thread().name)
 
-    share_out([piece] * num_threads)
+    run_parallel([piece] * num_threads)
     assert len(ran) == num_threads and ran.count(threading.current_thread().name) == 1
 
 
@@ -46,17 +46,17 @@ def test_what_one_raises_is_raised(num_threads: int) -> None:
         raise ValueError("a piece failed")
 
     with pytest.raises(ValueError, match="a piece failed"):
-        share_out([lambda: None] * (num_threads - 1) + [fail])
+        run_parallel([lambda: None] * (num_threads - 1) + [fail])
 
 
 def test_fewer_pieces_need_no_other_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
-        threads._crew.cache_clear()
+        threads._thread_pool.cache_clear()
         for count in (2, 3, 5, 7):
-            share_out([lambda: None] * count)
-        assert threads._crew.cache_info().currsize == 1
+            run_parallel([lambda: None] * count)
+        assert threads._thread_pool.cache_info().currsize == 1
     finally:
         torch.set_num_threads(before)
 

@@ -1,7 +1,7 @@
 """Captured microbatches give what launched ones give: a graph that is made up here does its work anew when replayed.
 
-What it reads and writes lies at fixed addresses all the same, tables are filled up, and rows are added; so whatever is
-not at its place, or of the microbatch before, changes the logits.
+It reads and writes at fixed addresses all the same, and tables and rows are padded. So whatever is not in its place, or
+is left from the microbatch before, changes the logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sarathi_pp_kernels.triton.attention_work import Blocks, Extent, FixedWork, cut_work
+from sarathi_pp_kernels.triton.attention_work import Blocks, CapturableWork, Extent, cut_work
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ class Stage:
             self.kv.values(layer).fill_(torch.nan)
         if self.shapes:
             sizes = self.config.hidden_size, self.config.num_attention_heads
-            self.graphs = StageGraphs(self.model, self.kv, self.shapes, *sizes, CPU, Repeated)
+            self.graphs = StageGraphs(self.model, self.kv, self.shapes, *sizes, CPU, [Repeated() for _ in self.shapes])
 
     def run(self, spans: Sequence[Span], rows: Sequence[int], ids: array[int], hidden: Tensor | None) -> Tensor:
         forward = self.graphs.prepare(spans, rows, ids) if self.graphs is not None else None
@@ -125,7 +125,7 @@ def logits_of(stages: Sequence[Stage], tokens: Sequence[Sequence[int]]) -> list[
             rows.append(end - 1)
         hidden = None
         for stage in stages:
-            hidden = stage.run(spans, rows if stage.model.head else (), ids, hidden)
+            hidden = stage.run(spans, rows if stage.model.has_lm_head else (), ids, hidden)
         for (sequence, _), row in zip(microbatch, hidden, strict=True):
             found[sequence].append(row)
     return found
@@ -159,7 +159,7 @@ def test_graphs_give_the_logits_of_transformers(model: Path) -> None:
             assert stage.graphs is not None
             assert (stage.graphs.hits, stage.graphs.misses) == (hits, 8 - hits)
             spare = stage.kv.keys(stage.model.layers[0])[NUM_PAGES]
-            assert not spare.isnan().all(), "rows that fill up are written there"
+            assert not spare.isnan().all(), "padding rows are written there"
 
 
 @torch.inference_mode()
@@ -199,7 +199,7 @@ def test_shapes_of_a_run() -> None:
     st.sampled_from([None, 1, 100, 4096]),
     st.sampled_from([1, 20, 132]),
 )
-def test_the_fixed_tables_have_room_for_any_microbatch(
+def test_capturable_tables_have_room_for_any_microbatch(
     sequences: list[tuple[int, int]], group: int, num_kv_heads: int, window: int | None, num_processors: int
 ) -> None:
     """Of its tokens and sequences: `load` asserts it. What is left of a longer one before is gone."""
@@ -209,24 +209,24 @@ def test_the_fixed_tables_have_room_for_any_microbatch(
         first_row += num_tokens
     blocks = Blocks.of(group, 128, 2)
     longest = max(num_tokens for num_tokens, _ in sequences)
-    fixed = FixedWork(first_row, len(sequences), longest, blocks, window, num_kv_heads, num_processors, CPU)
-    fixed.load(extents)
+    capturable = CapturableWork(first_row, len(sequences), longest, blocks, window, num_kv_heads, num_processors, CPU)
+    capturable.load(extents)
     expected = cut_work(extents, blocks, window, num_kv_heads, num_processors, CPU)
-    for table, cut in ((fixed.work.pieces, expected.pieces), (fixed.work.merges, expected.merges)):
+    for table, cut in ((capturable.work.pieces, expected.pieces), (capturable.work.merges, expected.merges)):
         assert torch.equal(table[: len(cut)], cut) and not table[len(cut) :].any()
-    fixed.load(extents[:1])
-    used = fixed.work.pieces[fixed.work.pieces[:, 1] > 0]
-    assert int(used[:, 0].max()) < sequences[0][0] and int(fixed.work.merges[:, 1].max()) <= sequences[0][0]
+    capturable.load(extents[:1])
+    used = capturable.work.pieces[capturable.work.pieces[:, 1] > 0]
+    assert int(used[:, 0].max()) < sequences[0][0] and int(capturable.work.merges[:, 1].max()) <= sequences[0][0]
 
 
 @pytest.mark.parametrize(("group", "itemsize"), [(4, 2), (71, 2), (24, 4)])
-def test_fixed_tables_are_for_the_kernel_that_the_microbatch_has_anyhow(group: int, itemsize: int) -> None:
+def test_capturable_tables_are_for_the_kernel_that_the_microbatch_has_anyhow(group: int, itemsize: int) -> None:
     """Where blocks of few rows are as large as any, there is one kind of block, and it is compiled once."""
     blocks = Blocks.of(group, 128, itemsize)
-    fixed = FixedWork(64, 4, 64, blocks, None, 1, 132, CPU)
+    capturable = CapturableWork(64, 4, 64, blocks, None, 1, 132, CPU)
     extents = [Extent(0, 64, 100, 0)]
-    fixed.load(extents)
-    assert fixed.work.has_many == cut_work(extents, blocks, None, 1, 132, CPU).has_many
+    capturable.load(extents)
+    assert capturable.work.has_many == cut_work(extents, blocks, None, 1, 132, CPU).has_many
 
 
 @torch.inference_mode()

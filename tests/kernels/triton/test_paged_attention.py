@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -235,9 +235,9 @@ def test_batch_mates_change_no_bit(keys_per_piece: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_it_is_the_attention_of_the_plain_backend(window: int | None, dtype: torch.dtype) -> None:
     case = Case([(140, 1), (30, 40), (5, 1)], 16, 6, 2, 48, dtype)
-    how = {"scaling": 0.2, "sliding_window": window, "softcap": 2.0, "sinks": case.sinks}
+    spec = AttentionSpec(0.2, window, 2.0, case.sinks)
     found, expected = (
-        backend(case.query, case.kv, 0, case.inputs, **how) for backend in (TritonAttention(), SdpaAttention())
+        backend(case.query, case.kv, 0, case.inputs, spec) for backend in (TritonAttention(), SdpaAttention())
     )
     close(found, expected.double(), 3e-6 if dtype == torch.float32 else 3e-3)
 
@@ -245,12 +245,11 @@ def test_it_is_the_attention_of_the_plain_backend(window: int | None, dtype: tor
 def test_the_work_of_a_microbatch_is_laid_out_once_for_each_window() -> None:
     """Layers take turns with and without a window; the next microbatch, of as many rows, is another one."""
     case, backend = Case([(50, 1), (20, 4)]), TritonAttention()
-    how: dict[str, Any] = {"scaling": 0.25, "softcap": None, "sinks": None}
     for _ in range(2):
         layouts = []
         for _ in range(2):
             for window in (None, 7):
-                found = backend(case.query, case.kv, 0, case.inputs, sliding_window=window, **how)
+                found = backend(case.query, case.kv, 0, case.inputs, AttentionSpec(0.25, window))
                 close(found, case.expected(window))
             assert backend._microbatch is not None
             layouts.append({window: id(work) for window, work in backend._microbatch._work.items()})

@@ -44,7 +44,8 @@ def make_stage(model: Path, layers: tuple[int, int], *, graphed: bool) -> ModelS
     graphs = None
     if graphed:
         sizes = config.hidden_size, config.num_attention_heads
-        graphs = StageGraphs(loaded, kv, SHAPES, *sizes, GPU, lambda: CudaGraph(torch.cuda.graph_pool_handle()))
+        empty = [CudaGraph(torch.cuda.graph_pool_handle()) for _ in SHAPES]
+        graphs = StageGraphs(loaded, kv, SHAPES, *sizes, GPU, empty)
     return ModelStage(loaded, kv, config.hidden_size, torch.float32, GPU, graphs=graphs)
 
 

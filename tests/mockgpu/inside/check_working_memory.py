@@ -81,9 +81,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
     def compute(model: StageModel, x: Tensor, inputs: StageInputs, kv: KVShard, backend: object = None) -> Tensor:
         torch.empty((x.shape[0], ACTIVATIONS), dtype=torch.uint8, device=GPU)
-        rows = inputs.logit_rows.shape[0] if model.head else x.shape[0]
-        found.append((x.shape[0], rows if model.head else 0, 0))
-        return torch.zeros((rows, VOCAB_SIZE if model.head else HIDDEN), device=GPU)
+        rows = inputs.logit_rows.shape[0] if model.has_lm_head else x.shape[0]
+        found.append((x.shape[0], rows if model.has_lm_head else 0, 0))
+        return torch.zeros((rows, VOCAB_SIZE if model.has_lm_head else HIDDEN), device=GPU)
 
     def draw(logits: Tensor, rows: list[SamplingRow]) -> None:
         assert logits.shape[0] == len(rows)

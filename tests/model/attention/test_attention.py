@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,17 +21,17 @@ from hypothesis import strategies as st
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, rows_at_once
 from sarathi_pp_kernels.cpu.simd import compile as compiling
-from sarathi_pp_kernels.cpu.simd.compile import has_lanes
+from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
 from sarathi_pp_kernels.cpu.threads import scratch_of_thread
 from torch import Tensor
 from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from sarathi_pp.model.attention import choose_backend, sdpa
-from sarathi_pp.model.attention.numba import NumbaAttention, by_keys
+from sarathi_pp.model.attention.numba import NumbaAttention, split_by_keys
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from tests.model.microbatches import CPU, Case, rule, visible
+from tests.model.microbatches import CPU, Case, spec_for, visible
 
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])
 
@@ -82,23 +83,23 @@ def test_any_microbatch_is_exact(
     seed: int,
 ) -> None:
     case = Case(extents, page_size, *heads, 8, seed=seed, backend=backend)
-    how = rule(case, window=window, softcap=softcap, sinks=sinks)
+    spec = spec_for(case, window=window, softcap=softcap, sinks=sinks)
     with small_steps():
-        torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2e-6, rtol=0)
+        torch.testing.assert_close(case.run(spec).double(), case.expected(spec), atol=2e-6, rtol=0)
 
 
 @every_backend
 @pytest.mark.parametrize("window", [None, 100, 1500])
 def test_a_hybrid_microbatch_at_full_size_is_exact(backend: str, window: int | None) -> None:
     case = Case([(1900, 150), (1030, 1), (0, 33), (5, 1)], 16, 4, 2, 16, backend=backend)
-    how = rule(case, window=window)
-    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=3e-6, rtol=0)
+    spec = spec_for(case, window=window)
+    torch.testing.assert_close(case.run(spec).double(), case.expected(spec), atol=3e-6, rtol=0)
 
 
 def test_bfloat16_has_kernels_of_its_own_where_the_processor_can() -> None:
     """Else the tests below try the others twice."""
     shard = KVShard((0, 1), 1, 16, 1, 16, torch.bfloat16, CPU)
-    assert NumbaAttention().fits_lanes(shard) == has_lanes()
+    assert NumbaAttention().fits_simd(shard) == has_avx512_bf16()
 
 
 @settings(max_examples=80)
@@ -128,9 +129,9 @@ def test_any_microbatch_in_bfloat16_is_as_exact_as_its_roundings(
 ) -> None:
     """Weights and outputs are rounded to 8 bits, which errs by 2^-9 of the largest value at the most, each."""
     case = Case(extents, page_size, *heads, head_dim, torch.bfloat16, seed=seed, backend="numba")
-    how = rule(case, window=window, softcap=softcap, sinks=sinks)
+    spec = spec_for(case, window=window, softcap=softcap, sinks=sinks)
     largest = max(float(value.abs().max()) for value in case.values)
-    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2.2 * 2**-9 * largest, rtol=0)
+    torch.testing.assert_close(case.run(spec).double(), case.expected(spec), atol=2.2 * 2**-9 * largest, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -143,27 +144,27 @@ def test_decodes_in_bfloat16_begin_and_end_anywhere_in_a_page(
     """Places that were never written hold NaN; so does the scratch of a kernel that has run before."""
     extents = [(length, 1) for length in (0, 1, 2, 15, 16, 30, 31, 63, 64, 65, 200)]
     case = Case(extents, page_size, 2 * group, 2, head_dim, torch.bfloat16, backend="numba")
-    how = rule(case, window=window, sinks=group == 3, softcap=2.0 if group == 2 else None)
-    expected = case.expected(**how)
+    spec = spec_for(case, window=window, sinks=group == 3, softcap=2.0 if group == 2 else None)
+    expected = case.expected(spec)
     scratch_of_thread(1 << 20).fill_(-1)
-    found = case.run(**how)
+    found = case.run(spec)
     assert relative_error(found, expected) < 2 * relative_error(expected.bfloat16(), expected) + 1e-6
     backend = choose_backend("numba", CPU, page_size)
     for row, span in enumerate(case.inputs.spans):
         lone = build_inputs([Span(span.start, 1, span.pages.tolist())], [], page_size, CPU)
-        assert torch.equal(backend(case.query[row : row + 1], case.kv, case.layer, lone, **how), found[row : row + 1])
+        assert torch.equal(backend(case.query[row : row + 1], case.kv, case.layer, lone, spec), found[row : row + 1])
 
 
 _ON_A_LESSER_PROCESSOR = """
 import torch
 from sarathi_pp.model.attention import numba
-numba.has_lanes = lambda: False
-from tests.model.attention.test_attention import Case, rule
+numba.has_avx512_bf16 = lambda: False
+from tests.model.attention.test_attention import Case, spec_for
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     case = Case([(40, 1), (0, 1), (20, 3)], 16, 4, 2, 32, dtype, backend="numba")
-    how = rule(case, window=30, sinks=True)
-    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2e-2, rtol=0)
+    spec = spec_for(case, window=30, sinks=True)
+    torch.testing.assert_close(case.run(spec).double(), case.expected(spec), atol=2e-2, rtol=0)
 """
 
 
@@ -190,9 +191,9 @@ def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int)
     """More rows than go through the keys together, more keys than a block, and a last tile that is not full."""
     case = Case([(1500, 1000), (0, 5)], 32, group, 1, head_dim, torch.bfloat16, backend="numba")
     assert rows_at_once(7) < 1000 and BLOCK_KEYS < 1500
-    how = rule(case, window=1200, sinks=True)
-    expected = case.expected(**how)
-    assert relative_error(case.run(**how), expected) < 2 * relative_error(expected.bfloat16(), expected)
+    spec = spec_for(case, window=1200, sinks=True)
+    expected = case.expected(spec)
+    assert relative_error(case.run(spec), expected) < 2 * relative_error(expected.bfloat16(), expected)
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -204,7 +205,7 @@ def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int)
         pytest.param(
             torch.bfloat16,
             (1, 2, 6, 100, 1024, 1499, 1599),
-            marks=pytest.mark.skipif(not has_lanes(), reason="torch's products of bfloat16 sum as it likes"),
+            marks=pytest.mark.skipif(not has_avx512_bf16(), reason="torch's products of bfloat16 sum as it likes"),
         ),
     ],
 )
@@ -212,34 +213,34 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(
     window: int | None, dtype: torch.dtype, cuts: tuple[int, ...]
 ) -> None:
     case = Case([(0, 1600)], 16, 4, 2, 32, dtype, backend="numba")
-    how = rule(case, window=window, softcap=20.0, sinks=True)
-    whole = case.run(**how)
+    spec = spec_for(case, window=window, softcap=20.0, sinks=True)
+    whole = case.run(spec)
     (span,) = case.inputs.spans
     backend = choose_backend("numba", CPU, 16)
     for start, num_tokens in [part for cut in cuts for part in ((0, cut), (cut, 1600 - cut))]:
         chunk = build_inputs([Span(start, num_tokens, span.pages.tolist(), prompt=True)], [], 16, CPU)
-        part = backend(case.query[start : start + num_tokens], case.kv, case.layer, chunk, **how)
+        part = backend(case.query[start : start + num_tokens], case.kv, case.layer, chunk, spec)
         assert torch.equal(part, whole[start : start + num_tokens])
 
 
 def test_queries_may_lie_heads_first_in_memory() -> None:
     case = Case([(70, 30)], 16, 4, 2, 32, torch.bfloat16, backend="numba")
-    how = rule(case)
-    straight = case.run(**how)
+    spec = spec_for(case)
+    straight = case.run(spec)
     case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(case.run(**how), straight)
+    assert torch.equal(case.run(spec), straight)
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_share_a_chunk_out_and_change_no_bit(num_threads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+def test_threads_split_a_chunk_and_change_no_bit(num_threads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     case = Case([(200, 50), (3, 20)], 16, 6, num_kv_heads, 32, dtype, backend="numba")
-    how = rule(case, window=60)
-    alone = case.run(**how)
+    spec = spec_for(case, window=60)
+    alone = case.run(spec)
     torch.set_num_threads(num_threads)
     try:
-        assert all(torch.equal(case.run(**how), alone) for _ in range(3))
+        assert all(torch.equal(case.run(spec), alone) for _ in range(3))
     finally:
         torch.set_num_threads(1)
 
@@ -247,9 +248,9 @@ def test_threads_share_a_chunk_out_and_change_no_bit(num_threads: int, num_kv_he
 @every_backend
 def test_large_scores_do_not_overflow(backend: str) -> None:
     case = Case([(20, 9), (30, 1)], 4, 4, 2, 8, backend=backend)
-    how = rule(case, sinks=True) | {"scaling": 300.0}
+    spec = replace(spec_for(case, sinks=True), scaling=300.0)
     with small_steps():
-        torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=1e-3, rtol=0)
+        torch.testing.assert_close(case.run(spec).double(), case.expected(spec), atol=1e-3, rtol=0)
 
 
 @every_backend
@@ -260,18 +261,18 @@ def test_a_key_outside_the_window_does_not_shift_the_softmax(backend: str) -> No
     (span,) = case.inputs.spans
     everything = build_inputs([Span(0, 21, span.pages.tolist())], [], 16, CPU)
     case.kv.write(case.layer, case.keys[0], case.values[0], everything)
-    how = rule(case, window=2)
-    torch.testing.assert_close(case.run(**how).double(), case.expected(**how), atol=2e-6, rtol=0)
+    spec = spec_for(case, window=2)
+    torch.testing.assert_close(case.run(spec).double(), case.expected(spec), atol=2e-6, rtol=0)
 
 
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_only_the_output(backend: str, dtype: torch.dtype) -> None:
     case = Case([(200, 90), (300, 1)], 16, 4, 2, 32, dtype, backend=backend)
-    how = rule(case)
-    output = case.run(**how)
+    spec = spec_for(case)
+    output = case.run(spec)
     assert output.dtype == dtype
-    expected = case.expected(**how)
+    expected = case.expected(spec)
     assert relative_error(output, expected) < 1.5 * relative_error(expected.to(dtype), expected)
 
 
@@ -283,30 +284,30 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(("start", "num_tokens"), [(500, 1), (128, 128)])
 def test_bf16_is_about_as_good_as_the_attention_of_transformers(backend: str, start: int, num_tokens: int) -> None:
     case = Case([(start, num_tokens)], 16, 4, 2, 64, torch.bfloat16, backend=backend)
-    how = rule(case)
+    spec = spec_for(case)
     theirs = functional.scaled_dot_product_attention(
         case.query.transpose(0, 1)[None],
         case.keys[0].transpose(0, 1)[None],
         case.values[0].transpose(0, 1)[None],
         attn_mask=visible(start, num_tokens, None),
-        scale=how["scaling"],
+        scale=spec.scaling,
         enable_gqa=True,
     )[0].transpose(0, 1)
-    expected = case.expected(**how)
+    expected = case.expected(spec)
     # Rounding the output alone is most of either error, and which of torch's kernels runs depends on the processor.
-    assert relative_error(case.run(**how), expected) <= 1.1 * relative_error(theirs, expected)
+    assert relative_error(case.run(spec), expected) <= 1.1 * relative_error(theirs, expected)
 
 
 @every_backend
 def test_batch_mates_change_no_bit(backend: str) -> None:
     case = Case([(40, 1), (10, 20), (33, 1)], 4, 4, 2, 8, backend=backend)
-    how = rule(case)
-    together = case.run(**how)
+    spec = spec_for(case)
+    together = case.run(spec)
     other = choose_backend(backend, CPU, 4)
     for span in case.inputs.spans:
         rows = slice(span.first_row, span.first_row + span.num_tokens)
         alone = build_inputs([Span(span.start, span.num_tokens, span.pages.tolist())], [], 4, CPU)
-        output = other(case.query[rows], case.kv, case.layer, alone, **how)
+        output = other(case.query[rows], case.kv, case.layer, alone, spec)
         assert torch.equal(output, together[rows])
 
 
@@ -316,7 +317,7 @@ def test_scratch_is_bounded_by_tile_and_block_not_by_the_context() -> None:
         for start in (40, 400):
             backend = sdpa.SdpaAttention()
             case = Case([(start, 20)], 4, 4, 2, 8)
-            case.run(backend, **rule(case))
+            case.run(spec_for(case), backend)
             held.append(sum(buffer.nbytes for buffer in backend._scratch.values()))
     assert held[0] == held[1]
 
@@ -329,37 +330,37 @@ def test_a_broken_sequence_is_seen_and_stays_alone(
     backend: str, pool: str, poison: float, dtype: torch.dtype, page_size: int, head_dim: int
 ) -> None:
     case = Case([(39, 3), (32, 1), (7, 1), (9, 7)], page_size, 4, 2, head_dim, dtype, backend=backend)
-    how = rule(case)
-    clean = case.run(**how)
+    spec = spec_for(case)
+    clean = case.run(spec)
     for broken_span in (0, 1):
         page = case.inputs.spans[broken_span].pages[0]
         getattr(case.kv, pool)(case.layer)[page] = poison
-    broken = case.run(**how)
+    broken = case.run(spec)
     assert not bool(broken[:4].isfinite().any())
     assert torch.equal(broken[4:], clean[4:])
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 8])
-def test_threads_share_the_decodes_and_change_no_bit(num_threads: int) -> None:
+def test_threads_split_the_decodes_and_change_no_bit(num_threads: int) -> None:
     case = Case([(200, 1), (3, 1), (40, 5), (90, 1), (91, 1)], 16, 4, 2, 8, backend="numba")
-    how = rule(case, window=60)
+    spec = spec_for(case, window=60)
     decodes = [0, 1, 7, 8]  # rows; torch's own products of the chunk between them may differ by their threads
-    alone = case.run(**how)[decodes]
+    alone = case.run(spec)[decodes]
     backend = choose_backend("numba", CPU, 16)
     torch.set_num_threads(num_threads)
     try:
         for _ in range(3):
-            assert torch.equal(case.run(backend, **how)[decodes], alone)
+            assert torch.equal(case.run(spec, backend)[decodes], alone)
     finally:
         torch.set_num_threads(1)
 
 
-def test_decodes_are_shared_out_by_keys_and_none_is_lost() -> None:
+def test_decodes_are_split_by_keys_and_none_is_lost() -> None:
     ends = np.array([1000, 1, 1, 500, 500, 1])
-    assert by_keys(ends, 1) == (range(6),)
-    assert by_keys(ends, 2) == (range(2), range(2, 6))
+    assert split_by_keys(ends, 1) == (range(6),)
+    assert split_by_keys(ends, 2) == (range(2), range(2, 6))
     for num_threads in range(1, 9):
-        pieces = by_keys(ends, num_threads)
+        pieces = split_by_keys(ends, num_threads)
         assert [row for piece in pieces for row in piece] == list(range(6)) and len(pieces) <= num_threads
 
 
@@ -382,7 +383,7 @@ def precisions() -> Iterator[list[str]]:
 
 def test_bf16_chunks_borrow_the_product_precision_of_the_process(precisions: list[str]) -> None:
     case = Case([(9, 30), (4, 1)], 4, 4, 2, 8, torch.bfloat16)
-    case.run(**rule(case))
+    case.run(spec_for(case))
     assert precisions == ["bf16", "ieee"]
     assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
 
@@ -393,13 +394,13 @@ def test_the_product_precision_is_put_back_after_an_error(precisions: list[str])
         mock.patch.object(torch, "bmm", side_effect=RuntimeError("stop")),
         pytest.raises(RuntimeError, match="stop"),
     ):
-        case.run(**rule(case))
+        case.run(spec_for(case))
     assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
 
 
 def test_float32_models_never_multiply_in_bf16(precisions: list[str]) -> None:
     case = Case([(9, 30), (4, 1)], 4, 4, 2, 8)
-    case.run(**rule(case))
+    case.run(spec_for(case))
     assert precisions == ["ieee", "ieee"]
 
 
@@ -426,7 +427,7 @@ def test_two_threads_inside_put_the_precision_back() -> None:
         matmul.fp32_precision = before
 
 
-@pytest.mark.skipif(not has_lanes(), reason="this processor has no bfloat16 products")
+@pytest.mark.skipif(not has_avx512_bf16(), reason="this processor has no bfloat16 products")
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 30])
 def test_kernels_keep_to_the_scratch_that_they_ask_for(head_dim: int, num_rows: int) -> None:

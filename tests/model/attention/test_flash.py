@@ -22,7 +22,7 @@ from sarathi_pp.model.attention.flash import FlashAttention, VarlenAttention, to
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from tests.model.attention.flash_rule import PAGE, attend, attend_rows, check_pool
-from tests.model.microbatches import CPU, Case, rule
+from tests.model.microbatches import CPU, Case, spec_for
 
 calls: list[str] = []
 
@@ -142,8 +142,8 @@ def close(found: Tensor, expected: Tensor) -> None:
 )
 def test_any_microbatch_by_flash_attn(extents, heads, window, softcap, sinks, seed):
     case = Case(extents, PAGE, *heads, 8, dtype=torch.float16, seed=seed)
-    how = rule(case, window=window, softcap=softcap, sinks=sinks)
-    close(case.run(FlashAttention(), **how), case.expected(**how))
+    spec = spec_for(case, window=window, softcap=softcap, sinks=sinks)
+    close(case.run(spec, FlashAttention()), case.expected(spec))
 
 
 @settings(max_examples=40)
@@ -155,8 +155,8 @@ def test_any_microbatch_by_flash_attn(extents, heads, window, softcap, sinks, se
 )
 def test_any_microbatch_by_torch(extents, heads, window, seed):
     case = Case(extents, PAGE, *heads, 8, dtype=torch.float16, seed=seed)
-    how = rule(case, window=window)
-    close(case.run(VarlenAttention(), **how), case.expected(**how))
+    spec = spec_for(case, window=window)
+    close(case.run(spec, VarlenAttention()), case.expected(spec))
 
 
 @pytest.mark.parametrize(
@@ -171,19 +171,19 @@ def test_any_microbatch_by_torch(extents, heads, window, seed):
 def test_chunks_are_one_call_and_decodes_another(extents, expected):
     calls.clear()
     case = Case(extents, PAGE, 4, 2, 8, dtype=torch.float16)
-    case.run(FlashAttention(), **rule(case))
+    case.run(spec_for(case), FlashAttention())
     assert calls == expected
 
 
 @pytest.mark.parametrize("backend", [FlashAttention, VarlenAttention])
 def test_the_layout_of_one_microbatch_is_not_the_next_ones(backend):
     case = Case([(5, 9), (0, 3)], PAGE, 4, 2, 8, dtype=torch.float16)
-    made, how = backend(), rule(case)
-    first = case.run(made, **how)
+    made, spec = backend(), spec_for(case)
+    first = case.run(spec, made)
     (span, _) = case.inputs.spans
     alone = build_inputs([Span(span.start, span.num_tokens, span.pages.tolist())], [], PAGE, CPU)
-    assert torch.equal(made(case.query[:9], case.kv, case.layer, alone, **how), first[:9])
-    assert torch.equal(case.run(made, **how), first)
+    assert torch.equal(made(case.query[:9], case.kv, case.layer, alone, spec), first[:9])
+    assert torch.equal(case.run(spec, made), first)
 
 
 def test_pages_are_not_copied():

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from sarathi_pp.errors import InputError, MissingError
-from sarathi_pp.model.checkpoint.checksums import SUMS_FILE, verify_weights
+from sarathi_pp.model.checkpoint.checksums import SUMS_FILE, verify_checksums
 from tests.model.families import write_checkpoint
 
 
@@ -53,20 +53,20 @@ def make_hub_cache(directory):
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_flipped_bit_is_found(known_by, shard, model):
     directory = known_by(model) or model
-    verify_weights(directory)
+    verify_checksums(directory)
     path = weight_files(directory)[shard].resolve()
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
     with pytest.raises(InputError, match="is damaged: SHA-256 .* download it again"):
-        verify_weights(directory)
+        verify_checksums(directory)
 
 
 def test_a_file_of_which_nothing_is_known_is_said(model):
     with pytest.raises(MissingError, match="no SHA-256 of model-00001.* is known"):
-        verify_weights(model)
+        verify_checksums(model)
     write_sums(model)
     lines = (model / SUMS_FILE).read_text().splitlines()
     (model / SUMS_FILE).write_text(lines[0] + "\nnonsense\n")
     with pytest.raises(MissingError, match="no SHA-256 of model-00002.* is known"):
-        verify_weights(model)
+        verify_checksums(model)

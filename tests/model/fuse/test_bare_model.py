@@ -1,4 +1,4 @@
-"""A base model without transformers' own forward: the same bits, and for whom; angles looked up."""
+"""A base model without transformers' own forward: the same bits, which families have it, and cached angles."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from sarathi_pp.model import stage_model as slices
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.fuse.bare_model import Body, bare_head
-from sarathi_pp.model.fuse.packed_linear import has_panels
-from sarathi_pp.model.fuse.rotary_cache import Rotation
+from sarathi_pp.model.fuse.bare_model import BareModel, bare_lm_head
+from sarathi_pp.model.fuse.packed_linear import has_gemm
+from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_head, load_stage
+from sarathi_pp.model.stage_model import StageModel, load_lm_head, load_stage
 from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
 LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
-EMBODIED = LIKE_LLAMA | {"cohere", "glm4", "olmo2", "phi3", "smollm3"}
+WITH_BARE_MODEL = LIKE_LLAMA | {"cohere", "glm4", "olmo2", "phi3", "smollm3"}
 # Which fill the registers of fused kernels.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 # Two sequences, one after the other and together: starts and counts of each.
@@ -68,23 +68,23 @@ def load(directory: Path, dtype: torch.dtype, bounds: tuple[int, ...]) -> list[S
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted(EMBODIED))
+@pytest.mark.parametrize("family", sorted(WITH_BARE_MODEL))
 def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the layers in one call want it
+    torch.set_num_threads(1)  # as compiled layers need it
     try:
         directory = checkpoint(tmp_path, family, **(WIDE if family in LIKE_LLAMA else {}))
         for bounds in ((0, NUM_LAYERS), (0, 2, NUM_LAYERS)):
             stages = load(directory, dtype, bounds)
-            assert all(isinstance(stage.module.base_model, Body) for stage in stages)
-            head = load_head(directory, dtype, CPU)
-            assert isinstance(head.module.base_model, Body)
+            assert all(isinstance(stage.module.base_model, BareModel) for stage in stages)
+            head = load_lm_head(directory, dtype, CPU)
+            assert isinstance(head.module.base_model, BareModel)
             with (
-                mock.patch.object(slices, "embody", lambda module, name: False),
-                mock.patch.object(slices, "bare_head", lambda module, name: None),
+                mock.patch.object(slices, "use_bare_model", lambda module, name: False),
+                mock.patch.object(slices, "bare_lm_head", lambda module, name: None),
             ):
-                own, own_head = load(directory, dtype, bounds), load_head(directory, dtype, CPU)
-            assert not any(isinstance(stage.module.base_model, Body) for stage in own)
+                own, own_head = load(directory, dtype, bounds), load_lm_head(directory, dtype, CPU)
+            assert not any(isinstance(stage.module.base_model, BareModel) for stage in own)
             found = run(stages, dtype)
             assert all(map(torch.equal, found, run(own, dtype)))
             for logits, rows in zip(found[1::3], found[2::3], strict=True):
@@ -97,15 +97,15 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_head_is_bare_where_the_model_makes_nothing_else_of_what_it_gives(family, tmp_path):
     """Not where logits are scaled or capped, and not of models that nobody has looked at."""
-    module = load_head(checkpoint(tmp_path, family), torch.float32, CPU).module
-    assert (bare_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
+    module = load_lm_head(checkpoint(tmp_path, family), torch.float32, CPU).module
+    assert (bare_lm_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - EMBODIED))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - WITH_BARE_MODEL))
 def test_others_keep_their_own_forward(family, tmp_path):
     (stage,) = load(checkpoint(tmp_path, family), torch.float32, (0, NUM_LAYERS))
-    assert not any(isinstance(module, Body) for module in stage.module.modules())
+    assert not any(isinstance(module, BareModel) for module in stage.module.modules())
 
 
 def rotary(head_dim: int = 64, **parameters: Any) -> Any:
@@ -130,16 +130,16 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("head_dim", "kind"), [*((64, kind) for kind in KINDS), (32, {}), (96, {}), (128, {})])
 def test_angles_looked_up_are_those_computed(head_dim, kind, dtype, threads):
-    """In whatever order they are asked for, whatever threads there are; the table grows behind 4,096."""
+    """In any order and with any number of threads; the table grows after 4,096."""
     model = rotary(head_dim, **kind)
-    assert Rotation.fits(model)
-    rotation, like = Rotation(model), torch.zeros(1, dtype=dtype)
+    assert RotaryCache.fits(model)
+    cache, like = RotaryCache(model), torch.zeros(1, dtype=dtype)
 
     @given(positions)
     @settings(max_examples=60, deadline=None)
     def check(asked: list[int]) -> None:
         at = torch.tensor(asked)
-        looked_up, computed = rotation.of(at, max(asked) + 1, like), model(like, position_ids=at[None])
+        looked_up, computed = cache.of(at, max(asked) + 1, like), model(like, position_ids=at[None])
         assert all(map(torch.equal, looked_up, computed))
         assert all(one.is_contiguous() and one.dtype == dtype for one in looked_up)
 
@@ -155,20 +155,20 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_angles_that_depend_on_the_longest_are_not_looked_up():
-    assert not Rotation.fits(rotary(rope_type="dynamic", factor=2.0))
+    assert not RotaryCache.fits(rotary(rope_type="dynamic", factor=2.0))
     factors = [1.0] * 32
-    assert not Rotation.fits(
+    assert not RotaryCache.fits(
         rotary(rope_type="longrope", short_factor=factors, long_factor=factors, original_max_position_embeddings=64)
     )
-    assert not Rotation.fits(rotary(48)), "some of it would be computed one by one"
+    assert not RotaryCache.fits(rotary(48)), "some of it would be computed one by one"
 
 
-@pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here")
+@pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
 @pytest.mark.oldest
 @pytest.mark.parametrize("family", sorted(LIKE_LLAMA))
-def test_a_stack_s_angles_are_looked_up(family, tmp_path):
+def test_the_angles_of_compiled_layers_are_looked_up(family, tmp_path):
     (stage,) = load(checkpoint(tmp_path, family, **WIDE), torch.bfloat16, (0, NUM_LAYERS))
-    body = stage.module.base_model
-    with mock.patch.object(Rotation, "of", side_effect=Rotation.of, autospec=True) as looked_up:
+    bare = stage.module.base_model
+    with mock.patch.object(RotaryCache, "of", side_effect=RotaryCache.of, autospec=True) as looked_up:
         run([stage], torch.bfloat16)
-    assert body._rotation is not None and looked_up.call_count == 2 * len(MICROBATCHES)
+    assert bare._rotary_cache is not None and looked_up.call_count == 2 * len(MICROBATCHES)

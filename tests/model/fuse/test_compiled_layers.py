@@ -1,4 +1,4 @@
-"""A stage's layers in one compiled call: the bits of the layers one by one, and where it is not taken."""
+"""A stage's layers in one compiled call: the bits are those of the layers one by one, and some stages go without."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
-from sarathi_pp.model.fuse.compiled_layers import Stack, stack
+from sarathi_pp.model.fuse.compiled_layers import CompiledLayers, compile_layers
 from sarathi_pp.model.fuse.cpu_modules import Block
-from sarathi_pp.model.fuse.packed_linear import has_panels
+from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -27,7 +27,7 @@ from sarathi_pp.model.tensor_parallel import Summed
 from tests.model.families import FAMILIES, build_model
 
 pytestmark = [
-    pytest.mark.skipif(not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"),
+    pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here"),
     pytest.mark.timeout(600),  # compiling takes long where many do
 ]
 CPU = torch.device("cpu")
@@ -94,10 +94,10 @@ def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba")
 
 @functools.cache
 def pair(family: str, **changed: int) -> tuple[Any, Any]:
-    """The same model with layers one by one, and stacked."""
-    one_by_one, stacked = make(family, **changed), make(family, **changed)
-    assert stack(stacked.model.layers)
-    return one_by_one, stacked
+    """Return the same model twice: with layers one by one, and with compiled layers."""
+    one_by_one, compiled = make(family, **changed), make(family, **changed)
+    assert compile_layers(compiled.model.layers)
+    return one_by_one, compiled
 
 
 WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 1408}
@@ -106,11 +106,11 @@ WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermedi
 @pytest.mark.parametrize("family", LIKE_LLAMA)
 def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
     """Not where a token of it is left alone either, which would else go by the decodes' kernel."""
-    stacked = pair(family, **WIDE)[1]
-    config, length = stacked.config, PAGES_EACH * PAGE_SIZE
-    windows = layer_windows(config, SUPPORTED[type(stacked).__name__])
+    compiled = pair(family, **WIDE)[1]
+    config, length = compiled.config, PAGES_EACH * PAGE_SIZE
+    windows = layer_windows(config, SUPPORTED[type(compiled).__name__])
     layers = config.num_hidden_layers
-    stage = StageModel(stacked, (0, layers), layers, windows, choose_backend("numba", CPU, PAGE_SIZE), 0)
+    stage = StageModel(compiled, (0, layers), layers, windows, choose_backend("numba", CPU, PAGE_SIZE), 0)
     ids = torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
 
     def rows(bounds: list[int]) -> Tensor:
@@ -131,8 +131,8 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
 @settings(max_examples=25, deadline=None)
 def test_no_bit_differs_from_the_layers_one_by_one(family, changed, rounds):
     """Of heads of either width in one process, and of rows long enough for sums to be made in several orders."""
-    one_by_one, stacked = pair(family, **changed)
-    first, second = run(one_by_one, rounds), run(stacked, rounds)
+    one_by_one, compiled = pair(family, **changed)
+    first, second = run(one_by_one, rounds), run(compiled, rounds)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert all(bool(one.isfinite().all()) for one in first)
 
@@ -155,10 +155,12 @@ def test_a_token_that_is_not_finite_stays_so_and_spoils_no_other_sequence():
 
 @pytest.fixture
 def never_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+    from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayersCall
+
+    def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("in one call")
 
-    monkeypatch.setattr(Stack, "_run", refuse)
+    monkeypatch.setattr(DecoderLayersCall, "__call__", refuse)
 
 
 ROUNDS = [[(0, 20), (2, 3)], [(0, 1), (1, 9)]]
@@ -166,9 +168,9 @@ ROUNDS = [[(0, 20), (2, 3)], [(0, 1), (1, 9)]]
 
 @pytest.mark.parametrize(("threads", "backend"), [(2, "numba"), (1, "sdpa")])
 def test_several_threads_and_other_attention_go_layer_by_layer(threads, backend, never_in_one_call):
-    one_by_one, stacked = pair("llama")
+    one_by_one, compiled = pair("llama")
     torch.set_num_threads(threads)
-    expected, found = (run(model, ROUNDS, backend) for model in (one_by_one, stacked))
+    expected, found = (run(model, ROUNDS, backend) for model in (one_by_one, compiled))
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
@@ -180,10 +182,10 @@ def test_one_thread_and_our_attention_do_not(never_in_one_call):
 def test_layers_that_are_not_alike_are_left_alone():
     model = make("llama")
     model.model.layers[1].input_layernorm.epsilon *= 2
-    assert not stack(model.model.layers)
+    assert not compile_layers(model.model.layers)
     model = make("llama")
     model.model.layers[2].mlp.down_proj = Summed(model.model.layers[2].mlp.down_proj, lambda summand: None)
-    assert not stack(model.model.layers)
+    assert not compile_layers(model.model.layers)
     assert all(type(layer) is Block for layer in model.model.layers)
 
 
@@ -193,50 +195,27 @@ def test_layers_of_other_families_are_left_alone():
         fuse(model)
         layers = model.transformer.h if family == "gpt2" else model.model.layers
         kinds = [type(layer) for layer in layers]
-        assert not stack(layers) and [type(layer) for layer in layers] == kinds
+        assert not compile_layers(layers) and [type(layer) for layer in layers] == kinds
 
 
 def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end():
-    stacked = pair("llama")[1].model.layers[0]
+    compiled = pair("llama")[1].model.layers[0]
     seen: list[tuple[Tensor, dict[str, Any]]] = []
-    whole = Stack._run
+    whole = CompiledLayers.forward
 
-    def look(self: Stack, x: Tensor, embeddings: Any, paged: Any) -> Tensor:
-        seen.append((x, {"position_embeddings": embeddings, "paged": paged}))
-        return whole(self, x, embeddings, paged)
+    def look(self: CompiledLayers, x: Tensor, **call: Any) -> Tensor:
+        seen.append((x, call))
+        return whole(self, x, **call)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Stack, "_run", look)
+        patched.setattr(CompiledLayers, "forward", look)
         run(pair("llama")[1], ROUNDS)
     x, call = seen[0]
     cos, sin = call["position_embeddings"]
-    stacked(x, **call)
+    compiled(x, **call)
     for wrong in ((cos[..., :16], sin[..., :16]), (cos.float(), sin), (cos[:, 1:], sin[:, 1:])):
         with pytest.raises(AssertionError):
-            stacked(x, **{**call, "position_embeddings": wrong})
+            compiled(x, **{**call, "position_embeddings": wrong})
     for rows in (x[:, 1:], x.float(), x[..., :32]):
         with pytest.raises(AssertionError):
-            stacked(rows, **call)
-
-
-def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch):
-    """What was already given back for it is not used."""
-    stacked = pair("llama", **WIDE)[1].model.layers[0]
-    assert isinstance(stacked, Stack)
-    work = stacked._code.Work
-    small = work(*[64] * len(work._fields))
-    stacked._addresses(small)
-    made, empty = [], torch.empty
-
-    def failing(*size, **kind):
-        if len(made) == 3:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        made.append(empty(*size, **kind))
-        return made[-1]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", failing)
-        with pytest.raises(RuntimeError, match="allocate"):
-            stacked._addresses(work(*[64 << 20] * len(work._fields)))
-    held = stacked._addresses(small)
-    assert held._asdict() == {name: memory.data_ptr() for name, memory in stacked._work.items()}
+            compiled(rows, **call)

@@ -12,17 +12,15 @@ from torch import Tensor, nn
 from sarathi_pp.model.fuse import packed_linear
 from sarathi_pp.model.fuse.packed_linear import (
     OneDnnLinear,
-    PanelLinear,
-    fits_panels,
+    PackedLinear,
+    fits_gemm,
+    has_gemm,
     has_onednn,
-    has_panels,
-    packing,
+    packed_class,
     warm_linears,
 )
 
-needs_panels = pytest.mark.skipif(
-    not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"
-)
+needs_gemm = pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
 needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this processor or torch has no packed bfloat16 products")
 
 # Around every height of a tile and every change of its shape.
@@ -39,7 +37,7 @@ def exact(linear: nn.Linear, x: Tensor) -> Tensor:
     return x.double() @ linear.weight.double().T + bias
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("inputs", "outputs", "bias"), [(2, 16, False), (96, 160, True), (514, 112, False)])
 def test_any_number_of_rows_is_summed_in_float32_and_rounded_once(
@@ -47,7 +45,7 @@ def test_any_number_of_rows_is_summed_in_float32_and_rounded_once(
 ) -> None:
     linear = bf16_linear(inputs, outputs, bias=bias, seed=rows)
     x = torch.randn(1, rows, inputs).bfloat16()
-    y = PanelLinear(linear)(x)
+    y = PackedLinear(linear)(x)
     assert y.shape == (1, rows, outputs) and y.dtype == torch.bfloat16 and y.is_contiguous()
     expected = exact(linear, x)
     # Half of the last of 8 bits, and what summing in float32 may err.
@@ -55,11 +53,11 @@ def test_any_number_of_rows_is_summed_in_float32_and_rounded_once(
     assert bool(((y.double() - expected).abs() <= allowed).all())
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("most_high_rows", [0, 28, 112, 1000])
 @torch.inference_mode()
 def test_neither_batch_mates_nor_tiles_change_a_bit(most_high_rows: int) -> None:
-    linear = PanelLinear(bf16_linear(194, 80, bias=True))
+    linear = PackedLinear(bf16_linear(194, 80, bias=True))
     x = torch.randn(max(ROWS), 194).bfloat16()
     alone = torch.cat([linear(row[None]) for row in x])
     linear.most_high_rows = most_high_rows
@@ -79,7 +77,7 @@ class Times:
     def now(self) -> float:
         return self.now_s
 
-    def called(self, linear: PanelLinear, args: tuple[Tensor]) -> None:
+    def called(self, linear: PackedLinear, args: tuple[Tensor]) -> None:
         rows = len(args[0])
         high = rows <= linear.most_high_rows
         self.now_s += rows * (1.1 if high and rows > self.slower_above else 1.0 if high else 1.05)
@@ -87,30 +85,30 @@ class Times:
             self.now_s += 0.08 * rows
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize(("slower_above", "most"), [(0, 0), (4, 4), (8, 8), (55, 28), (56, 56), (1000, 112)])
 def test_the_faster_tiles_are_taken(slower_above: int, most: int) -> None:
     times = Times(slower_above)
-    model = nn.Sequential(*(PanelLinear(bf16_linear(8, 16 * width)) for width in (1, 3, 2, 5)))
+    model = nn.Sequential(*(PackedLinear(bf16_linear(8, 16 * width)) for width in (1, 3, 2, 5)))
     for linear in model:
         linear.register_forward_pre_hook(times.called)
     warm_linears(model, 64, times.now)
     assert [linear.most_high_rows for linear in model] == [most] * 4
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("disturbed_rows", [4, 16])
 def test_one_disturbed_comparison_does_not_choose_the_tiles(disturbed_rows: int) -> None:
     times = Times(1000, disturbed_rows)
-    linear = PanelLinear(bf16_linear(8, 16))
+    linear = PackedLinear(bf16_linear(8, 16))
     linear.register_forward_pre_hook(times.called)
     warm_linears(nn.Sequential(linear), 64, times.now)
     assert linear.most_high_rows == 112
 
 
-@needs_panels
+@needs_gemm
 def test_tiles_are_compared_on_a_few_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(PanelLinear(bf16_linear(64, 16 * width)) for width in (5, 1, 3, 2)))
+    model = nn.Sequential(*(PackedLinear(bf16_linear(64, 16 * width)) for width in (5, 1, 3, 2)))
     called, times = [], Times(1000)
     for linear in model:
         linear.register_forward_pre_hook(times.called)
@@ -122,9 +120,9 @@ def test_tiles_are_compared_on_a_few_small_layers(monkeypatch: pytest.MonkeyPatc
         assert set(called) == chosen
 
 
-@needs_panels
+@needs_gemm
 def test_tiles_are_compared_on_every_shape_that_finds_room_before_any_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(PanelLinear(bf16_linear(64, 16 * width)) for width in (1, 1, 1, 3, 3)))
+    model = nn.Sequential(*(PackedLinear(bf16_linear(64, 16 * width)) for width in (1, 1, 1, 3, 3)))
     called, times = [], Times(1000)
     for place, linear in enumerate(model):
         linear.register_forward_pre_hook(times.called)
@@ -136,10 +134,10 @@ def test_tiles_are_compared_on_every_shape_that_finds_room_before_any_again(monk
         assert {place for place, rows in called if rows == 4} == chosen
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 def test_threads_change_no_bit(num_threads: int) -> None:
-    linear = PanelLinear(bf16_linear(64, 352))
+    linear = PackedLinear(bf16_linear(64, 352))
     x = torch.randn(50, 64).bfloat16()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -151,23 +149,23 @@ def test_threads_change_no_bit(num_threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@needs_panels
+@needs_gemm
 def test_several_layers_with_one_input_are_one() -> None:
     gate, up = bf16_linear(48, 64, bias=True, seed=1), bf16_linear(48, 96, seed=2)
     x = torch.randn(7, 48).bfloat16()
-    together = PanelLinear(gate, up)(x)
-    assert torch.equal(together, torch.cat([PanelLinear(gate)(x), PanelLinear(up)(x)], -1))
+    together = PackedLinear(gate, up)(x)
+    assert torch.equal(together, torch.cat([PackedLinear(gate)(x), PackedLinear(up)(x)], -1))
 
 
-@needs_panels
+@needs_gemm
 def test_rows_need_not_be_contiguous_nor_finite() -> None:
     linear = bf16_linear(32, 32)
     x = torch.randn(32, 10).bfloat16().T
-    assert torch.equal(PanelLinear(linear)(x), PanelLinear(linear)(x.contiguous()))
+    assert torch.equal(PackedLinear(linear)(x), PackedLinear(linear)(x.contiguous()))
     x = x.contiguous()
-    clean = PanelLinear(linear)(x)
+    clean = PackedLinear(linear)(x)
     x[3, 5] = torch.nan
-    broken = PanelLinear(linear)(x)
+    broken = PackedLinear(linear)(x)
     assert bool(broken[3].isnan().all())
     kept = [row for row in range(10) if row != 3]
     assert torch.equal(broken[kept], clean[kept])
@@ -185,7 +183,7 @@ def test_onednns_product_gives_the_bits_of_a_plain_linear(rows: int, bias: bool)
 @needs_onednn
 def test_what_our_product_does_not_take_goes_to_onednn() -> None:
     for linear in (bf16_linear(96, 72), bf16_linear(33, 64)):
-        assert packing(linear) is OneDnnLinear
+        assert packed_class(linear) is OneDnnLinear
 
 
 @needs_onednn
@@ -193,32 +191,32 @@ def test_what_our_product_does_not_take_goes_to_onednn() -> None:
 def test_without_numba_or_with_one_that_cannot_be_imported_onednn_does_it(missing: dict[str, None]) -> None:
     kept = {name: module for name, module in sys.modules.items() if name == "sarathi_pp_kernels.cpu.simd.compile"}
     sys.modules.pop("sarathi_pp_kernels.cpu.simd.compile", None)
-    has_panels.cache_clear()
+    has_gemm.cache_clear()
     try:
         with mock.patch.dict(sys.modules, missing):
-            assert not has_panels() and packing(bf16_linear(96, 96)) is OneDnnLinear
+            assert not has_gemm() and packed_class(bf16_linear(96, 96)) is OneDnnLinear
     finally:
-        has_panels.cache_clear()
+        has_gemm.cache_clear()
         sys.modules.update(kept)
 
 
-@needs_panels
+@needs_gemm
 def test_another_dtype_is_refused_and_not_misread() -> None:
     with pytest.raises(AssertionError, match="float32"):
-        PanelLinear(bf16_linear(32, 32))(torch.randn(3, 32))
+        PackedLinear(bf16_linear(32, 32))(torch.randn(3, 32))
 
 
-@needs_panels
+@needs_gemm
 def test_ours_comes_first() -> None:
-    assert packing(bf16_linear(96, 96)) is PanelLinear
+    assert packed_class(bf16_linear(96, 96)) is PackedLinear
 
 
 def test_float32_and_float16_stay_plain() -> None:
-    assert packing(nn.Linear(32, 32)) is None and not fits_panels(nn.Linear(32, 32))
-    assert packing(nn.Linear(32, 32, dtype=torch.float16)) is None
+    assert packed_class(nn.Linear(32, 32)) is None and not fits_gemm(nn.Linear(32, 32))
+    assert packed_class(nn.Linear(32, 32, dtype=torch.float16)) is None
 
 
 def test_without_either_product_a_linear_stays_plain() -> None:
-    with mock.patch.object(packed_linear, "has_panels", return_value=False):
+    with mock.patch.object(packed_linear, "has_gemm", return_value=False):
         with mock.patch.object(packed_linear, "has_onednn", return_value=False):
-            assert packing(bf16_linear(96, 96)) is None
+            assert packed_class(bf16_linear(96, 96)) is None

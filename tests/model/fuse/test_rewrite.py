@@ -16,22 +16,21 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
+from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse import packed_linear
 from sarathi_pp.model.fuse import rewrite as fuse_module
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
-from sarathi_pp.model.fuse.packed_linear import OneDnnLinear, PanelLinear, has_onednn, has_panels
+from sarathi_pp.model.fuse.packed_linear import OneDnnLinear, PackedLinear, has_gemm, has_onednn
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel, layer_windows
 from tests.model.families import FAMILIES, build_model
 
-needs_panels = pytest.mark.skipif(
-    not has_panels(), reason="this processor has no bfloat16 products, or numba is not here"
-)
+needs_gemm = pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
 needs_onednn = pytest.mark.skipif(not has_onednn(), reason="no packed bfloat16 products in torch")
-needs_either = pytest.mark.skipif(not has_panels() and not has_onednn(), reason="no packed bfloat16 products")
+needs_either = pytest.mark.skipif(not has_gemm() and not has_onednn(), reason="no packed bfloat16 products")
 
 
 class Mlp(nn.Module):
@@ -94,7 +93,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("rows", [1, 2, 33, 200])
 @torch.inference_mode()
 def test_a_gated_mlp_gives_the_bits_of_its_parts(rows: int) -> None:
@@ -104,21 +103,21 @@ def test_a_gated_mlp_gives_the_bits_of_its_parts(rows: int) -> None:
     x[0, 0, 0] = 3e4  # gates beyond what exp takes, both ways
     parts = copy.deepcopy(mlp)
     for name in ("gate_proj", "up_proj", "down_proj"):
-        setattr(parts, name, PanelLinear(getattr(mlp, name)))
+        setattr(parts, name, PackedLinear(getattr(mlp, name)))
     ours = fused(mlp)
     assert isinstance(ours, GatedMLP) and torch.equal(ours(x), parts(x))
 
 
-@needs_panels
+@needs_gemm
 def test_an_mlp_that_does_something_else_is_left_alone_but_for_its_linears() -> None:
     for mlp in (Doubled(64, 96, nn.SiLU()), Mlp(64, 96, nn.GELU())):
         left = fused(mlp)
-        assert type(left) is type(mlp) and type(left.gate_proj) is PanelLinear
+        assert type(left) is type(mlp) and type(left.gate_proj) is PackedLinear
     narrow = fused(Mlp(64, 72, nn.SiLU()))  # 72 outputs are no multiple of 16
     assert type(narrow) is Mlp
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("width", [16, 1024])
 @torch.inference_mode()
@@ -134,7 +133,7 @@ def test_a_norm_gives_the_bits_of_llamas(rows: int, width: int) -> None:
         assert float((ours == theirs).float().mean()) > 0.99
 
 
-@needs_panels
+@needs_gemm
 def test_a_norm_that_rounds_elsewhere_is_left_alone() -> None:
     norm = Gemma2RMSNorm(32).to(torch.bfloat16).requires_grad_(False)
     assert type(fused(norm)) is Gemma2RMSNorm
@@ -160,14 +159,14 @@ def call_of(rotary: Any, x: Tensor, spans: tuple[Span, ...], kv: KVShard, backen
     return {
         "position_embeddings": rotary(x, inputs.position_ids[None]),
         "attention_mask": None,
-        "paged": PagedCall(choose_backend(backend, CPU, PAGE_SIZE), kv, inputs, (None,)),
+        "paged": PagedCall(choose_backend(backend, CPU, PAGE_SIZE), kv, inputs, AttentionSpecs((None,))),
     }
 
 
 MICROBATCHES = ((Span(0, 70, (3, 5, 1, 0, 4)), Span(0, 1, (2,))), (Span(70, 1, (3, 5, 1, 0, 4)), Span(1, 9, (2,))))
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -180,7 +179,7 @@ def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend
     parts.input_layernorm, parts.post_attention_layernorm = ours.input_layernorm, ours.post_attention_layernorm
     parts.mlp = ours.mlp
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        setattr(parts.self_attn, name, PanelLinear(getattr(layer.self_attn, name)))
+        setattr(parts.self_attn, name, PackedLinear(getattr(layer.self_attn, name)))
     if family == "qwen3":
         for name in ("q_norm", "k_norm"):
             setattr(parts.self_attn, name, RowNorm(getattr(layer.self_attn, name)))
@@ -196,7 +195,7 @@ def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend
             assert torch.equal(*written)
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.inference_mode()
 def test_threads_change_no_bit_of_a_layer(family: str) -> None:
@@ -216,7 +215,7 @@ def test_threads_change_no_bit_of_a_layer(family: str) -> None:
     assert all(torch.equal(one, found[index % 2]) for index, one in enumerate(found))
 
 
-@needs_panels
+@needs_gemm
 @torch.inference_mode()
 def test_what_does_not_fit_a_layer_is_refused_and_not_read_beyond_its_end() -> None:
     layer, rotary = llama_layer("llama", 64)
@@ -237,7 +236,7 @@ def test_what_does_not_fit_a_layer_is_refused_and_not_read_beyond_its_end() -> N
         ours(x[:, :2], **call)
 
 
-@needs_panels
+@needs_gemm
 def test_attention_that_rotates_otherwise_is_left_alone() -> None:
     """Glm4's forward is Llama's, and what it calls is not."""
     for family in ("glm4", "smollm3"):
@@ -246,7 +245,7 @@ def test_attention_that_rotates_otherwise_is_left_alone() -> None:
         assert not any(isinstance(module, RotaryAttention) for module in model.modules())
 
 
-@needs_panels
+@needs_gemm
 def test_heads_whose_norms_are_no_pair_are_left_alone() -> None:
     def attention(**changed: float) -> nn.Module:
         layer, _ = llama_layer("qwen3", 32)
@@ -261,7 +260,7 @@ def test_heads_whose_norms_are_no_pair_are_left_alone() -> None:
     assert type(fused(wider)) is not RotaryAttention
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_no_weight_outlives_what_it_was_packed_into(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_heads(family).to(torch.bfloat16)
@@ -281,7 +280,7 @@ def test_no_weight_outlives_what_it_was_packed_into(family: str, monkeypatch: py
     assert alive == [0]
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize("num_threads", [2, 3])
 @torch.inference_mode()
 def test_threads_change_no_bit(num_threads: int) -> None:
@@ -300,21 +299,21 @@ def test_threads_change_no_bit(num_threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("ours", [pytest.param(True, marks=needs_panels), pytest.param(False, marks=needs_onednn)])
+@pytest.mark.parametrize("ours", [pytest.param(True, marks=needs_gemm), pytest.param(False, marks=needs_onednn)])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @torch.inference_mode()
 def test_every_family_computes_what_it_did(family: str, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near to float32 as unfused, whose roundings are as many."""
     if not ours:
         for module in (packed_linear, fuse_module):
-            monkeypatch.setattr(module, "has_panels", lambda: False)
+            monkeypatch.setattr(module, "has_gemm", lambda: False)
     exact = wide_heads(family)
     plain = copy.deepcopy(exact).to(torch.bfloat16)
     faster = copy.deepcopy(plain)
     assert fuse(faster) >= sum(type(m) is nn.Linear for m in plain.modules()) // 3
     assert sum(type(m) is nn.Linear for m in faster.modules()) <= 1, "all but a tied head"
     # Those of gpt2 are no nn.Linear, and its head is tied.
-    assert any(isinstance(m, PanelLinear) for m in faster.modules()) == (ours and family != "gpt2")
+    assert any(isinstance(m, PackedLinear) for m in faster.modules()) == (ours and family != "gpt2")
     ids = torch.arange(3, 40)[None]
     target = exact(ids).logits
 
@@ -324,7 +323,7 @@ def test_every_family_computes_what_it_did(family: str, ours: bool, monkeypatch:
     assert error(logits(faster, ids)) < 1.3 * error(plain(ids).logits)
 
 
-@needs_panels
+@needs_gemm
 @pytest.mark.parametrize(
     ("family", "gated", "norms", "attention", "blocks"),
     [

@@ -1,4 +1,4 @@
-"""512-bit registers for numba: sixteen lanes of float32, multiplied in pairs of bfloat16.
+"""SIMD for numba: 512-bit registers of sixteen float32 (lanes), multiplied in pairs of bfloat16.
 
 numba knows neither bfloat16 nor an instruction that multiplies it. The functions of these modules are such instructions
 and the loads and stores around them; kernels are written with them in plain numba. All addresses are integers, in
@@ -10,11 +10,13 @@ outputs wide, one 64-byte line for each pair:
     panel   word[k][lane] = (w[lane][2k], w[lane][2k + 1])          one lane for each of 16 outputs
 
     compile     numba's compiler for functions that use them
+    cache       files of compiled kernels
+    call        calls of a kernel by its address
     registers   what the instructions are built of
     memory      loads and stores
     products    dot_tile, rows of pairs times panels side by side, for linear layers and chunks; and those of decodes
     transpose   rows to what lies side by side in a product
-    power       two to the power of each lane
+    exp2        two to the power of each lane
     softmax     from scores to weights
     gate        SiLU times another row
     rotary      the rotary embedding

@@ -1,4 +1,4 @@
-"""Compiling kernels that are written with lanes."""
+"""Compilation of kernels that use SIMD."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numba.core.registry import cpu_target
 
 from sarathi_pp_kernels.cpu.simd.cache import KernelCache
 
-# Sums may be reordered, so that loops fill the lanes. Not "fast": that would let a NaN vanish, and a broken sequence
+# Sums may be reordered, so that loops use SIMD. Not "fast": that would let a NaN vanish, and a broken sequence
 # has to be seen.
 _SETTINGS = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 _FOLDER = Path(__file__).parent
@@ -27,7 +27,7 @@ _OF_NUMBA = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 
 
-def has_lanes(features: str | None = None) -> bool:
+def has_avx512_bf16(features: str | None = None) -> bool:
     """Return whether the processor that numba compiles for multiplies bfloat16 in 512-bit registers.
 
     Args:
@@ -70,7 +70,7 @@ def inlined(function: Any) -> Any:
 def identity_of(function: Any, settings: dict[str, Any]) -> bytes | None:
     """Return a digest of all that decides a kernel's machine code, except its signature and the processor.
 
-    That is the source of the lanes, of the function's module, and of each module of this package that it has names of;
+    That is the source of simd/, of the function's module, and of each module of this package that it has names of;
     the constants of that module and the values that the function closes over; versions and settings of the compiler.
     None if such a value cannot be told from another one by its text.
     """

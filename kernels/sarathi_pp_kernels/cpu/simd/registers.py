@@ -1,4 +1,4 @@
-"""What the instructions of lanes are built of, in LLVM's terms: places in memory, registers, loops over lines."""
+"""The parts that SIMD instructions are built of, in LLVM's terms: addresses, registers, loops over lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+# float32 values of a register. A lane is one of them.
 LANES = 16
 
 

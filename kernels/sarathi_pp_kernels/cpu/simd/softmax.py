@@ -158,7 +158,7 @@ def _float_of_bits(typing, bits):  # type: ignore[no-untyped-def]
 
 @inlined
 def exponential(x):  # type: ignore[no-untyped-def]
-    """exp(x) of float32 x <= 0, within 1e-7 of its value; 0 below -80, and NaN for NaN. The C library's has no lanes.
+    """exp(x) of float32 x <= 0, within 1e-7 of its value; 0 below -80, and NaN for NaN. The C library's has no SIMD.
 
     2^n * exp(r) with n whole and |r| <= ln(2) / 2, the coefficients of Cephes' expf.
     """

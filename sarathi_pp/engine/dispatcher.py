@@ -2,7 +2,7 @@
 
     source --rows--> Dispatcher --+--> queue --> engine of replica 0, on this rank --.
                                   |                                                  +--> sink
-                                  +--errands--> leader of replica 1 ... --answers----'
+                                  +--Submit--> leader of replica 1 ... ----Result----'
 
 The main thread runs replica 0's engine, as it would without others. One thread shares rows out, and one for each other
 replica takes in what its leader says. A row is in exactly one place: shared out to one replica, or on its way there.
@@ -19,7 +19,7 @@ from functools import partial
 from sarathi_pp.core.load_balancer import Shares
 from sarathi_pp.core.request import Completion
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.engine.messages import Abort, Answer, Ask, Failure, Stop, Watch, decode, encode
+from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, Watch, decode, encode
 from sarathi_pp.engine.progress import Snapshot
 from sarathi_pp.errors import MemoryLostError, PeerLostError, ProtocolError, RowError, SarathiError, StoppedError
 from sarathi_pp.inputs.parse import Row
@@ -263,9 +263,11 @@ class Dispatcher:
             if replica not in self._lost:
                 self._start_telling(replica, stop)
 
-    def _start_telling(self, replica: int, errand: Stop | Abort) -> threading.Thread:
+    def _start_telling(self, replica: int, message: Stop | Abort) -> threading.Thread:
         """In a thread: a replica that takes nothing any more must not keep this one from finishing its own."""
-        thread = threading.Thread(target=self._tell, args=(replica, encode(errand)), name="tell a replica", daemon=True)
+        thread = threading.Thread(
+            target=self._tell, args=(replica, encode(message)), name="tell a replica", daemon=True
+        )
         thread.start()
         return thread
 
@@ -326,7 +328,7 @@ class Dispatcher:
                 self._changed.notify_all()
                 return True
         assert request is not None
-        self._tell(replica, encode(Ask(request)))
+        self._tell(replica, encode(Submit(request)))
         return True
 
     def _tell(self, replica: int, text: bytes) -> None:
@@ -354,25 +356,25 @@ class Dispatcher:
             self._fail(error)
 
     def _hear(self, replica: int, text: bytes) -> None:
-        errand = decode(text)
-        if isinstance(errand, Watch):
-            self._saw(replica, errand.snapshot)
+        message = decode(text)
+        if isinstance(message, Watch):
+            self._saw(replica, message.snapshot)
             return
         name = self._remotes[replica].name
-        if not isinstance(errand, (Answer, Failure)):
-            raise ProtocolError(f"a {type(errand).__name__} from {name}")
-        num_tokens = len(errand.token_ids) if isinstance(errand, Answer) else 0
-        with self._ending(replica, errand.index, num_tokens) as row:
+        if not isinstance(message, (Result, RequestError)):
+            raise ProtocolError(f"a {type(message).__name__} from {name}")
+        num_tokens = len(message.token_ids) if isinstance(message, Result) else 0
+        with self._ending(replica, message.index, num_tokens) as row:
             if row is None:
-                if replica in self._lost or errand.index <= self._aborted:
+                if replica in self._lost or message.index <= self._aborted:
                     return  # somebody else has it by now, or nobody wants it any more
-                raise ProtocolError(f"{name} answers request {errand.index}, which it was not given")
+                raise ProtocolError(f"{name} answers request {message.index}, which it was not given")
             assert row.request is not None and self._sink is not None
             try:
-                if isinstance(errand, Answer):
-                    self._sink.finish(row, errand.completion(row.request), errand.metrics)
+                if isinstance(message, Result):
+                    self._sink.finish(row, message.completion(row.request), message.metrics)
                 else:
-                    self._sink.fail(row, errand.error)
+                    self._sink.fail(row, message.error)
             except Exception as error:  # the sink's, and no fault of the replica's, which is still listened to
                 self._fail(error)
 

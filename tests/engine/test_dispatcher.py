@@ -93,7 +93,7 @@ class Engine:
 
 
 class Leader:
-    """Another replica: the runtime's own ends of the errands, around an engine that is a double."""
+    """Another replica: the runtime's own source and sink around an engine that is a double."""
 
     def __init__(self, engine: Engine, offset_s: float = 0.0) -> None:
         self.engine = engine

@@ -19,8 +19,8 @@ from functools import partial
 from sarathi_pp.core.load_balancer import Shares
 from sarathi_pp.core.request import Completion
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, Watch, decode, encode
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import MemoryLostError, PeerLostError, ProtocolError, RowError, SarathiError, StoppedError
 from sarathi_pp.inputs.parse import Row
 from sarathi_pp.inputs.source import Source
@@ -45,22 +45,22 @@ class Dispatcher:
 
     def __init__(
         self,
-        make_engine: Callable[[Callable[[Snapshot], None]], Engine],
+        make_engine: Callable[[Callable[[Progress], None]], Engine],
         remotes: Sequence[Remote],
         most: int,
         most_tokens: int,
         num_stages: int,
         clock: Clock,
         *,
-        observe: Callable[[Snapshot], None],
+        on_progress: Callable[[Progress], None],
         warn: Callable[[str], None],
     ) -> None:
         self._remotes = {replica: remote for replica, remote in enumerate(remotes, start=1)}
         self._clock = clock
-        self._observe = observe
+        self._on_progress = on_progress
         self._watched = threading.Lock()
-        self._snapshots = [Snapshot.nothing(num_stages)] * (1 + len(remotes))
-        self._engine = make_engine(partial(self._saw, 0))
+        self._progress = [Progress.nothing(num_stages)] * (1 + len(remotes))
+        self._engine = make_engine(partial(self._report_progress, 0))
         self._warn = warn
         self._changed = threading.Condition()
         self._shares = Shares(1 + len(remotes), most, most_tokens)
@@ -357,8 +357,8 @@ class Dispatcher:
 
     def _hear(self, replica: int, text: bytes) -> None:
         message = decode(text)
-        if isinstance(message, Watch):
-            self._saw(replica, message.snapshot)
+        if isinstance(message, Progress):
+            self._report_progress(replica, message)
             return
         name = self._remotes[replica].name
         if not isinstance(message, (Result, RequestError)):
@@ -408,11 +408,11 @@ class Dispatcher:
                 self._failure = error
             self._changed.notify_all()
 
-    def _saw(self, replica: int, snapshot: Snapshot) -> None:
-        """How far one replica is; who watches is told of all."""
+    def _report_progress(self, replica: int, progress: Progress) -> None:
+        """Report the progress of all replicas after one has reported its own."""
         with self._watched:
-            self._snapshots[replica] = snapshot
-            self._observe(Snapshot.of_replicas(self._snapshots))
+            self._progress[replica] = progress
+            self._on_progress(Progress.of_replicas(self._progress))
 
 
 class _LocalSource:

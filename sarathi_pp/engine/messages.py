@@ -2,7 +2,7 @@
 
 rank 0 -> leader   Submit: answer this request       Stop: start no new request
                    Abort: forget every request submitted so far
-leader -> rank 0   Result, RequestError: how a request ended       Watch: how far the replica is
+leader -> rank 0   Result, RequestError: how a request ended       Progress: how far the replica is
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
 
 
@@ -72,20 +72,17 @@ class RequestError:
         return RowError(self.code, self.message)
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    snapshot: Snapshot
-
-
-Message = Submit | Stop | Abort | Result | RequestError | Watch
+Message = Submit | Stop | Abort | Result | RequestError | Progress
 # The name of each kind on the wire.
-_KINDS = {Submit: "ask", Stop: "stop", Abort: "abort", Result: "answer", RequestError: "failure", Watch: "watch"}
+_KINDS = {Submit: "ask", Stop: "stop", Abort: "abort", Result: "answer", RequestError: "failure", Progress: "watch"}
 
 
 def encode(message: Message) -> bytes:
     """Return the message as a JSON text, which `decode` reads."""
     fields = asdict(message)
-    if isinstance(message, Submit):
+    if isinstance(message, Progress):
+        fields = {"snapshot": fields}
+    elif isinstance(message, Submit):
         fields["request"]["prompt_token_ids"] = list(message.request.prompt_token_ids)
     return json.dumps([_KINDS[type(message)], fields], separators=(",", ":")).encode()
 
@@ -115,7 +112,7 @@ def _restore(kind: str, fields: dict[str, Any]) -> Message:
         case "failure":
             return RequestError(**fields)
         case "watch":
-            found = fields["snapshot"]
-            by_stage = {name: tuple(found[name]) for name in ("stage_busy", "stage_compute_s")}
-            return Watch(Snapshot(**{**found, **by_stage}))
+            counts = fields["snapshot"]
+            by_stage = {name: tuple(counts[name]) for name in ("stage_busy", "stage_compute_s")}
+            return Progress(**{**counts, **by_stage})
     raise ValueError(f"kind {kind!r}")

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sarathi_pp.core.request import Completion
-from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, Watch, decode, encode
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
 from sarathi_pp.inputs.parse import Row
 from sarathi_pp.process.signals import Asked
@@ -100,8 +100,8 @@ class RemoteSink:
         assert row.request is not None, "who has asked knows of what cannot run"
         self._outgoing.write(encode(RequestError(row.request.index, error.code, error.message)))
 
-    def observe(self, snapshot: Snapshot) -> None:
-        self._outgoing.write(encode(Watch(snapshot)))
+    def report_progress(self, progress: Progress) -> None:
+        self._outgoing.write(encode(progress))
 
     def close(self) -> None:
         self._outgoing.close()

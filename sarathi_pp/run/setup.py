@@ -36,7 +36,7 @@ from sarathi_pp.distributed.fingerprint import passport, software
 from sarathi_pp.distributed.transport import choose_transport, has_nccl, nccl_lanes
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine, StopCheckers
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -162,7 +162,7 @@ class Job:
         self,
         eos_token_ids: Collection[int],
         stop_checkers: StopCheckers,
-        observe: Callable[[Snapshot], None],
+        observe: Callable[[Progress], None],
         warn: Callable[[str], None] = lambda text: None,
     ) -> Engine | Dispatcher:
         """Rank 0's: of the pipeline, or of all replicas of it."""
@@ -175,7 +175,7 @@ class Job:
             most_held_tokens(self.run.num_pages * self.run.page_size),
             self.mesh.stages,
             self._clock,
-            observe=observe,
+            on_progress=observe,
             warn=warn,
         )
         return self._dispatcher
@@ -184,7 +184,7 @@ class Job:
         """Another replica's leader: answer what rank 0 asks until it says goodbye."""
         (rank0,) = self._remotes
         source, sink = RemoteSource(rank0.incoming, self._clock, self._offset.offset_s), RemoteSink(rank0.outgoing)
-        engine = self._engine(eos_token_ids, stop_checkers, sink.observe)
+        engine = self._engine(eos_token_ids, stop_checkers, sink.report_progress)
         aborted = True
         while aborted:
             try:
@@ -217,7 +217,7 @@ class Job:
         self,
         eos_token_ids: Collection[int],
         stop_checkers: StopCheckers,
-        observe: Callable[[Snapshot], None],
+        observe: Callable[[Progress], None],
         warn: Callable[[str], None] = lambda text: None,
     ) -> Engine:
         return Engine(
@@ -229,7 +229,7 @@ class Job:
             self._clock,
             eos_token_ids=eos_token_ids,
             stop_checkers=stop_checkers,
-            observe=observe,
+            on_progress=observe,
             cost=self._known_cost() if wants_cost(self.run.policy) else None,
             heads=HeadPlacement(self._known_cost()) if self.run.moves_head else None,
             warn=warn,

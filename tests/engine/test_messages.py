@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, Watch, decode, encode
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -30,8 +30,8 @@ samplings = st.builds(
 requests = st.builds(
     Request, ids, st.lists(ids, min_size=1).map(tuple), samplings, finite, st.lists(st.integers(0, 99)).map(tuple)
 )
-snapshots = st.builds(
-    Snapshot,
+progress = st.builds(
+    Progress,
     **{name: finite for name in ("elapsed_s", "window_s")},
     **{name: ids for name in ("requests_done", "requests_failed", "running", "waiting")},
     **{name: ids for name in ("prompt_tokens", "output_tokens", "chunks_done")},
@@ -51,7 +51,7 @@ messages = st.one_of(
         st.dictionaries(st.text(), finite | st.none()),
     ),
     st.builds(RequestError, ids, st.text(), st.text()),
-    st.builds(Watch, snapshots),
+    progress,
 )
 
 
@@ -82,7 +82,7 @@ def test_each_kind_has_its_name_on_the_wire():
         "abort": Abort(),
         "answer": Result(5, (7,), "length", 0, {}),
         "failure": RequestError(5, "non_finite_logits", "no"),
-        "watch": Watch(Snapshot.nothing(2)),
+        "watch": Progress.nothing(2),
     }
     assert [json.loads(encode(message))[0] for message in kinds.values()] == list(kinds)
 

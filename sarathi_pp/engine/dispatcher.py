@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from sarathi_pp.core.load_balancer import Shares
+from sarathi_pp.core.load_balancer import LoadBalancer
 from sarathi_pp.core.request import Completion
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
@@ -38,8 +38,9 @@ _ECHO_S = 2.0
 class Dispatcher:
     """Use as an Engine: `run` as often as there are rows, `close` once.
 
-    make_engine: replica 0's, given whom it tells how far it is. most, most_tokens: see Shares. A replica whose stages,
-    or whose leader, are lost, is given up, and its requests run elsewhere; PeerLostError where no other is left.
+    make_engine: replica 0's, given whom it tells how far it is. most, most_tokens: see LoadBalancer. A replica
+    whose stages, or whose leader, are lost, is given up, and its requests run elsewhere; PeerLostError where no other
+    is left.
     After any other exception of `run` the next call begins anew.
     """
 
@@ -63,7 +64,7 @@ class Dispatcher:
         self._engine = make_engine(partial(self._report_progress, 0))
         self._warn = warn
         self._changed = threading.Condition()
-        self._shares = Shares(1 + len(remotes), most, most_tokens)
+        self._balancer = LoadBalancer(1 + len(remotes), most, most_tokens)
         self._rows: dict[int, Row] = {}  # shared out, by request
         self._returned: deque[Row] = deque()  # by a lost replica; they go first
         self._local: deque[Row] = deque()  # for replica 0's engine
@@ -121,7 +122,7 @@ class Dispatcher:
     @property
     def is_lost(self) -> bool:
         """Whether no replica is left."""
-        return not self._shares.present
+        return not self._balancer.present
 
     def _end_sharing(self, sharing: threading.Thread) -> None:
         with self._changed:
@@ -137,8 +138,8 @@ class Dispatcher:
             self._aborted = self._newest
             for rows in (self._rows, self._returned, self._local):
                 rows.clear()
-            self._shares.clear()
-            if self._shares.present:
+            self._balancer.clear()
+            if self._balancer.present:
                 self._failure = None
             self._changed.wait_for(lambda: not self._writing, _ECHO_S)
         telling = [self._start_telling(replica, Abort()) for replica in self._remotes if replica not in self._lost]
@@ -205,9 +206,9 @@ class Dispatcher:
         From here on nobody gives it to another replica, and until the end of it nobody closes the sink.
         """
         with self._changed:
-            row = self._rows.pop(index) if self._shares.holds(replica, index) else None
+            row = self._rows.pop(index) if self._balancer.holds(replica, index) else None
             if row is not None:
-                self._shares.end(replica, index, num_output_tokens)
+                self._balancer.end(replica, index, num_output_tokens)
             self._writing += 1
         try:
             yield row
@@ -231,7 +232,7 @@ class Dispatcher:
         told = self._stopped
         if told is not None and self._clock.now() > told.until_s + _ECHO_S:
             return True
-        elsewhere = any(map(self._shares.num_held, self._remotes))
+        elsewhere = any(map(self._balancer.num_held, self._remotes))
         return self._shared_out and not self._returned and not elsewhere and not self._writing
 
     def _watch_over(self, heard: Callable[[], Asked | None]) -> Asked | None:
@@ -291,7 +292,7 @@ class Dispatcher:
             with self._changed:
                 if self._shared_out or self._failure is not None or run != self._runs:
                     return None
-                room = self._shares.room
+                room = self._balancer.room
                 if room and self._returned:
                     return [self._returned.popleft() for _ in range(min(room, len(self._returned)))]
                 exhausted = source.exhausted
@@ -318,9 +319,9 @@ class Dispatcher:
                 return True  # it waits for another run, or its own has ended
             replica = 0
             if request is not None:
-                if not self._shares.room:
+                if not self._balancer.room:
                     return False
-                replica = self._shares.give(request)
+                replica = self._balancer.give(request)
                 self._rows[request.index] = row
                 self._newest = max(self._newest, request.index)
             if replica == 0:
@@ -344,10 +345,10 @@ class Dispatcher:
             while (text := answers.read()) is not None:
                 self._hear(replica, text)
             with self._changed:
-                if self._shares.num_held(replica) and self._stopped is None:
+                if self._balancer.num_held(replica) and self._stopped is None:
                     raise PeerLostError(f"{self._remotes[replica].name} left with requests unfinished")
                 # Told to stop, it has ended as it should, and what it had not begun waits for another run.
-                for request in self._shares.lose(replica):
+                for request in self._balancer.lose(replica):
                     del self._rows[request.index]
                 self._changed.notify_all()
         except SarathiError as error:
@@ -382,9 +383,9 @@ class Dispatcher:
         """Its requests go back to those that wait; False where no replica is left that could run them: the run ends."""
         with self._changed:
             if replica in self._lost:
-                return bool(self._shares.present)
+                return bool(self._balancer.present)
             self._lost[replica] = error
-            requests = self._shares.lose(replica)
+            requests = self._balancer.lose(replica)
             rows = [self._rows.pop(request.index) for request in requests]
             if replica == 0:
                 kept = [row for row in self._local if row.request is None]
@@ -393,7 +394,7 @@ class Dispatcher:
             goes_on = self._stopped is None
             if goes_on:
                 self._returned.extendleft(reversed(rows))
-            left = bool(self._shares.present)
+            left = bool(self._balancer.present)
             if not left and self._failure is None:
                 self._failure = error
             self._changed.notify_all()

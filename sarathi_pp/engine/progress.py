@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -91,3 +92,22 @@ class Progress:
         if self.window_s <= 0:
             return ()
         return tuple(max(0.0, 1 - compute_s / self.window_s) for compute_s in self.stage_compute_s)
+
+
+class ReplicaProgress:
+    """The last progress of each replica. Any thread may update it.
+
+    Args:
+        on_progress: receives the progress of all replicas each time one replica has reported its own.
+    """
+
+    def __init__(self, num_replicas: int, num_stages: int, on_progress: Callable[[Progress], None]) -> None:
+        self._replicas = [Progress.nothing(num_stages)] * num_replicas
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+
+    def update(self, replica: int, progress: Progress) -> None:
+        """Report the progress of all replicas, this one included."""
+        with self._lock:
+            self._replicas[replica] = progress
+            self._on_progress(Progress.of_replicas(self._replicas))

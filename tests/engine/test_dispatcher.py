@@ -379,7 +379,7 @@ def test_an_answer_that_is_being_written_when_its_replica_is_lost_is_written_onc
 
     def lose_it() -> None:
         assert writing.wait(20)
-        made._lose(1, PeerLostError("its edge broke"))
+        made._replicas.lose(1, PeerLostError("its edge broke"))
         lost.set()
 
     threading.Thread(target=lose_it, daemon=True).start()
@@ -396,7 +396,7 @@ def test_a_replica_that_is_lost_when_all_is_answered_holds_nobody_up():
                 @property
                 def exhausted(self):
                     if source.exhausted:
-                        made._lose(1, PeerLostError("its leader died"))
+                        made._replicas.lose(1, PeerLostError("its leader died"))
                     return source.exhausted
 
                 def __getattr__(self, name):

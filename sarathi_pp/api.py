@@ -41,7 +41,8 @@ from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
-from sarathi_pp.inputs.parse import ParsedLine, Row
+from sarathi_pp.inputs.parse import ParsedLine
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import Limits, MemorySource, RequestMaker
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
 from sarathi_pp.outputs.run_directory import RunDirectory

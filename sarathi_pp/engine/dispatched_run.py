@@ -18,7 +18,7 @@ from sarathi_pp.core.request import Completion
 from sarathi_pp.engine.messages import RequestError, Result, Stop, Submit
 from sarathi_pp.engine.remote_replicas import RemoteReplicas
 from sarathi_pp.errors import RowError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import Source
 from sarathi_pp.outputs.sink import Sink
 from sarathi_pp.process.signals import Asked

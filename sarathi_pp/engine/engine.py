@@ -26,7 +26,7 @@ from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Completion, Request
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import PeerLostError, ProtocolError, RowError, StoppedError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import Source, kv_cache_exhausted
 from sarathi_pp.outputs.sink import Sink
 from sarathi_pp.process.signals import Asked

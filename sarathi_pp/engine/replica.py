@@ -14,7 +14,7 @@ from sarathi_pp.core.request import Completion
 from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.byte_stream import PostReceiver, PostSender

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from sarathi_pp.core.load_balancer import LoadBalancer
 from sarathi_pp.errors import SarathiError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 
 
 class RowLedger:

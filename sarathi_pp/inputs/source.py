@@ -29,7 +29,8 @@ from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.ids import DUPLICATE_ID, SeenIds, id_key
 from sarathi_pp.inputs.input_format import HEAD_BYTES, InputFormat, choose_format, read_head
 from sarathi_pp.inputs.lines import RawLine, read_lines
-from sarathi_pp.inputs.parse import LineError, ParsedLine, Row, parse_line
+from sarathi_pp.inputs.parse import LineError, ParsedLine, parse_line
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.text.tokenizer import Encoded, Tokenizer
 from sarathi_pp.trace.clock import Clock
 

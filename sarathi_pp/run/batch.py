@@ -23,7 +23,7 @@ from sarathi_pp.distributed.refusal import refuse
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import FileSource, Limits, MemorySource, RequestMaker, is_stream
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.outputs.journal import Journal, LateJournal

@@ -15,7 +15,7 @@ from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.errors import OutputError, PeerLostError, RowError, StoppedError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import SystemClock

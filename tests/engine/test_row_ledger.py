@@ -9,7 +9,7 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.row_ledger import RowLedger
 from sarathi_pp.errors import PeerLostError, RowError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 
 MOST, MOST_TOKENS = 3, 40
 

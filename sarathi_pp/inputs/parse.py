@@ -1,7 +1,6 @@
-"""One input line: from bytes to what it asks for, or to the reason why it cannot run.
+"""One input line, from bytes to what it asks for, or to the reason why it cannot run.
 
-    bytes -> RawLine -> parse_line -> ParsedLine -> (tokenise, check) -> Row -> engine -> sink
-                             `- LineError ------------------------------^
+    bytes -> parse_line -> ParsedLine -> (tokenise, check) -> Row with its Request -> engine -> sink
 
 A file is JSON Lines or plain text as a whole (`choose_format`). JSON Lines take two forms:
 
@@ -52,7 +51,7 @@ from sarathi_pp.inputs.line_keys import (
     URL_FORMS,
     WHOLE_NUMBERS,
 )
-from sarathi_pp.inputs.lines import MAX_LINE_BYTES, RawLine
+from sarathi_pp.inputs.lines import MAX_LINE_BYTES
 from sarathi_pp.inputs.row import Form
 from sarathi_pp.inputs.spelling import nearest_key
 
@@ -61,43 +60,21 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
 _MAX_EXTRA_BYTES = 2**20
 
 
-class LineError(RowError):
-    """A RowError that knows its line, so that the error line gets the right id and form.
-
-    nameless: nobody can tell what id the line meant to give, and the default one may be another row's. extra: see
-    ParsedLine. summary: the message without the line's values, for a log; None if there is none.
-    """
-
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        *,
-        line: int,
-        id: object,
-        form: Form,
-        nameless: bool,
-        extra: bytes = b"",
-        summary: str | None = None,
-    ) -> None:
-        super().__init__(code, message)
-        self.line = line
-        self.id = id
-        self.form = form
-        self.nameless = nameless
-        self.extra = extra
-        self.summary = summary
-
-
 @dataclass(frozen=True, slots=True)
 class ParsedLine:
-    """What one line asks for. Exactly one of the three prompts is set.
+    """What one line asks for: one of the three prompts, or an error.
 
-    id: any JSON value, echoed unchanged; the line number as a string where the line names none.
-    overrides: sampling fields that the line sets, under SamplingParams' names; each is legal by itself.
-    switched_off: settings of generation_config.json that the line gives the value under which they change nothing.
-    add_special_tokens: see Tokenizer.encode_prompt.
-    extra: the line's other keys as a JSON object, empty if there are none; as bytes, because it waits for the answer.
+    Args:
+        line: its number, from 1.
+        id: any JSON value, echoed unchanged; the line number as a string if the line names none.
+        overrides: sampling fields that the line sets, under SamplingParams' names; each is legal by itself.
+        extra: the line's other keys as a JSON object, empty if there are none; as bytes, because it waits for the
+            answer.
+        add_special_tokens: see Tokenizer.encode_prompt.
+        switched_off: settings of generation_config.json that the line gives the value under which they change nothing.
+        error: the reason why the line cannot run.
+        summary: the error without the line's values, for a log; None if there is none.
+        nameless: the line's own id is not known. The default id may be that of another line.
     """
 
     line: int
@@ -110,33 +87,29 @@ class ParsedLine:
     extra: bytes = b""
     add_special_tokens: bool = True
     switched_off: frozenset[str] = frozenset()
+    error: RowError | None = None
+    summary: str | None = None
+    nameless: bool = False
 
 
-def parse_line(raw: RawLine, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
-    """What a line asks for, types checked; sampling values are checked later, where they meet the defaults.
+def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
+    """Return what a line asks for, types checked. Sampling values are checked later, together with the defaults.
 
-    Raises LineError: `line_too_long`, `invalid_utf8`, `invalid_json`, `invalid_parameter`,
-    `missing_required_parameter`, `unknown_parameter`, `unsupported_parameter`, `empty_prompt`.
+    The codes of its error are `line_too_long`, `invalid_utf8`, `invalid_json`, `invalid_parameter`,
+    `missing_required_parameter`, `unknown_parameter`, `unsupported_parameter` and `empty_prompt`.
     """
-    reader = _LineReader(raw.number, nameless=not plain_text)
-    if raw.cut:
-        reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
-    if not plain_text and has_too_many_parts(raw.data):
-        what = f"more than {MOST_PARTS} strings, lists and objects"
-        reader.fail("line_too_long", f"the line holds {what}; split the request")
+    reader = _LineReader(number, nameless=not plain_text)
     try:
-        text = raw.data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        if not plain_text:
-            reader.recover_id(raw.data)
-        reader.fail("invalid_utf8", f"byte {error.start} of the line is not UTF-8; convert the file to UTF-8")
-    if plain_text:
-        return ParsedLine(raw.number, str(raw.number), "own", prompt=text)
-    return reader.parse(text)
+        if len(data) > max_line_bytes:
+            reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
+        return reader.read_text(data) if plain_text else reader.read(data)
+    except RowError as error:
+        # Its traceback holds all values of the line.
+        return reader.refused(error.with_traceback(None))
 
 
 class _LineReader:
-    """Parses one JSON line; holds what is known of its id and form so far, for the error line."""
+    """Reads one line. Holds what is known of its id and form so far, for its error."""
 
     def __init__(self, line: int, *, nameless: bool) -> None:
         self._line = line
@@ -144,22 +117,46 @@ class _LineReader:
         self._form: Form = "own"
         self._nameless = nameless
         self._extra = b""
+        self._summary: str | None = None
         self._switched_off: set[str] = set()
 
     def fail(self, code: str, message: str, summary: str | None = None) -> NoReturn:
-        raise LineError(
-            code,
-            message,
-            line=self._line,
-            id=self._id,
-            form=self._form,
-            nameless=self._nameless,
+        self._summary = summary
+        raise RowError(code, message)
+
+    def refused(self, error: RowError) -> ParsedLine:
+        """Return the line with the error that `fail` has raised."""
+        return ParsedLine(
+            self._line,
+            self._id,
+            self._form,
             extra=self._extra,
-            summary=summary,
+            error=error,
+            summary=self._summary,
+            nameless=self._nameless,
         )
 
-    def recover_id(self, data: bytes) -> None:
-        """The id of a line that is JSON but for stray bytes, which need not be in the id."""
+    def read_text(self, data: bytes) -> ParsedLine:
+        """Return the line of a plain text file: its text is the prompt."""
+        return self._parsed({}, prompt=self._decode(data))
+
+    def read(self, data: bytes) -> ParsedLine:
+        """Return the line of a JSON Lines file."""
+        if has_too_many_parts(data):
+            what = f"more than {MOST_PARTS} strings, lists and objects"
+            self.fail("line_too_long", f"the line holds {what}; split the request")
+        return self._parse(self._decode(data))
+
+    def _decode(self, data: bytes) -> str:
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if self._nameless:
+                self._recover_id(data)
+            self.fail("invalid_utf8", f"byte {error.start} of the line is not UTF-8; convert the file to UTF-8")
+
+    def _recover_id(self, data: bytes) -> None:
+        """Find the id of a line that is JSON but for stray bytes, which need not be in the id."""
         try:
             record = read_damaged_json(data)
         except (ValueError, RecursionError):
@@ -171,7 +168,7 @@ class _LineReader:
             if is_text(candidate) and is_finite(candidate):
                 self._id, self._form, self._nameless = candidate, form, False
 
-    def parse(self, text: str) -> ParsedLine:
+    def _parse(self, text: str) -> ParsedLine:
         try:
             record = read_json(text)
         except RecursionError:

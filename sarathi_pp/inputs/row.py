@@ -15,7 +15,7 @@ Form = Literal["own", "openai-chat", "openai-completion"]
 class Row:
     """One input line on its way to an output line: a request, or the error that it gets instead.
 
-    nameless: see LineError. extra: see ParsedLine.
+    The line's own text is not held. See ParsedLine for `nameless` and `extra`.
     """
 
     line: int

@@ -40,7 +40,8 @@ from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.start_watch import watching_start
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
-from sarathi_pp.inputs.parse import ParsedLine, Row
+from sarathi_pp.inputs.parse import ParsedLine
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import Limits, MemorySource, RequestMaker
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import check_model, check_shards

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError
-from sarathi_pp.inputs.lines import RawLine, read_lines
+from sarathi_pp.inputs.lines import read_lines
 from sarathi_pp.sim.workload import Workload, parse_workload
 
 # Beyond every pipeline, as in sim/workload.py.
@@ -72,19 +72,22 @@ def _recorded(name: str) -> Workload | None:
 def _numbered(path: Path) -> Iterator[tuple[int, _Recorded]]:
     try:
         with path.open("rb") as file:
-            for raw in read_lines(file):
-                one = _of_line(path, raw)
+            for number, data in read_lines(file):
+                one = _of_line(f"{path} line {number}", data)
                 if one is not None:
-                    yield raw.number, one
+                    yield number, one
     except OSError as error:
         raise MissingError(f"cannot read the workload {path}: {error.strerror}") from error
 
 
-def _of_line(path: Path, raw: RawLine) -> _Recorded | None:
-    """None for a line of a request that was not run."""
-    where = f"{path} line {raw.number}"
+def _of_line(where: str, data: bytes) -> _Recorded | None:
+    """Return what a line records; None if its request was not run.
+
+    Args:
+        where: names the line, for errors.
+    """
     try:
-        record = json.loads(raw.data)
+        record = json.loads(data)
     except (ValueError, RecursionError):
         raise InputError(f"{where} is not JSON; each line is an object like those that generate writes") from None
     if not isinstance(record, dict):

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli import stdout
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import OutputError
 from sarathi_pp.outputs.sink import OutputClosedError
 from sarathi_pp.report.progress import ProgressDisplay
@@ -70,9 +70,9 @@ class BatchDisplay:
             click.echo(text.rstrip(), err=True)
 
     @contextmanager
-    def progress(self, num_stages: int) -> Iterator[Callable[[Snapshot], None]]:
+    def progress(self, num_stages: int) -> Iterator[Callable[[Progress], None]]:
         with ExitStack() as stack:
-            watchers: list[Callable[[Snapshot], None]] = []
+            watchers: list[Callable[[Progress], None]] = []
             if self._metrics_port is not None:
                 from sarathi_pp.run.metrics import MetricsServer
 
@@ -85,10 +85,10 @@ class BatchDisplay:
             if not self._quiet:
                 watchers.append(stack.enter_context(ProgressDisplay(self._console, total=None)).update)
 
-            def show(snapshot: Snapshot) -> None:
+            def show(progress: Progress) -> None:
                 for watch in watchers:
                     with suppress(OSError):
-                        watch(snapshot)
+                        watch(progress)
 
             yield show
 

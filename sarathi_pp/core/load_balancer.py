@@ -1,8 +1,8 @@
-"""Which replica the next request goes to: the one that has least to do, counted in tokens.
+"""The choice of a replica for the next request: the one with the least work, counted in tokens.
 
-A request counts with its prompt, and with as many output tokens as those that have ended had in the mean, since nobody
-knows its own. A replica holds at most so many requests; whoever has more to give waits until one has ended, so that
-replicas of different speed end about together.
+The work of a request is its prompt tokens plus the mean output tokens of ended requests; its own output is not known
+yet. A replica holds a limited number of requests. Further requests wait until one has ended, so that fast and slow
+replicas finish at about the same time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
 
 
 def most_held(max_num_seqs: int) -> int:
-    """Requests that a replica holds at once: as many wait there as may run, so that none of its seats stays empty while
-    the next request is on its way.
-    """
+    """Return how many requests a replica may hold: as many wait as may run, so that a free seat is filled at once."""
     return 2 * max_num_seqs
 
 
@@ -26,7 +24,7 @@ def most_held_tokens(kv_tokens: int) -> int:
     return kv_tokens + MAX_WAITING_TOKENS
 
 
-class Shares:
+class LoadBalancer:
     """The requests that each replica holds.
 
     Args:
@@ -44,7 +42,7 @@ class Shares:
 
     @property
     def room(self) -> int:
-        """How many requests may be given now."""
+        """The number of requests that may be given now."""
         return sum(self._most - len(self._held[replica]) for replica in self.present if self._has_room(replica))
 
     @property
@@ -56,11 +54,14 @@ class Shares:
         return len(self._held[replica])
 
     def give(self, request: Request) -> int:
-        """The replica that has it from here on; there is room. Among equals the first."""
+        """Give a request to the replica with the least work, the first among equals, and return that replica.
+
+        There must be room.
+        """
         mean = self._output_tokens / self._ended if self._ended else 0.0
         replica = min(
             filter(self._has_room, self.present),
-            key=lambda one: self._prompt_tokens[one] + mean * len(self._held[one]),
+            key=lambda replica: self._prompt_tokens[replica] + mean * len(self._held[replica]),
         )
         self._held[replica][request.index] = request
         self._prompt_tokens[replica] += len(request.prompt_token_ids)
@@ -70,14 +71,14 @@ class Shares:
         return index in self._held[replica]
 
     def end(self, replica: int, index: int, num_output_tokens: int) -> None:
-        """A request that it holds has ended there."""
+        """Record the end of a request that the replica holds."""
         request = self._held[replica].pop(index)
         self._prompt_tokens[replica] -= len(request.prompt_token_ids)
         self._ended += 1
         self._output_tokens += num_output_tokens
 
     def lose(self, replica: int) -> list[Request]:
-        """It is given nothing more; returns what it held, in the order in which it got it."""
+        """Give the replica nothing more; return the requests that it held, in the order in which it got them."""
         self._lost[replica] = True
         held, self._held[replica] = self._held[replica], {}
         self._prompt_tokens[replica] = 0

@@ -24,9 +24,9 @@ from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.plan import MicroBatch, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Completion, Request
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import PeerLostError, ProtocolError, RowError, StoppedError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import Source, kv_cache_exhausted
 from sarathi_pp.outputs.sink import Sink
 from sarathi_pp.process.signals import Asked
@@ -40,7 +40,7 @@ from sarathi_pp.trace.token_times import TokenTimes
 from sarathi_pp.wire.channel import Message, Receiver
 from sarathi_pp.wire.codec import HeadFrame, MicroBatchFrame, ResultFrame
 
-_OBSERVE_EVERY_S = 0.2
+_PROGRESS_EVERY_S = 0.2
 # How long the engine sleeps for new rows when nothing at all is in flight.
 _IDLE_WAIT_S = 1.0
 # How often it looks for new rows while microbatches are in flight and another one could be.
@@ -90,7 +90,7 @@ class Engine:
         *,
         eos_token_ids: Collection[int],
         stop_checkers: StopCheckers,
-        observe: Callable[[Snapshot], None] = lambda snapshot: None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
         cost: CostModel | None = None,
         heads: HeadPlacement | None = None,
         warn: Callable[[str], None] = lambda text: None,
@@ -109,17 +109,17 @@ class Engine:
         self._recorder = recorder
         self._clock = clock
         self._stop_checkers = stop_checkers
-        self._observe = observe
+        self._on_progress = on_progress
         self._warn = warn
         self._live: dict[int, _Live] = {}
         self._token_s = 0.0  # when the result came that the coordinator is taking in
         self._starved: IdleReason | None = None
         self._started_s = clock.now()
-        self._observed_s = self._started_s
+        self._reported_s = self._started_s
         self._requests_seen = self._requests_done = self._requests_failed = 0
         self._prompt_tokens = self._output_tokens = 0
         self._stage_compute_s = (0.0,) * limits.num_stages
-        self._observed_compute_s = self._stage_compute_s
+        self._reported_compute_s = self._stage_compute_s
         self._first_issue_s = math.inf
         self._last_result_s = 0.0
         self._longest_wait_s = 0.0  # between two results
@@ -180,7 +180,7 @@ class Engine:
                 return told
             else:
                 source.wait(_IDLE_WAIT_S)
-                self._tell(force=False)
+                self._report_progress(force=False)
 
     def _patience_s(self, source: Source) -> float:
         """How long to wait for a result."""
@@ -192,7 +192,7 @@ class Engine:
         while self._inflight and self._clock.now() < end_s:  # of a call that ended by an exception
             if (message := self._receive(_SIGNAL_CHECK_S)) is not None:
                 self._take(message)
-        self._tell(force=True)
+        self._report_progress(force=True)
         self._recorder.record(self._totals())
         self._runner.close()
         self._results.close()
@@ -276,7 +276,7 @@ class Engine:
         while (message := self._receive(timeout_s)) is not None:
             for completion in self._take(message):
                 self._finish(completion, self._last_result_s, sink)
-            self._tell(force=False)
+            self._report_progress(force=False)
             timeout_s = 0
 
     def _receive(self, timeout_s: float) -> Message[Tensor] | None:
@@ -373,17 +373,17 @@ class Engine:
         self._requests_failed += 1
         sink.fail(row, error)
 
-    def _tell(self, *, force: bool) -> None:
+    def _report_progress(self, *, force: bool) -> None:
         now = self._clock.now()
-        since_s = now - self._observed_s
-        if not force and since_s < _OBSERVE_EVERY_S:
+        since_s = now - self._reported_s
+        if not force and since_s < _PROGRESS_EVERY_S:
             return
         computed_s = [
-            total - before for total, before in zip(self._stage_compute_s, self._observed_compute_s, strict=True)
+            total - before for total, before in zip(self._stage_compute_s, self._reported_compute_s, strict=True)
         ]
-        self._observed_s, self._observed_compute_s = now, self._stage_compute_s
-        self._observe(
-            Snapshot(
+        self._reported_s, self._reported_compute_s = now, self._stage_compute_s
+        self._on_progress(
+            Progress(
                 elapsed_s=now - self._started_s,
                 requests_done=self._requests_done,
                 requests_failed=self._requests_failed,

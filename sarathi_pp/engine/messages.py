@@ -1,8 +1,8 @@
-"""What rank 0 and the leaders of other replicas tell each other, as texts: plain JSON, never pickle.
+"""Messages between rank 0 and the leaders of other replicas: plain JSON texts, never pickle.
 
-rank 0 -> leader   Ask: answer this request      Stop: begin nothing more, the run was told to stop
-                   Abort: forget every request asked so far
-leader -> rank 0   Answer, Failure: how a request ended      Watch: how far the replica is
+rank 0 -> leader   Submit: answer this request       Stop: start no new request
+                   Abort: forget every request submitted so far
+leader -> rank 0   Result, RequestError: how a request ended       Progress: how far the replica is
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """arrival_s: on rank 0's clock."""
+class Submit:
+    """A request to answer. Its arrival_s is on rank 0's clock."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """number: of the signal. left_s: in which what runs may be finished; None without a bound."""
+    """The run was told to stop by a signal."""
 
-    number: int
-    left_s: float | None
+    number: int  # of the signal
+    left_s: float | None  # time to finish the running requests; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The call that asked ended by an exception. Answers already on their way may still come."""
+    """The call that submitted the requests raised. Results already on their way may still arrive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """completion.request is the one that the text names: the receiver knows it."""
+class Result:
+    """The answer to a request, which the receiver knows by its index."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -50,7 +50,7 @@ class Answer:
     metrics: Mapping[str, object]
 
     @classmethod
-    def of(cls, completion: Completion, metrics: Mapping[str, object]) -> Answer:
+    def of(cls, completion: Completion, metrics: Mapping[str, object]) -> Result:
         index, reason = completion.request.index, completion.finish_reason
         return cls(index, completion.token_ids, reason, completion.num_preemptions, metrics)
 
@@ -60,7 +60,9 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestError:
+    """The error with which a request ended."""
+
     index: int
     code: str
     message: str
@@ -70,47 +72,47 @@ class Failure:
         return RowError(self.code, self.message)
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    snapshot: Snapshot
+Message = Submit | Stop | Abort | Result | RequestError | Progress
+# The name of each kind on the wire.
+_KINDS = {Submit: "ask", Stop: "stop", Abort: "abort", Result: "answer", RequestError: "failure", Progress: "watch"}
 
 
-Errand = Ask | Stop | Abort | Answer | Failure | Watch
+def encode(message: Message) -> bytes:
+    """Return the message as a JSON text, which `decode` reads."""
+    fields = asdict(message)
+    if isinstance(message, Progress):
+        fields = {"snapshot": fields}
+    elif isinstance(message, Submit):
+        fields["request"]["prompt_token_ids"] = list(message.request.prompt_token_ids)
+    return json.dumps([_KINDS[type(message)], fields], separators=(",", ":")).encode()
 
 
-def encode(errand: Errand) -> bytes:
-    fields = asdict(errand)
-    if isinstance(errand, Ask):
-        fields["request"]["prompt_token_ids"] = list(errand.request.prompt_token_ids)
-    return json.dumps([type(errand).__name__.lower(), fields], separators=(",", ":")).encode()
-
-
-def decode(text: bytes) -> Errand:
-    """decode(encode(x)) == x. Raises ProtocolError for any other text."""
+def decode(text: bytes) -> Message:
+    """Return the message of a text that `encode` wrote. Raises ProtocolError for any other text."""
     try:
         kind, fields = json.loads(text)
         return _restore(kind, fields)
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RowError) as error:
-        raise ProtocolError(f"a text of {len(text)} bytes is no errand: {error}") from error
+        raise ProtocolError(f"a text of {len(text)} bytes is no message: {error}") from error
 
 
-def _restore(kind: str, fields: dict[str, Any]) -> Errand:
+def _restore(kind: str, fields: dict[str, Any]) -> Message:
     match kind:
         case "ask":
             request = fields["request"]
             sampling = SamplingParams(**request["sampling"])
             prompt, ends = array("i", request["prompt_token_ids"]), tuple(request["paragraph_ends"])
-            return Ask(Request(request["index"], prompt, sampling, request["arrival_s"], ends))
+            return Submit(Request(request["index"], prompt, sampling, request["arrival_s"], ends))
         case "stop":
             return Stop(**fields)
         case "abort":
             return Abort(**fields)
         case "answer":
-            return Answer(**{**fields, "token_ids": tuple(fields["token_ids"])})
+            return Result(**{**fields, "token_ids": tuple(fields["token_ids"])})
         case "failure":
-            return Failure(**fields)
+            return RequestError(**fields)
         case "watch":
-            found = fields["snapshot"]
-            by_stage = {name: tuple(found[name]) for name in ("stage_busy", "stage_compute_s")}
-            return Watch(Snapshot(**{**found, **by_stage}))
+            counts = fields["snapshot"]
+            by_stage = {name: tuple(counts[name]) for name in ("stage_busy", "stage_compute_s")}
+            return Progress(**{**counts, **by_stage})
     raise ValueError(f"kind {kind!r}")

@@ -1,20 +1,25 @@
-"""How far a run is, for whoever watches it."""
+"""Progress of a run, for displays and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """Counts, tokens and seconds since the run's start, elapsed_s after it.
+class Progress:
+    """The progress of a run at one moment.
 
-    Tokens are those of finished requests, chunks (prefill) those of microbatches whose result is back.
-    stage_busy: per stage, the share (0 to 1) of the time since the last snapshot in which it computed.
-    stage_compute_s: per stage, the compute of all microbatches whose times are back.
-    window_s: first issue to last result so far, 0 before there is one.
-    kv_fragmentation: 1 - tokens held / room in the pages held, at this moment; None where no page is held.
+    Counts and seconds are since the run's start. Tokens are those of finished requests. Prefill chunks are those of
+    microbatches whose result is back.
+
+    Args:
+        elapsed_s: time since the run's start.
+        stage_busy: per stage, the share (0 to 1) of the time since the last report in which it computed.
+        stage_compute_s: per stage, the compute time of all microbatches whose times are back.
+        window_s: time from the first issue to the last result so far; 0 before the first result.
+        kv_fragmentation: 1 - tokens held / room in the pages held, at this moment; None if no page is held.
     """
 
     elapsed_s: float
@@ -31,8 +36,8 @@ class Snapshot:
     kv_fragmentation: float | None
 
     @classmethod
-    def nothing(cls, num_stages: int) -> Snapshot:
-        """Of stages that nobody has heard of yet."""
+    def nothing(cls, num_stages: int) -> Progress:
+        """Return the progress of stages that have reported none yet."""
         zeros = (0.0,) * num_stages
         return cls(
             elapsed_s=0.0,
@@ -50,8 +55,8 @@ class Snapshot:
         )
 
     @classmethod
-    def of_replicas(cls, replicas: Sequence[Snapshot]) -> Snapshot:
-        """All of a run: its counts are sums, its stages those of one replica after the other."""
+    def of_replicas(cls, replicas: Sequence[Progress]) -> Progress:
+        """Return the progress of a run of several replicas: the sum of their counts, and the stages of all of them."""
         wasted = [one.kv_fragmentation for one in replicas if one.kv_fragmentation is not None]
         return cls(
             elapsed_s=max(one.elapsed_s for one in replicas),
@@ -75,16 +80,34 @@ class Snapshot:
 
     @property
     def chunk_throughput(self) -> float:
-        """Prefill chunks a second over the window."""
+        """Prefill chunks per second over the window."""
         return self.chunks_done / self.window_s if self.window_s > 0 else 0.0
 
     @property
     def bubble_ratios(self) -> tuple[float, ...]:
         """Per stage, the share of the window in which it did not compute; empty before the first result.
 
-        Compute of microbatches that are still in flight is not known yet, so that this runs up to their share
-        above the final figure.
+        The compute time of microbatches in flight is not known yet. Until then the ratio is too high by their share.
         """
         if self.window_s <= 0:
             return ()
         return tuple(max(0.0, 1 - compute_s / self.window_s) for compute_s in self.stage_compute_s)
+
+
+class ReplicaProgress:
+    """The last progress of each replica. Any thread may update it.
+
+    Args:
+        on_progress: receives the progress of all replicas each time one replica has reported its own.
+    """
+
+    def __init__(self, num_replicas: int, num_stages: int, on_progress: Callable[[Progress], None]) -> None:
+        self._replicas = [Progress.nothing(num_stages)] * num_replicas
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+
+    def update(self, replica: int, progress: Progress) -> None:
+        """Report the progress of all replicas, this one included."""
+        with self._lock:
+            self._replicas[replica] = progress
+            self._on_progress(Progress.of_replicas(self._replicas))

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sarathi_pp.core.request import Completion
-from sarathi_pp.engine.messages import Abort, Answer, Ask, Failure, Stop, Watch, decode, encode
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.byte_stream import PostReceiver, PostSender
@@ -25,10 +25,15 @@ class AbortedError(Exception):
 
 
 class RemoteSource:
-    """See Source. offset_s: rank 0's time = this rank's + offset_s."""
+    """The source of rank 0's requests. See Source.
 
-    def __init__(self, errands: PostReceiver, clock: Clock, offset_s: float) -> None:
-        self._errands = errands
+    Args:
+        incoming: messages of rank 0.
+        offset_s: rank 0's time = this rank's time + offset_s.
+    """
+
+    def __init__(self, incoming: PostReceiver, clock: Clock, offset_s: float) -> None:
+        self._incoming = incoming
         self._clock = clock
         self._offset_s = offset_s
         self._rows: deque[Row] = deque()
@@ -38,7 +43,7 @@ class RemoteSource:
     @property
     def exhausted(self) -> bool:
         """Told to stop, it gives what it has to nobody."""
-        return not self._rows and (self._errands.ended or self._asked is not None)
+        return not self._rows and (self._incoming.ended or self._asked is not None)
 
     def take(self, limit: int) -> list[Row]:
         self._read(0)
@@ -62,10 +67,10 @@ class RemoteSource:
         return self._asked
 
     def _read(self, timeout_s: float | None) -> None:
-        while (text := self._errands.read(timeout_s)) is not None:
+        while (text := self._incoming.read(timeout_s)) is not None:
             timeout_s = 0
             match decode(text):
-                case Ask(request) if self._asked is None:
+                case Submit(request) if self._asked is None:
                     request = replace(request, arrival_s=request.arrival_s - self._offset_s)
                     self._rows.append(
                         Row(request.index + 1, request.index, "own", request, arrival_s=request.arrival_s)
@@ -76,7 +81,7 @@ class RemoteSource:
                 case Abort():
                     self._rows.clear()
                     self._aborted = True
-                case Ask():
+                case Submit():
                     pass  # it crossed what told us to stop
                 case other:
                     raise ProtocolError(f"a {type(other).__name__} for a replica")
@@ -85,18 +90,18 @@ class RemoteSource:
 class RemoteSink:
     """See Sink."""
 
-    def __init__(self, errands: PostSender) -> None:
-        self._errands = errands
+    def __init__(self, outgoing: PostSender) -> None:
+        self._outgoing = outgoing
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        self._errands.write(encode(Answer.of(completion, metrics)))
+        self._outgoing.write(encode(Result.of(completion, metrics)))
 
     def fail(self, row: Row, error: RowError) -> None:
         assert row.request is not None, "who has asked knows of what cannot run"
-        self._errands.write(encode(Failure(row.request.index, error.code, error.message)))
+        self._outgoing.write(encode(RequestError(row.request.index, error.code, error.message)))
 
-    def observe(self, snapshot: Snapshot) -> None:
-        self._errands.write(encode(Watch(snapshot)))
+    def report_progress(self, progress: Progress) -> None:
+        self._outgoing.write(encode(progress))
 
     def close(self) -> None:
-        self._errands.close()
+        self._outgoing.close()

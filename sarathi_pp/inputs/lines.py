@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import BinaryIO
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -11,20 +10,12 @@ _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 64 * 2**10
 
 
-@dataclass(frozen=True, slots=True)
-class RawLine:
-    """A line without its line end. `number` counts from 1. `cut`: longer than allowed, only its head is here."""
-
-    number: int
-    data: bytes
-    cut: bool = False
-
-
-def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawLine]:
-    """The non-blank lines of a stream; never holds more than max_line_bytes of one.
+def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the bytes of each non-blank line of a stream, without the line end.
 
     Accepts a leading byte-order mark, CRLF, and a last line without its end. A line of nothing but white space
-    is blank in both formats; blank lines count for the numbers.
+    is blank in both formats; blank lines count for the numbers. Of a line longer than `max_line_bytes` only the
+    beginning is yielded, of up to two bytes more than that.
     """
     number = 0
     while data := stream.readline(max_line_bytes + 2):
@@ -32,10 +23,9 @@ def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterat
         if number == 1:
             data = data.removeprefix(_BOM)
         body = data.removesuffix(b"\n").removesuffix(b"\r")
-        cut = len(body) > max_line_bytes
-        if cut:
-            body = body[:_SKIP_BYTES]
+        too_long = len(body) > max_line_bytes
+        if too_long:
             while data and not data.endswith(b"\n"):
                 data = stream.readline(_SKIP_BYTES)
-        if cut or body.strip():
-            yield RawLine(number, body, cut)
+        if too_long or body.strip():
+            yield number, body

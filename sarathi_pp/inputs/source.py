@@ -28,8 +28,9 @@ from sarathi_pp.inputs.done import Done
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.ids import DUPLICATE_ID, SeenIds, id_key
 from sarathi_pp.inputs.input_format import HEAD_BYTES, InputFormat, choose_format, read_head
-from sarathi_pp.inputs.lines import RawLine, read_lines
-from sarathi_pp.inputs.parse import LineError, ParsedLine, Row, parse_line
+from sarathi_pp.inputs.lines import read_lines
+from sarathi_pp.inputs.parse import ParsedLine, parse_line
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.text.tokenizer import Encoded, Tokenizer
 from sarathi_pp.trace.clock import Clock
 
@@ -107,9 +108,10 @@ def kv_cache_exhausted(needed: str, num_pages: int, page_size: int) -> RowError:
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """Turns a parsed line into a request: tokenised, checked, its sampling complete. Raises RowError.
+    """Turns a parsed line into a request: tokenised, checked, its sampling complete.
 
-    paragraphs: whether the policy wants to know where those of a text end.
+    Args:
+        paragraphs: whether the policy wants to know where the paragraphs of a text end.
     """
 
     tokenizer: Tokenizer
@@ -119,6 +121,7 @@ class RequestMaker:
     paragraphs: bool = False
 
     def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
+        """Return the request of a line that has no error. Raises RowError."""
         sampling = self.defaults.params(parsed.overrides, parsed.switched_off)
         if sampling.stop and not self.tokenizer.has_text:
             raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are not there")
@@ -211,22 +214,30 @@ def scan_input(
     problems: list[str] = []
     with _open(path) as stream:
         try:
-            for raw, parsed, first_line in _parsed_lines(path, stream, asked):
+            for parsed in _parsed_lines(path, stream, asked):
                 num_rows += 1
-                try:
-                    if first_line is not None or isinstance(parsed, LineError):
-                        raise _problem(parsed, first_line)
-                    if not has_text and parsed.prompt_token_ids is None:
-                        raise RowError("no_tokenizer", "text needs the model's tokenizer files, which are not there")
-                    if parsed.overrides or defaults.unsupported:  # otherwise it has been looked at
-                        defaults.params(parsed.overrides, parsed.switched_off)
-                except RowError as error:
+                error = _find_error(parsed, defaults, has_text=has_text)
+                if error is not None:
                     num_problems += 1
                     if len(problems) < _SHOWN_PROBLEMS:
-                        problems.append(f"line {raw.number}: {_without_values(error)}")
+                        problems.append(f"line {parsed.line}: {parsed.summary or _without_values(error)}")
         except OSError as error:
             raise InputError(f"--input {path} cannot be read on: {error}") from error
     return InputScan(num_rows, num_problems, tuple(problems))
+
+
+def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: bool) -> RowError | None:
+    """Return the error of a line, as far as it is known without its tokens."""
+    if parsed.error is not None:
+        return parsed.error
+    if not has_text and parsed.prompt_token_ids is None:
+        return RowError("no_tokenizer", "text needs the model's tokenizer files, which are not there")
+    if parsed.overrides or defaults.unsupported:  # the defaults alone were checked before
+        try:
+            defaults.params(parsed.overrides, parsed.switched_off)
+        except RowError as error:
+            return error
+    return None
 
 
 def count_rows(path: str) -> int:
@@ -256,21 +267,19 @@ def has_every_row(path: str, done: Done, asked: InputFormat = "auto") -> bool:
     """Return whether each row of an input has its line, which is taken from `done`. Raises InputError."""
     with _open(path) as stream:
         try:
-            return all(_take(done, *line) for line in _parsed_lines(path, stream, asked))
+            return all(_take(done, parsed) for parsed in _parsed_lines(path, stream, asked))
         except OSError as error:
             raise InputError(f"--input {path} cannot be read on: {error}") from error
 
 
-def _take(done: Done, raw: RawLine, parsed: ParsedLine | LineError, first_line: int | None) -> bool:
-    if _is_nameless(parsed):
-        return done.take_nameless(raw.number)
-    return done.take(parsed.id, first=first_line is None)
+def _take(done: Done, parsed: ParsedLine) -> bool:
+    if parsed.nameless:
+        return done.take_nameless(parsed.line)
+    return done.take(parsed.id, first=parsed.error is None or parsed.error.code != DUPLICATE_ID)
 
 
-def _parsed_lines(
-    path: str, stream: io.BufferedReader, asked: InputFormat
-) -> Iterator[tuple[RawLine, ParsedLine | LineError, int | None]]:
-    """Each line with what it asks for, or why it cannot run, and the line that had its id before.
+def _parsed_lines(path: str, stream: io.BufferedReader, asked: InputFormat) -> Iterator[ParsedLine]:
+    """Yield each line; an id that an earlier line has is an error.
 
     Raises InputError for an input that has no rows.
     """
@@ -279,24 +288,14 @@ def _parsed_lines(
     plain_text = choose_format(path, head, asked, stream=unnamed) == "text"
     # Default ids are line numbers and cannot collide with one another.
     seen = None if plain_text else SeenIds()
-    for raw in read_lines(whole):
-        parsed: ParsedLine | LineError
-        try:
-            parsed = parse_line(raw, plain_text=plain_text)
-        except LineError as error:
-            parsed = error
-        yield raw, parsed, seen.first_line(parsed.id, raw.number) if seen and not _is_nameless(parsed) else None
-
-
-def _is_nameless(parsed: ParsedLine | LineError) -> bool:
-    return isinstance(parsed, LineError) and parsed.nameless
-
-
-def _problem(parsed: ParsedLine | LineError, first_line: int | None) -> RowError:
-    if first_line is not None:
-        return RowError(DUPLICATE_ID, f"id {parsed.id!r} is already that of line {first_line}")
-    assert isinstance(parsed, LineError), "there is a problem"
-    return parsed
+    for number, data in read_lines(whole):
+        parsed = parse_line(number, data, plain_text=plain_text)
+        if seen is not None and not parsed.nameless:
+            first_line = seen.first_line(parsed.id, number)
+            if first_line is not None:
+                duplicate = RowError(DUPLICATE_ID, f"id {parsed.id!r} is already that of line {first_line}")
+                parsed = ParsedLine(number, parsed.id, parsed.form, extra=parsed.extra, error=duplicate)
+        yield parsed
 
 
 class FileSource:
@@ -405,24 +404,23 @@ class FileSource:
         return len(self._rows) < self._capacity and self._num_tokens < MAX_WAITING_TOKENS
 
     def _file_rows(self, stream: io.BufferedReader) -> Iterator[Row]:
-        for raw, parsed, first_line in _parsed_lines(self._path, stream, self._asked):
-            if _take(self._done, raw, parsed, first_line):
+        for parsed in _parsed_lines(self._path, stream, self._asked):
+            if _take(self._done, parsed):
                 continue
             drawn_s = next(self._arrivals, None)
-            arrival_s = self._clock.now() if drawn_s is None else drawn_s
-            yield self._row(raw, parsed, first_line, arrival_s)
+            yield self._row(parsed, self._clock.now() if drawn_s is None else drawn_s)
 
-    def _row(self, raw: RawLine, parsed: ParsedLine | LineError, first_line: int | None, arrival_s: float) -> Row:
+    def _row(self, parsed: ParsedLine, arrival_s: float) -> Row:
         """A request is numbered by its line: the same whichever of the lines before it are run."""
-        try:
-            if first_line is not None or isinstance(parsed, LineError):
-                raise _problem(parsed, first_line)
-            request = self._maker.make(parsed, raw.number - 1, arrival_s)
-        except RowError as error:
-            located = RowError(error.code, f"line {raw.number}: {_short(error.message)}")
-            nameless = _is_nameless(parsed)
-            return Row(raw.number, parsed.id, parsed.form, None, located, arrival_s, nameless, parsed.extra)
-        return Row(raw.number, parsed.id, parsed.form, request, None, arrival_s, extra=parsed.extra)
+        line, request, error = parsed.line, None, parsed.error
+        if error is None:
+            try:
+                request = self._maker.make(parsed, line - 1, arrival_s)
+            except RowError as problem:
+                error = problem
+        if error is not None:
+            error = RowError(error.code, f"line {line}: {_short(error.message)}")
+        return Row(line, parsed.id, parsed.form, request, error, arrival_s, parsed.nameless, parsed.extra)
 
 
 class MemorySource:
@@ -451,9 +449,7 @@ def _held_tokens(row: Row) -> int:
 
 
 def _without_values(problem: RowError) -> str:
-    """For a log, which must hold nothing that may be a prompt; the row's own line in the output tells all."""
-    if isinstance(problem, LineError) and problem.summary is not None:
-        return problem.summary
+    """Return a problem's text for a log, which must hold no prompt. The row's line in the output has the values."""
     if problem.code in _QUOTING:
         return problem.code
     return _short(problem.message)

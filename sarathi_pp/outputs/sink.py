@@ -20,7 +20,7 @@ from typing import Protocol
 
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.journal import Journal, LateJournal, Start
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import Clock

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 
 _REDRAW_S = 0.1
 _LINE_S = 5.0
@@ -27,22 +27,22 @@ _BAR_WIDTH = 30
 
 
 class ProgressDisplay:
-    """Shows snapshots on a console, as often as it is worth; `update` may be called at any rate.
+    """Shows the progress of a run on a console, as often as it is worth; `update` may be called at any rate.
 
     total: requests in all, None while unknown (a streamed input). Use as a context manager. On a terminal
-    nothing of it is left at the end; elsewhere the last snapshot always gets its line.
+    nothing of it is left at the end; elsewhere the last state always gets its line.
     """
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._console = console
         self._total = total
-        self._last: Snapshot | None = None
+        self._last: Progress | None = None
         self._shown_s: float | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            # No refresh thread: the display changes only when there is a snapshot to show.
+            # No refresh thread: the display changes only when there is progress to show.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             with suppress(OSError):  # of a terminal that was closed
                 self._live.start()
@@ -57,40 +57,40 @@ class ProgressDisplay:
         elif self._last is not None and self._last.elapsed_s != self._shown_s:
             self._show(self._last)
 
-    def update(self, snapshot: Snapshot) -> None:
-        self._last = snapshot
+    def update(self, progress: Progress) -> None:
+        self._last = progress
         interval_s = _LINE_S if self._live is None else _REDRAW_S
-        if self._shown_s is None or snapshot.elapsed_s - self._shown_s >= interval_s:
-            self._show(snapshot)
+        if self._shown_s is None or progress.elapsed_s - self._shown_s >= interval_s:
+            self._show(progress)
 
-    def _show(self, snapshot: Snapshot) -> None:
-        self._shown_s = snapshot.elapsed_s
+    def _show(self, progress: Progress) -> None:
+        self._shown_s = progress.elapsed_s
         if self._live is not None:
-            self._live.update(self._panel(snapshot), refresh=True)
+            self._live.update(self._panel(progress), refresh=True)
         else:
-            line = self._headline(snapshot).append(f", stages busy {_shares(snapshot.stage_busy)}")
-            if snapshot.bubble_ratios:
-                line.append(f", bubble {_shares(snapshot.bubble_ratios)}")
+            line = self._headline(progress).append(f", stages busy {_shares(progress.stage_busy)}")
+            if progress.bubble_ratios:
+                line.append(f", bubble {_shares(progress.bubble_ratios)}")
             self._console.print(line, soft_wrap=True)
 
-    def _panel(self, snapshot: Snapshot) -> RenderableType:
+    def _panel(self, progress: Progress) -> RenderableType:
         bars = Table.grid(padding=(0, 1))
         if self._total:
-            ended = snapshot.requests_done + snapshot.requests_failed
+            ended = progress.requests_done + progress.requests_failed
             share = ended / self._total
             bars.add_row("requests", _bar(share), f"{share:4.0%} done")
-        bubbles = [f"{ratio:4.0%} bubble" for ratio in snapshot.bubble_ratios] or [""] * len(snapshot.stage_busy)
-        for stage, (share, bubble) in enumerate(zip(snapshot.stage_busy, bubbles, strict=True)):
+        bubbles = [f"{ratio:4.0%} bubble" for ratio in progress.bubble_ratios] or [""] * len(progress.stage_busy)
+        for stage, (share, bubble) in enumerate(zip(progress.stage_busy, bubbles, strict=True)):
             bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy", bubble)
-        return Group(self._headline(snapshot), bars)
+        return Group(self._headline(progress), bars)
 
-    def _headline(self, snapshot: Snapshot) -> Text:
+    def _headline(self, progress: Progress) -> Text:
         total = "" if self._total is None else f"/{self._total}"
-        failed = (f"{snapshot.requests_failed} failed", "red" if snapshot.requests_failed else "")
+        failed = (f"{progress.requests_failed} failed", "red" if progress.requests_failed else "")
         return Text.assemble(
-            f"{snapshot.elapsed_s:.0f} s: {snapshot.requests_done}{total} done, ",
+            f"{progress.elapsed_s:.0f} s: {progress.requests_done}{total} done, ",
             failed,
-            f", {snapshot.running} running, {snapshot.waiting} waiting, {snapshot.tokens_per_s:,.1f} tokens/s",
+            f", {progress.running} running, {progress.waiting} waiting, {progress.tokens_per_s:,.1f} tokens/s",
         )
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ConfigError
 
 _ADDRESS = "127.0.0.1"
@@ -36,7 +36,7 @@ class MetricsServer:
             raise _refused(port, error) from error
         self.port: int = self._server.server_port
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Progress) -> None:
         self._figures.snapshot = snapshot
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class _Figures(Collector):
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Progress | None = None
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("pipeline_stages", "Stages of the pipeline.", value=self._num_stages)
@@ -79,7 +79,7 @@ class _Figures(Collector):
             yield from _work_metrics(snapshot, self._num_stages)
 
 
-def _stage_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+def _stage_metrics(snapshot: Progress) -> Iterator[Metric]:
     bubble = "Share of first issue to last result in which the stage computed nothing; high by what is in flight."
     yield _by_stage(GaugeMetricFamily("pipeline_bubble_ratio", bubble, labels=["stage"]), snapshot.bubble_ratios)
     busy = "Share of the last moments in which the stage computed."
@@ -95,7 +95,7 @@ def _by_stage(family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[
     return family
 
 
-def _request_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+def _request_metrics(snapshot: Progress) -> Iterator[Metric]:
     ended = CounterMetricFamily("pipeline_requests", "Requests that ended, by outcome.", labels=["outcome"])
     ended.add_metric(["done"], snapshot.requests_done)
     ended.add_metric(["failed"], snapshot.requests_failed)
@@ -104,7 +104,7 @@ def _request_metrics(snapshot: Snapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily("pipeline_requests_waiting", "Requests read and not started.", value=snapshot.waiting)
 
 
-def _work_metrics(snapshot: Snapshot, num_stages: int) -> Iterator[Metric]:
+def _work_metrics(snapshot: Progress, num_stages: int) -> Iterator[Metric]:
     """Chunks count when they have passed every stage, and each stage holds the same pages, of its own layers."""
     prompt, output = "Prompt tokens of finished requests.", "Output tokens of finished requests."
     yield CounterMetricFamily("pipeline_prompt_tokens", prompt, value=snapshot.prompt_tokens)

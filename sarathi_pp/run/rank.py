@@ -19,7 +19,7 @@ from sarathi_pp.distributed.clock_sync import sync_clocks
 from sarathi_pp.distributed.fingerprint import software
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
 from sarathi_pp.outputs.profile_file import read_profile
@@ -105,7 +105,7 @@ class Rank:
     def driving(
         self,
         tokenizer: Tokenizer,
-        observe: Callable[[Snapshot], None],
+        observe: Callable[[Progress], None],
         warn: Callable[[str], None] = lambda text: None,
     ) -> Iterator[Driver]:
         """On rank 0: what answers rows, for as long as the block lasts; then all stages are sent home.
@@ -123,7 +123,7 @@ class Rank:
     def driver(
         self,
         tokenizer: Tokenizer,
-        observe: Callable[[Snapshot], None],
+        observe: Callable[[Progress], None],
         warn: Callable[[str], None] = lambda text: None,
     ) -> Driver:
         """Return rank 0's: of the pipeline, or of all replicas of it."""
@@ -137,7 +137,7 @@ class Rank:
             most_held_tokens(self.run.num_pages * self.run.page_size),
             mesh.stages,
             self._member.clock,
-            observe=observe,
+            on_progress=observe,
             warn=warn,
         )
         return self._dispatcher
@@ -154,7 +154,7 @@ class Rank:
         (rank0,) = self._pipeline.remotes
         source = RemoteSource(rank0.incoming, self._member.clock, self._trace.offset.offset_s)
         sink = RemoteSink(rank0.outgoing)
-        engine = self._engine(tokenizer, sink.observe)
+        engine = self._engine(tokenizer, sink.report_progress)
         aborted = True
         while aborted:
             try:
@@ -168,7 +168,7 @@ class Rank:
     def _engine(
         self,
         tokenizer: Tokenizer,
-        observe: Callable[[Snapshot], None],
+        observe: Callable[[Progress], None],
         warn: Callable[[str], None] = lambda text: None,
     ) -> Engine:
         run = self.run
@@ -181,7 +181,7 @@ class Rank:
             self._member.clock,
             eos_token_ids=self.checked.defaults.eos_token_ids,
             stop_checkers=tokenizer.stop_checker,
-            observe=observe,
+            on_progress=observe,
             cost=self._known_cost() if wants_cost(run.policy) else None,
             heads=HeadPlacement(self._known_cost()) if run.moves_head else None,
             warn=warn,

@@ -14,7 +14,7 @@ from sarathi_pp.distributed.environment import Place
 from sarathi_pp.distributed.refusal import refuse
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.outputs.run_directory import RunDirectory

@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable
 from signal import Signals as Signal
 
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.process.signals import DRAIN_S, Asked
 
 
 class StopNotice:
     """Passes snapshots on, and knows from the last one how many requests a stopped run still finishes."""
 
-    def __init__(self, observe: Callable[[Snapshot], None], note: Callable[[str], None]) -> None:
+    def __init__(self, observe: Callable[[Progress], None], note: Callable[[str], None]) -> None:
         self._observe = observe
         self._note = note
         self._num_running: int | None = None
 
-    def observe(self, snapshot: Snapshot) -> None:
+    def observe(self, snapshot: Progress) -> None:
         self._num_running = snapshot.running
         self._observe(snapshot)
 

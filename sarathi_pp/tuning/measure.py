@@ -26,7 +26,7 @@ from sarathi_pp.core.policy.calibration import make_timetable
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.outputs.profile_file import write_profile

@@ -119,7 +119,7 @@ class Pipeline:
             faults.watch("clock", Clock(), "now"),
             eos_token_ids=(),
             stop_checkers=faults.watched("stop_checkers", lambda stop: faults.watch("stop", Stop(), "push")),
-            observe=faults.watched("observe", lambda snapshot: None),
+            on_progress=faults.watched("on_progress", lambda progress: None),
         )
         self.next_index = 0
         faults.calls.clear()

@@ -10,7 +10,7 @@ from sarathi_pp.cli.main import main
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, InputError, RowError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.journal import Journal
 from sarathi_pp.outputs.sink import FileSink
 from sarathi_pp.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import find_place
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.watchdog import Watchdog

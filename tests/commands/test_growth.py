@@ -17,7 +17,7 @@ from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits as EngineLimits
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.source import FileSource, Limits, RequestMaker
 from sarathi_pp.outputs.journal import Journal
@@ -59,8 +59,8 @@ class Sampler:
     trace_bytes: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
 
-    def sample(self, snapshot: Snapshot) -> None:
-        if snapshot.requests_done >= (len(self.memory) + 1) * self.num_rows // 10:
+    def sample(self, progress: Progress) -> None:
+        if progress.requests_done >= (len(self.memory) + 1) * self.num_rows // 10:
             self.memory.append(self.measure())
             self.trace_bytes.append(self.trace.stat().st_size)
             self.waiting.append(len(self.recorder._events))
@@ -89,7 +89,7 @@ def answer(folder: Path, num_rows: int, measure: Any, *, named: bool) -> tuple[S
         runner = StageRunner(stage, edge, recorder, clock, HostTimer(clock))
         engine = Engine(
             EngineLimits(1, 256, SEATS, 512, 4, PAGES, 2), make_policy("sarathi"), runner, edge, recorder, clock,
-            eos_token_ids=(), stop_checkers=lambda stop: None, observe=sampler.sample,
+            eos_token_ids=(), stop_checkers=lambda stop: None, on_progress=sampler.sample,
         )  # fmt: skip
         journal = Journal.open(str(folder / "out.jsonl"))
         sink = FileSink(journal, tokenizer=tokenizer, clock=clock, model="m")

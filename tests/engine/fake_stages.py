@@ -15,7 +15,7 @@ import torch
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.plan import MicroBatch, SampledToken
 from sarathi_pp.core.request import Request
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.stages.stage import StageOutput
 
 VOCAB = 97

@@ -20,7 +20,7 @@ from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.kv import KVShard

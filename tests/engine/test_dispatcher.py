@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ import torch
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.dispatcher import Dispatcher
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.errors import OutputError, PeerLostError, RowError, StoppedError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import SystemClock
@@ -93,7 +93,7 @@ class Engine:
 
 
 class Leader:
-    """Another replica: the runtime's own ends of the errands, around an engine that is a double."""
+    """Another replica: the runtime's own source and sink around an engine that is a double."""
 
     def __init__(self, engine: Engine, offset_s: float = 0.0) -> None:
         self.engine = engine
@@ -139,13 +139,13 @@ class _Mortal(PostReceiver):
 def dispatcher(first: Engine, *others: Engine, most: int = 8, said: list[str] | None = None, seen=None, offset_s=0.0):
     leaders = [Leader(engine, offset_s) for engine in others]
     made = Dispatcher(
-        lambda observe: first,
+        lambda on_progress: first,
         [leader.remote for leader in leaders],
         most,
         10**9,
         2,
         CLOCK,
-        observe=(seen if seen is not None else []).append,
+        on_progress=(seen if seen is not None else []).append,
         warn=(said if said is not None else []).append,
     )
     return made, leaders
@@ -350,21 +350,17 @@ def test_arrivals_are_told_in_the_leaders_own_time():
 
 
 def test_who_watches_sees_the_stages_of_all_replicas():
-    seen: list[Snapshot] = []
+    seen: list[Progress] = []
 
     class Watched(Engine):
         def run(self, source, sink, asked=lambda: None):
-            if hasattr(sink, "observe"):
-                sink.observe(Snapshot.nothing(2).__class__(**{**_fields(Snapshot.nothing(2)), "running": 7}))
+            if hasattr(sink, "report_progress"):
+                sink.report_progress(replace(Progress.nothing(2), running=7))
             return super().run(source, sink, asked)
 
     made, _ = dispatcher(Engine(0, slow_s=0.002), Watched(1), seen=seen)
     made.run(MemorySource(rows(60)), Sink())
     assert seen and seen[-1].running == 7 and len(seen[-1].stage_busy) == 4
-
-
-def _fields(snapshot: Snapshot) -> dict[str, object]:
-    return {name: getattr(snapshot, name) for name in Snapshot.__slots__}
 
 
 def test_an_answer_that_is_being_written_when_its_replica_is_lost_is_written_once():
@@ -383,7 +379,7 @@ def test_an_answer_that_is_being_written_when_its_replica_is_lost_is_written_onc
 
     def lose_it() -> None:
         assert writing.wait(20)
-        made._lose(1, PeerLostError("its edge broke"))
+        made._replicas.lose(1, PeerLostError("its edge broke"))
         lost.set()
 
     threading.Thread(target=lose_it, daemon=True).start()
@@ -400,7 +396,7 @@ def test_a_replica_that_is_lost_when_all_is_answered_holds_nobody_up():
                 @property
                 def exhausted(self):
                     if source.exhausted:
-                        made._lose(1, PeerLostError("its leader died"))
+                        made._replicas.lose(1, PeerLostError("its leader died"))
                     return source.exhausted
 
                 def __getattr__(self, name):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.engine.messages import Abort, Answer, Ask, Failure, Stop, Watch, decode, encode
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -28,39 +30,39 @@ samplings = st.builds(
 requests = st.builds(
     Request, ids, st.lists(ids, min_size=1).map(tuple), samplings, finite, st.lists(st.integers(0, 99)).map(tuple)
 )
-snapshots = st.builds(
-    Snapshot,
+progress = st.builds(
+    Progress,
     **{name: finite for name in ("elapsed_s", "window_s")},
     **{name: ids for name in ("requests_done", "requests_failed", "running", "waiting")},
     **{name: ids for name in ("prompt_tokens", "output_tokens", "chunks_done")},
     **{name: st.lists(finite).map(tuple) for name in ("stage_busy", "stage_compute_s")},
     kv_fragmentation=st.none() | finite,
 )
-errands = st.one_of(
-    st.builds(Ask, requests),
+messages = st.one_of(
+    st.builds(Submit, requests),
     st.builds(Stop, st.integers(1, 64), st.none() | finite),
     st.builds(Abort),
     st.builds(
-        Answer,
+        Result,
         ids,
         st.lists(ids).map(tuple),
         st.sampled_from(["stop", "length"]),
         ids,
         st.dictionaries(st.text(), finite | st.none()),
     ),
-    st.builds(Failure, ids, st.text(), st.text()),
-    st.builds(Watch, snapshots),
+    st.builds(RequestError, ids, st.text(), st.text()),
+    progress,
 )
 
 
-@given(errands)
-def test_what_is_sent_is_what_is_read(errand):
-    assert decode(encode(errand)) == errand
+@given(messages)
+def test_what_is_sent_is_what_is_read(message):
+    assert decode(encode(message)) == message
 
 
-@given(st.binary() | st.text().map(str.encode) | errands.map(lambda errand: encode(errand)[:-1]))
+@given(st.binary() | st.text().map(str.encode) | messages.map(lambda message: encode(message)[:-1]))
 def test_anything_else_is_refused(text):
-    with pytest.raises(ProtocolError, match="is no errand"):
+    with pytest.raises(ProtocolError, match="is no message"):
         decode(text)
 
 
@@ -72,8 +74,21 @@ def test_json_of_another_form_is_refused(text):
         decode(text)
 
 
+def test_each_kind_has_its_name_on_the_wire():
+    request = Request(5, (1, 2), SamplingParams(seed=1))
+    kinds = {
+        "ask": Submit(request),
+        "stop": Stop(15, None),
+        "abort": Abort(),
+        "answer": Result(5, (7,), "length", 0, {}),
+        "failure": RequestError(5, "non_finite_logits", "no"),
+        "watch": Progress.nothing(2),
+    }
+    assert [json.loads(encode(message))[0] for message in kinds.values()] == list(kinds)
+
+
 def test_a_completion_comes_back_with_the_request_that_the_receiver_knows():
     request = Request(5, (1, 2), SamplingParams(seed=1))
     completion = Completion(request, (7, 8), "length", num_preemptions=2)
-    answer = decode(encode(Answer.of(completion, {"ttft_s": 0.5})))
-    assert isinstance(answer, Answer) and answer.completion(request) == completion
+    answer = decode(encode(Result.of(completion, {"ttft_s": 0.5})))
+    assert isinstance(answer, Result) and answer.completion(request) == completion

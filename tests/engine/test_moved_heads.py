@@ -21,7 +21,7 @@ from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.errors import ProtocolError
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.stages.stage import StageOutput
 from sarathi_pp.trace.clock import ManualClock

@@ -10,8 +10,8 @@ from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.engine.progress import Snapshot
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.engine.progress import Progress
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import ResultFrame
@@ -40,12 +40,12 @@ class OneSecondPipeline:
         self._results.close()
 
 
-def snapshots(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0) -> list[Snapshot]:
+def reports(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0) -> list[Progress]:
     """Those of one request, cut into chunks of 4 tokens on pages of 4."""
     clock = ManualClock()
     results = QueueChannel(clock, 4)
     limits = Limits(2, 4, 8, 64, 4, 16, 1)
-    seen: list[Snapshot] = []
+    seen: list[Progress] = []
     engine = Engine(
         limits,
         make_policy("sarathi"),
@@ -55,7 +55,7 @@ def snapshots(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.
         clock,
         eos_token_ids=(),
         stop_checkers=lambda stop: None,
-        observe=seen.append,
+        on_progress=seen.append,
     )
     clock.sleep(issue_after_s)
     params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
@@ -66,7 +66,7 @@ def snapshots(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.
 
 
 def test_chunks_compute_and_fragmentation_are_those_of_what_came_back() -> None:
-    *results, last = snapshots(prompt_tokens=10, max_new_tokens=3)
+    *results, last = reports(prompt_tokens=10, max_new_tokens=3)
     assert [seen.chunks_done for seen in results] == [1, 2, 3, 3, 3]
     assert [seen.stage_compute_s for seen in results] == [(0.5 * n, 0.25 * n) for n in (1, 2, 3, 4, 5)]
     # 4, 8, 10, 11 tokens on 1, 2, 3, 3 pages of 4; after the last result the request is gone.
@@ -76,7 +76,7 @@ def test_chunks_compute_and_fragmentation_are_those_of_what_came_back() -> None:
 
 
 def test_busy_is_of_the_last_moments_and_the_bubble_of_the_window() -> None:
-    *results, last = snapshots(prompt_tokens=10, max_new_tokens=3, issue_after_s=2.0)
+    *results, last = reports(prompt_tokens=10, max_new_tokens=3, issue_after_s=2.0)
     assert [seen.window_s for seen in results] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert {seen.bubble_ratios for seen in results} == {(0.5, 0.75)}
     assert results[0].stage_busy == pytest.approx((0.5 / 3, 0.25 / 3))
@@ -86,5 +86,5 @@ def test_busy_is_of_the_last_moments_and_the_bubble_of_the_window() -> None:
 
 
 def test_without_a_result_there_is_no_window() -> None:
-    (only,) = snapshots(prompt_tokens=10, max_new_tokens=0)
+    (only,) = reports(prompt_tokens=10, max_new_tokens=0)
     assert (only.window_s, only.bubble_ratios, only.chunks_done, only.kv_fragmentation) == (0.0, (), 0, None)

@@ -2,7 +2,6 @@ import io
 import json
 import time
 import tracemalloc
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,21 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
+from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.generation_config import UNSUPPORTED
 from sarathi_pp.inputs.ids import SeenIds
-from sarathi_pp.inputs.lines import RawLine, read_lines
-from sarathi_pp.inputs.parse import LineError, ParsedLine, parse_line
+from sarathi_pp.inputs.lines import read_lines
+from sarathi_pp.inputs.parse import ParsedLine, parse_line
 
 
-def parse(record: object, number: int = 7) -> ParsedLine:
+def read(record: object) -> ParsedLine:
     data = record if isinstance(record, bytes) else json.dumps(record).encode()
-    return parse_line(RawLine(number, data), plain_text=False)
+    return parse_line(7, data, plain_text=False)
 
 
-def refused(record: object) -> LineError:
-    with pytest.raises(LineError) as caught:
-        parse(record)
-    return caught.value
+def parse(record: object) -> ParsedLine:
+    parsed = read(record)
+    assert parsed.error is None, parsed.error
+    return parsed
+
+
+def refused(record: object) -> RowError:
+    error = read(record).error
+    assert error is not None and error.__traceback__ is None
+    return error
 
 
 def chat_line(**body: object) -> dict[str, object]:
@@ -146,9 +152,10 @@ def test_a_bad_line_names_what_is_wrong(record, code, word):
     ],
 )
 def test_a_wrong_value_is_named_by_the_key_that_the_line_has(setting, says):
-    for error in (refused({"prompt": "a", **setting}), refused(chat_line(**setting))):
+    for record in ({"prompt": "a", **setting}, chat_line(**setting)):
+        error = refused(record)
         assert error.code == "invalid_parameter" and error.message.startswith(says)
-        quoted = (error.summary or "").partition("; it must be")[0]
+        quoted = (read(record).summary or "").partition("; it must be")[0]
         assert not any(character.isdigit() for character in quoted)
 
 
@@ -222,7 +229,7 @@ def test_a_column_of_ordinary_data_is_no_misspelt_parameter(key):
 
 
 def test_an_error_keeps_the_users_own_keys():
-    assert json.loads(refused({"prompt": 5, "label": 3}).extra) == {"label": 3}
+    assert json.loads(read({"prompt": 5, "label": 3}).extra) == {"label": 3}
 
 
 @pytest.mark.parametrize(
@@ -231,18 +238,24 @@ def test_an_error_keeps_the_users_own_keys():
     + ["esed", "topp", "top_kk", "Seed"],
 )
 def test_a_summary_names_the_key_and_quotes_no_value(key):
-    said = refused({"prompt": "secret", key: "secret"}).summary
+    said = read({"prompt": "secret", key: "secret"}).summary
     assert f'"{key}"' in said and "did you mean" in said and "secret" not in said
-    said = refused(chat_line(**{"a secret of \n the user": 1})).summary
+    said = read(chat_line(**{"a secret of \n the user": 1})).summary
     assert "secret" not in said and "unknown key" in said
-    assert "17" not in refused({"prompt": "a", "n": 17}).summary
+    assert "17" not in read({"prompt": "a", "n": 17}).summary
 
 
 def test_an_error_carries_the_id_and_form_of_its_line():
-    error = refused({**chat_line(n=2), "custom_id": "mine"})
-    assert (error.line, error.id, error.form) == (7, "mine", "openai-chat")
-    assert refused({"id": 4, "prompt": 5}).id == 4
-    assert refused(b"{").id == "7"
+    parsed = read({**chat_line(n=2), "custom_id": "mine"})
+    assert parsed.error is not None and (parsed.line, parsed.id, parsed.form) == (7, "mine", "openai-chat")
+    assert read({"id": 4, "prompt": 5}).id == 4
+    assert read(b"{").id == "7"
+
+
+def test_only_a_line_whose_id_cannot_be_read_is_nameless():
+    assert read(b"{").nameless and read(b'{"id": "\xff", "prompt": ""}').nameless
+    assert not read({"prompt": 5}).nameless and not read({"prompt": "a"}).nameless
+    assert not parse_line(7, b"\xff", plain_text=True).nameless, "no line of text has an id of its own"
 
 
 def test_no_depth_is_more_than_an_error_of_the_line():
@@ -256,26 +269,26 @@ def test_no_depth_is_more_than_an_error_of_the_line():
 @pytest.mark.parametrize("id", [b"1e999", b"[" * 40 + b"]" * 40])
 def test_an_id_that_could_not_be_written_and_read_again_is_neither_taken_nor_recovered(id):
     assert refused(b'{"id": %s, "prompt": "x"}' % id).code == "invalid_parameter"
-    assert refused(b'{"id": %s, "prompt": "\xff"}' % id).id == "7"
-    assert refused(b'{"id": [[1]], "prompt": "\xff"}').id == [[1]]
+    assert read(b'{"id": %s, "prompt": "\xff"}' % id).id == "7"
+    assert read(b'{"id": [[1]], "prompt": "\xff"}').id == [[1]]
 
 
 def test_invalid_utf8_keeps_an_id_that_can_be_read():
-    error = refused(b'{"id": "a", "prompt": "\xff"}')
-    assert (error.code, error.id) == ("invalid_utf8", "a")
+    damaged = b'{"id": "a", "prompt": "\xff"}'
+    error = refused(damaged)
+    assert (error.code, read(damaged).id) == ("invalid_utf8", "a")
     assert "byte 23" in error.message
-    assert refused(b'{"id": "\xff", "prompt": ""}').id == "7"
-    with pytest.raises(LineError, match="byte 0"):
-        parse_line(RawLine(1, b"\xff"), plain_text=True)
+    assert read(b'{"id": "\xff", "prompt": ""}').id == "7"
+    assert "byte 0" in str(parse_line(1, b"\xff", plain_text=True).error)
 
 
 def test_plain_text_is_one_prompt_a_line_as_it_stands():
-    assert parse_line(RawLine(3, b' {"prompt": 1}  '), plain_text=True).prompt == ' {"prompt": 1}  '
+    assert parse_line(3, b' {"prompt": 1}  ', plain_text=True).prompt == ' {"prompt": 1}  '
 
 
 def test_lines_with_bom_crlf_blanks_and_no_final_newline():
     data = b"\xef\xbb\xbf{1}\r\n\n  \r\n{2}\nlast"
-    assert list(read_lines(io.BytesIO(data))) == [RawLine(1, b"{1}"), RawLine(4, b"{2}"), RawLine(5, b"last")]
+    assert list(read_lines(io.BytesIO(data))) == [(1, b"{1}"), (4, b"{2}"), (5, b"last")]
     assert list(read_lines(io.BytesIO(b"\xef\xbb\xbf"))) == []
 
 
@@ -293,16 +306,10 @@ class _Meter(io.BytesIO):
 def test_a_line_over_the_cap_is_cut_and_skipped_without_being_held():
     stream = _Meter(b"x" * 1_000_000 + b"\nnext\n" + b"y" * 100 + b"\r\n" + b"z" * 101)
     lines = list(read_lines(stream, max_line_bytes=100))
-    assert [(line.number, line.cut, len(line.data)) for line in lines] == [
-        (1, True, 100 + 2),
-        (2, False, 4),
-        (3, False, 100),
-        (4, True, 101),
-    ]
+    assert [(number, len(data)) for number, data in lines] == [(1, 100 + 2), (2, 4), (3, 100), (4, 101)]
     assert stream.longest <= 64 * 2**10
-    with pytest.raises(LineError) as caught:
-        parse_line(lines[0], plain_text=False, max_line_bytes=100)
-    assert caught.value.code == "line_too_long" and "100 bytes" in caught.value.message
+    error = parse_line(*lines[0], plain_text=False, max_line_bytes=100).error
+    assert error is not None and error.code == "line_too_long" and "100 bytes" in error.message
 
 
 @given(st.lists(st.binary(max_size=12).filter(lambda b: b"\n" not in b)), st.integers(min_value=1, max_value=8))
@@ -313,9 +320,9 @@ def test_every_line_that_is_not_blank_is_seen_once_under_its_number(bodies, cap)
         for number, body in enumerate([b"first", *bodies], start=1)
         if body.strip() or len(body.removesuffix(b"\r")) > cap
     ]
-    assert [line.number for line in lines] == [number for number, _ in expected]
-    assert [line.cut for line in lines] == [len(body) > cap for _, body in expected]
-    assert all(line.data == body for line, (_, body) in zip(lines, expected, strict=True) if not line.cut)
+    assert [number for number, _ in lines] == [number for number, _ in expected]
+    for (_, data), (_, body) in zip(lines, expected, strict=True):
+        assert data == body if len(body) <= cap else cap < len(data) <= cap + 2 and body.startswith(data.rstrip(b"\r"))
 
 
 def test_ids_compare_by_type_and_value():
@@ -329,8 +336,7 @@ def test_ids_compare_by_type_and_value():
 def peak_bytes(data: bytes) -> int:
     tracemalloc.start()
     try:
-        with suppress(LineError):
-            parse_line(RawLine(1, data), plain_text=False)
+        parse_line(1, data, plain_text=False)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -356,7 +362,7 @@ def test_names_are_bounded_too():
 
 def test_a_long_line_of_ordinary_parts_is_none_of_that():
     """Token ids; a text of braces and quotes; a conversation."""
-    million = parse_line(RawLine(1, filled(7_000_000, "123456,")), plain_text=False)
+    million = parse_line(1, filled(7_000_000, "123456,"), plain_text=False)
     assert len(million.prompt_token_ids) == 1_000_001
     text = '{["\\' * 500_000
     assert parse({"prompt": text}).prompt == text

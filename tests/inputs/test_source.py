@@ -18,7 +18,7 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.policy import wants_paragraphs
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
-from sarathi_pp.inputs.parse import Row
+from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import FileSource, Limits, MemorySource, RequestMaker, Source, check_input, row_seed
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock

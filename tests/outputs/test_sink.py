@@ -11,7 +11,7 @@ import pytest
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
-from sarathi_pp.inputs.parse import Form, Row
+from sarathi_pp.inputs.row import Form, Row
 from sarathi_pp.outputs.journal import Journal, Start, read_done
 from sarathi_pp.outputs.sink import FileSink, MemorySink, OutputClosedError, Sink, check_output, encode_line
 from sarathi_pp.text.tokenizer import Tokenizer

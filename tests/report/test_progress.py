@@ -6,12 +6,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.report.progress import ProgressDisplay
 
 
-def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float = 10.0) -> Snapshot:
-    return Snapshot(
+def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float = 10.0) -> Progress:
+    return Progress(
         elapsed_s=elapsed_s,
         requests_done=done,
         requests_failed=failed,
@@ -27,7 +27,7 @@ def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float =
     )
 
 
-def log_lines(*snapshots: Snapshot, total: int | None = 20) -> list[str]:
+def log_lines(*snapshots: Progress, total: int | None = 20) -> list[str]:
     file = StringIO()
     with ProgressDisplay(Console(file=file, width=40), total) as display:
         for one in snapshots:

@@ -11,11 +11,11 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.run.metrics import MetricsServer
 
-SNAPSHOT = Snapshot(
+SNAPSHOT = Progress(
     elapsed_s=12.0,
     requests_done=3,
     requests_failed=1,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sarathi_pp.engine.progress import Snapshot
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.run.stop_notice import StopNotice
 
@@ -29,7 +29,7 @@ CTRL_C, TERM = Asked(signal.SIGINT, 1.0, math.inf), Asked(signal.SIGTERM, 1.0, 2
 def test_it_counts_what_the_last_snapshot_has_running(running, asked, says):
     seen, said = [], []
     notice = StopNotice(seen.append, said.append)
-    snapshots = [] if running is None else [replace(Snapshot.nothing(1), running=count) for count in (5, running)]
+    snapshots = [] if running is None else [replace(Progress.nothing(1), running=count) for count in (5, running)]
     for snapshot in snapshots:
         notice.observe(snapshot)
     notice.say(asked)

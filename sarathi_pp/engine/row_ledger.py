@@ -1,0 +1,171 @@
+"""The rows that several replicas answer: which replica has which row, and which row is given next.
+
+    add -> waiting --give--+--> queue of replica 0 --take--> its engine --+--start_writing--> being written
+              ^            +--> replica 1 ... ----------------------------+                         |
+              `-------------------------- lose ---------------------------'                    end_writing
+
+A row is in exactly one place. The rows of a lost replica wait in front of all others, in the order in which it got
+them. All others keep the order in which they were added. A row that cannot run always goes to replica 0's queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from sarathi_pp.core.load_balancer import LoadBalancer
+from sarathi_pp.errors import SarathiError
+from sarathi_pp.inputs.row import Row
+
+
+class RowLedger:
+    """Has no thread, lock, clock or I/O. Its user calls it from one thread at a time.
+
+    Args:
+        most: requests that a replica may hold. See LoadBalancer.
+        most_tokens: prompt tokens at which a replica gets no further request. See LoadBalancer.
+    """
+
+    def __init__(self, num_replicas: int, most: int, most_tokens: int) -> None:
+        self._balancer = LoadBalancer(num_replicas, most, most_tokens)
+        self._waiting: deque[Row] = deque()
+        self._given: dict[int, Row] = {}  # by request index
+        self._queue: deque[Row] = deque()  # given to replica 0 and not taken by its engine yet
+        self._newest_given = -1  # request index
+        self._newest_aborted = -1  # request index
+        self.num_writing = 0
+        self.stopping = False
+        self.lost: dict[int, SarathiError] = {}
+        self.failure: BaseException | None = None  # the first reason to end the run early
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether a replica is left that can answer requests."""
+        return bool(self._balancer.present)
+
+    @property
+    def room(self) -> int:
+        """The number of requests that may be given now."""
+        return self._balancer.room
+
+    @property
+    def num_given(self) -> int:
+        """The number of requests that replicas hold."""
+        return len(self._given)
+
+    @property
+    def num_queued(self) -> int:
+        """The number of rows that wait for replica 0's engine."""
+        return len(self._queue)
+
+    @property
+    def may_give(self) -> bool:
+        """Whether a row waits, or may wait again after its replica is lost."""
+        return bool(self._waiting) or (bool(self._given) and not self.stopping)
+
+    @property
+    def needs_only_replica_0(self) -> bool:
+        """Whether all rows but those of replica 0 are in the sink."""
+        elsewhere = len(self._given) - self._balancer.num_held(0)
+        return not self._waiting and not elsewhere and not self.num_writing
+
+    def num_held(self, replica: int) -> int:
+        """Return the number of requests that a replica holds."""
+        return self._balancer.num_held(replica)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add rows of the source. After `stop` they are dropped."""
+        if not self.stopping:
+            self._waiting.extend(rows)
+
+    def give(self) -> tuple[int, Row] | None:
+        """Give the next row to a replica, and return both; None if no row waits or no replica has room for it."""
+        if not self._waiting:
+            return None
+        request, replica = self._waiting[0].request, 0
+        if request is not None:
+            if not self._balancer.room:
+                return None
+            replica = self._balancer.give(request)
+            self._given[request.index] = self._waiting[0]
+            self._newest_given = max(self._newest_given, request.index)
+        row = self._waiting.popleft()
+        if replica == 0:
+            self._queue.append(row)
+        return replica, row
+
+    def take(self, limit: int) -> list[Row]:
+        """Take up to `limit` rows from the queue of replica 0."""
+        return [self._queue.popleft() for _ in range(min(limit, len(self._queue)))]
+
+    def withdraw(self) -> None:
+        """Drop the rows of replica 0's queue: its engine starts nothing more."""
+        self._queue.clear()
+
+    def start_writing(self, replica: int, index: int, num_output_tokens: int) -> Row | None:
+        """Return the row of a request that has ended; None if the replica does not hold it.
+
+        From now on no other replica can get it. Call `end_writing` after it is in the sink.
+        """
+        if not self._balancer.holds(replica, index):
+            return None
+        self._balancer.end(replica, index, num_output_tokens)
+        self.num_writing += 1
+        return self._given.pop(index)
+
+    def end_writing(self) -> None:
+        """Record that one more row is in the sink."""
+        self.num_writing -= 1
+
+    def may_be_late(self, replica: int, index: int) -> bool:
+        """Return whether a replica may still answer this request although it does not hold it any more."""
+        return replica in self.lost or index <= self._newest_aborted
+
+    def lose(self, replica: int, error: SarathiError) -> int | None:
+        """Return the requests of a lost replica to those that wait; after `stop`, drop them.
+
+        Returns:
+            The number of these requests; None if the replica was lost before.
+        """
+        if replica in self.lost:
+            return None
+        self.lost[replica] = error
+        rows = self._remove(replica)
+        if not self.stopping:
+            self._waiting.extendleft(reversed(rows))
+        if not self.has_replicas:
+            self.fail(error)
+        return len(rows)
+
+    def leave(self, replica: int) -> None:
+        """Record that a replica has ended as it was told; drop the requests that it did not start."""
+        assert self.stopping or not self.num_held(replica), "its requests would be lost"
+        self._remove(replica)
+
+    def _remove(self, replica: int) -> list[Row]:
+        """Give the replica nothing more; return the rows that it held."""
+        rows = [self._given.pop(request.index) for request in self._balancer.lose(replica)]
+        if replica == 0:
+            self._queue = deque(row for row in self._queue if row.request is None)
+        return rows
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Record an error that ends the run, unless there is one already; return the first one."""
+        if self.failure is None:
+            self.failure = error
+        return self.failure
+
+    def stop(self) -> None:
+        """Give nothing more."""
+        self.stopping = True
+        self._waiting.clear()
+
+    def abort(self) -> None:
+        """Forget every row that is not being written, and the failure, unless no replica is left."""
+        self._newest_aborted = self._newest_given
+        self._waiting.clear()
+        self._given.clear()
+        self._queue.clear()
+        self._balancer.clear()
+        if self.has_replicas:
+            self.failure = None

@@ -1,0 +1,92 @@
+"""The keys of input lines, and what each one sets."""
+
+from __future__ import annotations
+
+from sarathi_pp.inputs.generation_config import UNSUPPORTED
+from sarathi_pp.inputs.row import Form
+
+URL_FORMS: dict[str, Form] = {
+    "/v1/chat/completions": "openai-chat",
+    "/v1/completions": "openai-completion",
+}
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+SAMPLING_KEYS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+}
+# Whole numbers, which tables write as 16.0.
+WHOLE_NUMBERS = ("max_new_tokens", "top_k", "seed")
+# Keys that say how the prompt is tokenised.
+READING_KEYS = ("add_special_tokens",)
+# The settings of generation_config.json that a line's key switches off; any other key is the setting's own name.
+SETTINGS = {
+    "n": ("num_return_sequences",),
+    "min_tokens": ("min_new_tokens", "min_length"),
+    "min_new_tokens": ("min_new_tokens", "min_length"),
+    "bad_words": ("bad_words_ids",),
+    "use_beam_search": ("num_beams",),
+}
+# Names for the caller's own bookkeeping: they change no token.
+OPENAI_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+# Parameters that other engines have, each with the values under which it changes nothing.
+UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
+    **UNSUPPORTED,
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "stream_options": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "max_length": (),
+    "max_output_tokens": (),
+    "n_predict": (),
+    "do_sample": (),
+    "stop_sequences": ([],),
+    "stop_strings": ([],),
+    "guided_grammar": (),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+OWN_KEYS = ("id", "custom_id", *PROMPT_KEYS, *READING_KEYS, *SAMPLING_KEYS, *UNSUPPORTED_KEYS)
+BATCH_KEYS = ("custom_id", "method", "url", "body")
+MISPLACED_KEYS = ("id", *PROMPT_KEYS, *READING_KEYS, *SAMPLING_KEYS, *UNSUPPORTED_KEYS)

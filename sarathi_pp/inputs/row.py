@@ -1,0 +1,35 @@
+"""One input line on its way to an output line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sarathi_pp.core.request import Request
+from sarathi_pp.errors import RowError
+
+Form = Literal["own", "openai-chat", "openai-completion"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input line on its way to an output line: a request, or the error that it gets instead.
+
+    The line's own text is not held. See ParsedLine for `nameless` and `extra`.
+    """
+
+    line: int
+    id: object
+    form: Form
+    request: Request | None = None
+    error: RowError | None = None
+    arrival_s: float = 0.0
+    nameless: bool = False
+    extra: bytes = b""
+
+    def __post_init__(self) -> None:
+        assert (self.request is None) != (self.error is None), "a row is a request or an error"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) if self.request else 0

@@ -1,0 +1,38 @@
+"""Known keys that a user may have meant by an unknown one."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+# What people number or mark their own columns with: `seed1` and `prompt_b` are no misspelt `seed` and `prompt`.
+_NUMBERED = re.compile(r"_?[0-9]+|_[a-z]")
+
+
+@lru_cache(maxsize=1024)  # the lines of a file have the same keys
+def nearest_key(key: str, known: tuple[str, ...]) -> str | None:
+    """Return the known key from which this one differs by one typing mistake, or by upper case."""
+    lower = key.lower()
+    for meant in known:
+        if len(meant) < 4 or (lower.startswith(meant) and _NUMBERED.fullmatch(lower[len(meant) :])):
+            continue
+        if lower == meant or _is_one_mistake(lower, meant):
+            return meant
+    return None
+
+
+def _is_one_mistake(written: str, meant: str) -> bool:
+    """Return whether one character is missing, added or another one, or two neighbours are swapped.
+
+    Many words are near to a short key: `step` and `top` to `stop`, `need` and `speed` to `seed`. There only a swap,
+    a character that is doubled, a missing underscore and a plural count.
+    """
+    shorter = min(len(written), len(meant))
+    same = next((at for at in range(shorter) if written[at] != meant[at]), shorter)
+    left, right = written[same:], meant[same:]
+    swapped = len(left) >= 2 and left[:2] == right[1::-1] and left[2:] == right[2:]
+    added, missing = left[1:] == right, left == right[1:]
+    if len(meant) >= 6:
+        return swapped or added or missing or left[1:] == right[1:]
+    doubled = added and (written[same - 1 : same] == left[:1] or (left == "s" and not right))
+    return swapped or doubled or (missing and right.startswith("_"))

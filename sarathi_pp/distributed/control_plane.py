@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, Place, variable
 from sarathi_pp.distributed.network_interface import Interface, choose_interface
 from sarathi_pp.distributed.presence import Presence
-from sarathi_pp.distributed.rendezvous import meet
+from sarathi_pp.distributed.rendezvous import rendezvous
 from sarathi_pp.distributed.store import open_store
 from sarathi_pp.distributed.transport import surrounded
 from sarathi_pp.errors import PeerLostError, ProtocolError
@@ -275,7 +275,7 @@ def _connect(place: Place, mesh: Mesh, join_timeout_s: float, patience_s: float,
     try:
         store = open_store(place, timedelta(seconds=join_timeout_s))
         interface = choose_interface(place)
-        store = meet(store, place.rank, place.world_size, end_s, clock, interface)
+        store = rendezvous(store, place.rank, place.world_size, end_s, clock, interface)
         with variable(INTERFACE_VARIABLE, interface.name):
             group = Group(PrefixStore("control", store), place.rank, place.world_size, patience_s)
     except RuntimeError as error:

@@ -27,7 +27,7 @@ from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.nccl_channel import Lane
 from sarathi_pp.wire.order import downstream, edges, forward_edges, stage_edges, upstream
 from sarathi_pp.wire.shard_group import ShardGroup
-from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, SlotConnection, knock
+from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
 # Parcels under way between rank 0 and the leader of another replica.
@@ -205,28 +205,28 @@ def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], l
     """
     own, wanted = plane.place.rank, stage_edges(plane.mesh)
     sockets: dict[Ranks, socket.socket] = {}
-    doors: dict[int, Door] = {}
+    listeners: dict[int, SlotListener] = {}
     for source, target in wanted:
         with suppress(OSError):  # a host without such sockets
             if target == own:
-                doors[source] = Door()
-    answers = plane.exchange({"doors": {source: door.name for source, door in doors.items()}})
+                listeners[source] = SlotListener()
+    answers = plane.exchange({"listeners": {source: listener.name for source, listener in listeners.items()}})
     reached = []
     for source, target in wanted:
-        name = answers[target]["doors"].get(str(own)) if source == own else None
-        if name is not None and (end := knock(name)) is not None:
+        name = answers[target]["listeners"].get(str(own)) if source == own else None
+        if name is not None and (end := connect(name)) is not None:
             plane.resources.callback(end.close)
             sockets[source, target] = end
             reached.append(target)
     by_rank = plane.exchange({"reached": reached})
     shared = [(source, target) for source, target in wanted if target in by_rank[source]["reached"]]
-    for source, door in doors.items():
+    for source, listener in listeners.items():
         if (source, own) in shared:
-            if (end := door.admit(plane.patience_s)) is None:
+            if (end := listener.accept(plane.patience_s)) is None:
                 raise PeerLostError(f"{plane.name(source)} has not come within {plane.patience_s:g} s")
             plane.resources.callback(end.close)
             sockets[source, own] = end
-        door.close()
+        listener.close()
     return sockets, shared
 
 

@@ -170,7 +170,7 @@ class LLM:
 
     def _serve(self) -> None:
         """A rank other than 0, until rank 0 closes its LLM."""
-        if not self._job.seat.leads:
+        if not self._job.coordinate.leads:
             self._job.serve()
             return
         eos_token_ids, vocab_size = self._defaults.eos_token_ids, self._job.facts.vocab_size

@@ -108,8 +108,8 @@ class Edges:
             head_size: of the rows that an LM head takes.
         """
         mesh, rank = self._plane.mesh, self._plane.place.rank
-        seat, buffers = mesh.seat(rank), edge_buffers(run.inflight)
-        returning = mesh.rank(seat.replica, mesh.stages - 1), mesh.leader(seat.replica)
+        coordinate, buffers = mesh.coordinate(rank), edge_buffers(run.inflight)
+        returning = mesh.rank(coordinate.replica, mesh.stages - 1), mesh.leader(coordinate.replica)
         frame_bytes = codec.max_frame_bytes(
             max_tokens=run.max_microbatch_tokens,
             max_seqs=run.max_num_seqs,
@@ -128,7 +128,7 @@ class Edges:
         def sender(to: int) -> Sender[Tensor]:
             return self._sender(to, frame_bytes, payloads((rank, to)), buffers)
 
-        source, target = upstream(mesh, seat), downstream(mesh, seat)
+        source, target = upstream(mesh, coordinate), downstream(mesh, coordinate)
         if source == rank:
             channel: QueueChannel[Tensor] = QueueChannel(self._options.clock, buffers)
             way_in: Receiver[Tensor] = channel
@@ -136,7 +136,7 @@ class Edges:
         else:
             way_in = self._receiver(source, frame_bytes, payloads((source, rank)), buffers)
             way_out = NoSender() if target is None else sender(target)
-        others = mesh.shard_ranks(seat.replica, 0)[1:] if seat.leads else ()
+        others = mesh.shard_ranks(coordinate.replica, 0)[1:] if coordinate.leads else ()
         return Wires(way_in, way_out, tuple(sender(other) for other in others))
 
     def open_post(self, rank: int) -> Remote:
@@ -186,7 +186,7 @@ class Edges:
 
 def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -> ShardGroup | None:
     """Connect the ranks that hold one stage. Every rank calls it; returns None if this rank holds its stage alone."""
-    mesh, own = plane.mesh, plane.mesh.seat(plane.place.rank)
+    mesh, own = plane.mesh, plane.mesh.coordinate(plane.place.rank)
     shards: ShardGroup | None = None
     for replica in range(mesh.replicas) if mesh.shards > 1 else ():
         for stage in range(mesh.stages):

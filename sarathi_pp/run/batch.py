@@ -339,8 +339,8 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
 
 
 def _serve(checked: Preflight, this: Job) -> None:
-    """Every rank but rank 0: compute, and lead a replica where that is its seat."""
-    if this.seat.leads:
+    """Every rank but rank 0: compute, and lead a replica if it is the leader."""
+    if this.coordinate.leads:
         eos_token_ids = checked.defaults.eos_token_ids
         this.lead(eos_token_ids, _tokenizer(checked).stop_checker)
     else:

@@ -94,7 +94,7 @@ class Job:
     ) -> None:
         self.place = place = topology.place
         self.mesh = mesh = topology.mesh
-        self.seat = seat = mesh.seat(place.rank)
+        self.coordinate = coordinate = mesh.coordinate(place.rank)
         self.facts = facts
         self._topology = topology
         self._clock = clock
@@ -123,7 +123,7 @@ class Job:
         self._shards = open_shard_group(topology, config.peer_timeout_s, self._transport.name)
         agreement.each(self._choose_stages, "choosing kernels")
         maker = self._maker
-        self.layers = layers[seat.stage]
+        self.layers = layers[coordinate.stage]
         weights = self._agree_on_room(agreement, lambda: maker.weight_bytes(self.layers), "weights", _FEWER_WEIGHTS)
         loaded = agreement.each(lambda: self._load(self.layers, room_for(place.rank, weights)), "loading its layers")
         self._moves_head = all(loaded[mesh.leader(replica)]["head"] for replica in range(mesh.replicas))
@@ -197,7 +197,7 @@ class Job:
 
     def _others_to_talk_to(self) -> list[int]:
         """Of requests and answers: rank 0 with the other leaders, in order, and they with rank 0."""
-        if not self.seat.leads or self.mesh.replicas == 1:
+        if not self.coordinate.leads or self.mesh.replicas == 1:
             return []
         return [0] if self.place.rank else [self.mesh.leader(replica) for replica in range(1, self.mesh.replicas)]
 
@@ -243,7 +243,7 @@ class Job:
 
     def _open_trace(self, *, alone: bool) -> dict[str, Any]:
         """alone: in a directory that is not rank 0's, which alone is cleared for a new run."""
-        path = self._run_dir.trace_path(self.mesh, self.seat)
+        path = self._run_dir.trace_path(self.mesh, self.coordinate)
         if alone:
             self._run_dir.drop_replaced()
             path.unlink(missing_ok=True)
@@ -287,7 +287,7 @@ class Job:
         self._recorder.record(
             TraceEnd(
                 at_s=self._clock.now(),
-                clock_offset_s=0.0 if self.seat.leads else offset.offset_s,
+                clock_offset_s=0.0 if self.coordinate.leads else offset.offset_s,
                 clock_uncertainty_s=offset.uncertainty_s,
                 peak_rss_bytes=_peak_rss_bytes(),
                 bytes_read=self._stage.bytes_read,
@@ -406,13 +406,13 @@ class Job:
             clock,
             self._timer(),
             progress=options.progress,
-            index=self.seat.stage,
+            index=self.coordinate.stage,
             name=mesh.title(self.place.rank),
             debug_nan=self._config.debug_nan,
             shards=wires.shards,
             shard_group=self._shards,
         )
-        return over_link(wires.way_in, self._profile, self.seat.stage, mesh.stages, clock), runner
+        return over_link(wires.way_in, self._profile, self.coordinate.stage, mesh.stages, clock), runner
 
     def _make_edge_options(self) -> EdgeOptions:
         several = self.mesh.replicas > 1 and self.place.rank == 0
@@ -428,12 +428,12 @@ class Job:
         return CudaTimer(self._clock) if self.device.type == "cuda" else HostTimer(self._clock)
 
     def _trace_start(self, offset: ClockOffset) -> TraceStart:
-        run, leads = self.run, self.seat.leads
+        run, leads = self.run, self.coordinate.leads
         return TraceStart(
             at_s=self._clock.now(),
             unix_s=self._clock.wall(),
             rank=self.place.rank,
-            stage=self.seat.stage,
+            stage=self.coordinate.stage,
             num_stages=run.num_stages,
             layers=self.layers,
             host=socket.gethostname(),
@@ -446,7 +446,7 @@ class Job:
             page_size=run.page_size,
             clock_offset_s=0.0 if leads else offset.offset_s,
             clock_uncertainty_s=offset.uncertainty_s,
-            replica=self.seat.replica,
+            replica=self.coordinate.replica,
             num_replicas=self.mesh.replicas,
             replica_offset_s=offset.offset_s if leads else 0.0,
         )

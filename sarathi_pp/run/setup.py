@@ -32,7 +32,7 @@ from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.devices import Standing, choose_device, stand
 from sarathi_pp.distributed.edges import Edges, open_shard_group
-from sarathi_pp.distributed.fingerprint import passport, software
+from sarathi_pp.distributed.fingerprint import rank_fingerprint, software
 from sarathi_pp.distributed.transport import choose_transport, has_nccl, nccl_lanes
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine, StopCheckers
@@ -105,7 +105,7 @@ class Job:
         self._lost: dict[int, SarathiError] = {}
         agreement = Agreement(topology)
         torch.set_num_threads(place.num_threads())
-        agreement.each(lambda: passport(config, facts), "reading versions and options", must_match=True)
+        agreement.each(lambda: rank_fingerprint(config, facts), "reading versions and options", must_match=True)
         standings = [Standing(**found) for found in agreement.each(self._choose_device, "choosing its device")]
         self._on_cpu = all(one.gpu is None for one in standings)
         self._transport = choose_transport(standings, config.transport)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sarathi_pp.distributed.devices import Standing
+from sarathi_pp.distributed.devices import DeviceInfo
 from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE, variable
 from sarathi_pp.stages.cuda_timer import CudaMark, CudaTimer
 from sarathi_pp.trace.clock import Clock
@@ -41,19 +41,19 @@ class Lanes:
     new_stream: Callable[[], SideStream]
 
 
-def choose_transport(standings: Sequence[Standing], wish: str = "auto") -> Transport:
+def choose_transport(devices: Sequence[DeviceInfo], wish: str = "auto") -> Transport:
     """NCCL where every rank has a GPU to itself, which it insists on; the host's memory and gloo otherwise."""
-    if len(standings) == 1:
+    if len(devices) == 1:
         return Transport("gloo", "one stage sends nothing")
     if wish == "gloo":
         return Transport("gloo", "--transport gloo")
     seen: dict[tuple[str, str], int] = {}
-    for rank, standing in enumerate(standings):
-        if standing.gpu is None:
+    for rank, device in enumerate(devices):
+        if device.gpu is None:
             return Transport("gloo", f"rank {rank} computes on CPU")
-        if not standing.nccl:
+        if not device.nccl:
             return Transport("gloo", f"the torch of rank {rank} has no NCCL")
-        other = seen.setdefault((standing.host, standing.gpu), rank)
+        other = seen.setdefault((device.host, device.gpu), rank)
         if other != rank:
             return Transport("gloo", f"ranks {other} and {rank} share a GPU")
     return Transport("nccl", "every rank has a GPU to itself")

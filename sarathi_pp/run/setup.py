@@ -30,7 +30,7 @@ from sarathi_pp.core.policy import make_policy, wants_cost
 from sarathi_pp.distributed.agreement import Agreement
 from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
 from sarathi_pp.distributed.control_plane import ControlPlane
-from sarathi_pp.distributed.devices import Standing, choose_device, stand
+from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
 from sarathi_pp.distributed.edges import Edges, open_shard_group
 from sarathi_pp.distributed.fingerprint import rank_fingerprint, software
 from sarathi_pp.distributed.transport import choose_transport, has_nccl, nccl_lanes
@@ -106,9 +106,9 @@ class Job:
         agreement = Agreement(topology)
         torch.set_num_threads(place.num_threads())
         agreement.each(lambda: rank_fingerprint(config, facts), "reading versions and options", must_match=True)
-        standings = [Standing(**found) for found in agreement.each(self._choose_device, "choosing its device")]
-        self._on_cpu = all(one.gpu is None for one in standings)
-        self._transport = choose_transport(standings, config.transport)
+        devices = [DeviceInfo(**found) for found in agreement.each(self._choose_device, "choosing its device")]
+        self._on_cpu = all(one.gpu is None for one in devices)
+        self._transport = choose_transport(devices, config.transport)
         _log.info("activations by %s: %s", self._transport.name, self._transport.reason)
         mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
         first = agreement.each(lambda: mine, "choosing the run directory")[0]
@@ -119,7 +119,7 @@ class Job:
         layers = agreement.alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
         dtype_name = facts.dtype if config.dtype == "auto" else config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype_name)
-        self._moves_head = self._may_move_head(standings)
+        self._moves_head = self._may_move_head(devices)
         self._shards = open_shard_group(topology, config.peer_timeout_s, self._transport.name)
         agreement.each(self._choose_stages, "choosing kernels")
         maker = self._maker
@@ -330,15 +330,15 @@ class Job:
     def _choose_device(self) -> dict[str, Any]:
         """Whose memory the device has: the same of ranks that share it, whoever started them."""
         self.device = choose_device("cpu" if self._profile is not None else self._config.device, self.place)
-        return dataclasses.asdict(stand(self.device, host_id(), nccl=has_nccl()))
+        return dataclasses.asdict(describe_device(self.device, host_id(), nccl=has_nccl()))
 
-    def _may_move_head(self, standings: Sequence[Standing]) -> bool:
+    def _may_move_head(self, devices: Sequence[DeviceInfo]) -> bool:
         """As far as is known before the first stage has loaded it."""
         mesh, profile, head = self.mesh, self._profile, self._config.head
         if profile is not None:
             return moves_head(head, profile.device, mesh.stages, profile.tensor_parallel_size)
         # Else last bits would show whose product it was, which hangs on times.
-        alike = len({standing.arithmetic for standing in standings}) == 1
+        alike = len({device.arithmetic for device in devices}) == 1
         return moves_head(head, "cpu" if self._on_cpu else "cuda", mesh.stages, mesh.shards) and alike
 
     def _choose_stages(self) -> dict[str, Any]:

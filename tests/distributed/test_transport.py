@@ -9,7 +9,7 @@ import torch
 
 from sarathi_pp.distributed import control_plane, edges
 from sarathi_pp.distributed.control_plane import Connection, ControlPlane
-from sarathi_pp.distributed.devices import Standing, stand
+from sarathi_pp.distributed.devices import DeviceInfo, describe_device
 from sarathi_pp.distributed.edges import Edges
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.distributed.network_interface import Interface
@@ -21,22 +21,22 @@ from sarathi_pp.wire.mesh import Mesh
 from sarathi_pp.wire.stage_progress import StageProgress
 from tests.wire.test_torch_channel import Layers
 
-ALONE = [Standing("a", "GPU-0", True), Standing("a", "GPU-1", True), Standing("b", "GPU-0", True)]
+ALONE = [DeviceInfo("a", "GPU-0", True), DeviceInfo("a", "GPU-1", True), DeviceInfo("b", "GPU-0", True)]
 
 
 @pytest.mark.parametrize(
-    ("standings", "expected"),
+    ("devices", "expected"),
     [
         (ALONE, Transport("nccl", "every rank has a GPU to itself")),
         (ALONE[:1], Transport("gloo", "one stage sends nothing")),
         ([*ALONE, ALONE[1]], Transport("gloo", "ranks 1 and 3 share a GPU")),
-        ([*ALONE, Standing("b", None, False)], Transport("gloo", "rank 3 computes on CPU")),
-        ([*ALONE, Standing("b", "GPU-1", False)], Transport("gloo", "the torch of rank 3 has no NCCL")),
+        ([*ALONE, DeviceInfo("b", None, False)], Transport("gloo", "rank 3 computes on CPU")),
+        ([*ALONE, DeviceInfo("b", "GPU-1", False)], Transport("gloo", "the torch of rank 3 has no NCCL")),
     ],
     ids=["one each", "one stage", "shared", "a CPU among them", "no NCCL"],
 )
-def test_the_choice_and_its_reason(standings, expected):
-    assert choose_transport(standings) == expected
+def test_the_choice_and_its_reason(devices, expected):
+    assert choose_transport(devices) == expected
 
 
 def test_who_asks_for_gloo_gets_it():
@@ -44,17 +44,17 @@ def test_who_asks_for_gloo_gets_it():
 
 
 def test_a_rank_on_cpu_has_no_gpu_whatever_its_torch_can():
-    found = stand(torch.device("cpu"), "here", nccl=True)
-    assert found == Standing("here", None, nccl=False, arithmetic=found.arithmetic)
+    found = describe_device(torch.device("cpu"), "here", nccl=True)
+    assert found == DeviceInfo("here", None, nccl=False, arithmetic=found.arithmetic)
 
 
 def test_ranks_with_other_threads_do_not_compute_alike() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one, again = (stand(torch.device("cpu"), "here", nccl=True).arithmetic for _ in range(2))
+        one, again = (describe_device(torch.device("cpu"), "here", nccl=True).arithmetic for _ in range(2))
         torch.set_num_threads(2)
-        two = stand(torch.device("cpu"), "here", nccl=True).arithmetic
+        two = describe_device(torch.device("cpu"), "here", nccl=True).arithmetic
     finally:
         torch.set_num_threads(before)
     assert one == again != two

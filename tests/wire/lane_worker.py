@@ -53,7 +53,7 @@ if __name__ == "__main__":
         counted(nccl_channel.Lane.send),
         counted(nccl_channel.Lane.receive),
     )  # type: ignore[method-assign]
-    setup.choose_transport = lambda standings, wish: Transport("nccl", "the test says so")
+    setup.choose_transport = lambda devices, wish: Transport("nccl", "the test says so")
     setup.nccl_lanes = lambda device, clock: Lanes("gloo", device, lambda: HostStream(clock))
     families_worker.main(Path(sys.argv[1]), Path(sys.argv[2]))
     print(f"by lane: {counts['send']} sent, {counts['receive']} received", file=sys.stderr)

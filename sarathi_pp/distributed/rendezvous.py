@@ -28,7 +28,7 @@ import sarathi_pp
 from sarathi_pp.distributed.environment import INTERFACE_VARIABLE
 from sarathi_pp.distributed.network_interface import Interface
 from sarathi_pp.errors import ConfigError, SarathiError, error_class
-from sarathi_pp.process.timeout import within
+from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 
 _LOOK_S = 0.02
@@ -82,7 +82,7 @@ def rendezvous(
     end_s += _HEARD_S if rank else 0.0
     find = _gather if rank == 0 else _answer
     patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
-    name = within(patience_s, lambda: find(shared, own, end_s, clock), late="")
+    name = call_with_timeout(lambda: find(shared, own, end_s, clock), patience_s, late="")
     if not name:
         raise ConfigError(
             f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "

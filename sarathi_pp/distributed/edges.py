@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.distributed.control_plane import ControlPlane
-from sarathi_pp.distributed.transport import Lanes
+from sarathi_pp.distributed.transport import NcclOptions
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire import byte_stream, codec
@@ -24,7 +24,7 @@ from sarathi_pp.wire.channel import Clock, NoSender, QueueChannel, Receiver, Sen
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.message import Payloads
-from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.nccl_channel import NcclChannel
 from sarathi_pp.wire.order import downstream, edges, forward_edges, stage_edges, upstream
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
@@ -66,7 +66,7 @@ class Edges:
         options: EdgeOptions,
         groups: Mapping[Ranks, Group],
         sockets: Mapping[Ranks, socket.socket],
-        lanes: Mapping[Ranks, Lane],
+        nccl: Mapping[Ranks, NcclChannel],
         shared: list[Ranks],
     ) -> None:
         self.shared = shared
@@ -74,16 +74,16 @@ class Edges:
         self._options = options
         self._groups = groups
         self._sockets = sockets
-        self._lanes = lanes
+        self._nccl_channels = nccl
 
     @classmethod
     def connect(
-        cls, plane: ControlPlane, options: EdgeOptions, lanes: Lanes | None = None, *, share: bool = False
+        cls, plane: ControlPlane, options: EdgeOptions, nccl: NcclOptions | None = None, *, share: bool = False
     ) -> Edges:
         """Connect all edges of this rank. Every rank calls it.
 
         Args:
-            lanes: makes the channels of edges that carry activations.
+            nccl: makes the channels of edges that carry activations.
             share: use shared memory between ranks that can.
 
         Raises:
@@ -95,7 +95,7 @@ class Edges:
             if group is not None:
                 groups[edge] = group
         sockets, shared = _connect_sockets(plane) if share else ({}, [])
-        opened = _open_lanes(plane, options, lanes) if lanes is not None else {}
+        opened = _open_nccl_channels(plane, options, nccl) if nccl is not None else {}
         return cls(plane, options, groups, sockets, opened, shared)
 
     def open_wires(self, run: ResolvedRun, activations: Payloads, head_size: int) -> Wires:
@@ -177,8 +177,8 @@ class Edges:
         )
 
     def _gloo_edge(self, edge: Ranks, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:
-        group, name, lane = self._groups[edge], self._plane.name(peer), self._lanes.get(edge)
-        return Edge(group, edge.index(peer), name, frame_bytes, payloads, lane)
+        group, name, channel = self._groups[edge], self._plane.name(peer), self._nccl_channels.get(edge)
+        return Edge(group, edge.index(peer), name, frame_bytes, payloads, channel)
 
     def _heartbeat_edge(self, edge: Ranks, peer: int) -> Edge:
         return self._gloo_edge(edge, peer, codec.SMALL_FRAME_BYTES, Payloads.none())
@@ -230,24 +230,24 @@ def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], l
     return sockets, shared
 
 
-def _open_lanes(plane: ControlPlane, options: EdgeOptions, lanes: Lanes) -> dict[Ranks, Lane]:
+def _open_nccl_channels(plane: ControlPlane, options: EdgeOptions, nccl: NcclOptions) -> dict[Ranks, NcclChannel]:
     opened = {}
     for edge in forward_edges(plane.mesh):
-        group = plane.new_group(edge, options.peer_timeout_s, lanes.backend)
+        group = plane.new_group(edge, options.peer_timeout_s, nccl.backend)
         if group is not None:
-            opened[edge] = _open_lane(plane, edge, group, lanes, options.clock)
+            opened[edge] = _open_nccl_channel(plane, edge, group, nccl, options.clock)
     return opened
 
 
-def _open_lane(plane: ControlPlane, edge: Ranks, group: Group, lanes: Lanes, clock: Clock) -> Lane:
+def _open_nccl_channel(plane: ControlPlane, edge: Ranks, group: Group, nccl: NcclOptions, clock: Clock) -> NcclChannel:
     """Open one edge after the other, in the same order on every rank, so that no two ranks wait for each other."""
     sending = edge[0] == plane.place.rank
     peer = edge[1] if sending else edge[0]
-    lane = Lane(group, edge.index(peer), lanes.new_stream())
+    channel = NcclChannel(group, edge.index(peer), nccl.new_stream())
     end_s = clock.now() + plane.patience_s
     # NCCL reads the environment at the first transfer.
-    with plane.others_may_leave(peer), plane.surrounded(lanes.backend):
-        opened = lane.connect(lanes.device, sending=sending)
+    with plane.others_may_leave(peer), plane.surrounded(nccl.backend):
+        opened = channel.connect(nccl.device, sending=sending)
         while opened.at_s() is None:
             if clock.now() > end_s:
                 raise PeerLostError(
@@ -255,4 +255,4 @@ def _open_lane(plane: ControlPlane, edge: Ranks, group: Group, lanes: Lanes, clo
                     f"{plane.patience_s:g} s (--join-timeout); NCCL_DEBUG=INFO tells more"
                 )
             clock.sleep(_POLL_S)
-    return lane
+    return channel

@@ -17,8 +17,8 @@ from sarathi_pp.wire.channel import Landing
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.nccl_channel import SideStream
 
-# What a lost peer means is told by the edge beside the lane. Left alone, a thread of torch's would abort the process
-# before it has said so, and another one a process whose device is slow.
+# The gloo edge reports a lost peer. Without these, a thread of torch aborts the process before that, and another thread
+# aborts a process whose device is slow.
 _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 # For a communicator of one rank, which waits for none.
 _ALONE_S = 600.0
@@ -33,10 +33,10 @@ class Transport:
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """What lanes are made of: a backend of torch.distributed, and a new stream beside the one that computes."""
+class NcclOptions:
+    """Everything that NCCL channels are made from."""
 
-    backend: str
+    backend: str  # of torch.distributed
     device: torch.device
     new_stream: Callable[[], SideStream]
 
@@ -67,8 +67,8 @@ def has_nccl() -> bool:
     return dist.is_nccl_available()
 
 
-def nccl_lanes(device: torch.device, clock: Clock) -> Lanes:
-    return Lanes("nccl", device, lambda: CudaSideStream(device, clock))
+def nccl_options(device: torch.device, clock: Clock) -> NcclOptions:
+    return NcclOptions("nccl", device, lambda: CudaSideStream(device, clock))
 
 
 def start_nccl_alone(device: torch.device, interface: str) -> float:

@@ -33,7 +33,7 @@ from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
 from sarathi_pp.distributed.edges import Edges, open_shard_group
 from sarathi_pp.distributed.fingerprint import rank_fingerprint, software
-from sarathi_pp.distributed.transport import choose_transport, has_nccl, nccl_lanes
+from sarathi_pp.distributed.transport import choose_transport, has_nccl, nccl_options
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine, StopCheckers
 from sarathi_pp.engine.progress import Snapshot
@@ -393,8 +393,8 @@ class Job:
         run, clock, mesh = self.run, self._clock, self.mesh
         by_nccl = self._transport.name == "nccl"
         options = self._make_edge_options()
-        lanes = nccl_lanes(self.device, clock) if by_nccl else None
-        self._edges = Edges.connect(self._topology, options, lanes, share=self._may_share(run))
+        nccl = nccl_options(self.device, clock) if by_nccl else None
+        self._edges = Edges.connect(self._topology, options, nccl, share=self._may_share(run))
         shared = ", ".join(f"{source} to {target}" for source, target in self._edges.shared)
         _log.info("edges through shared memory, between ranks: %s", shared or "none")
         activations = Payloads(run.max_microbatch_tokens, (self.facts.hidden_size,), self.dtype, self.device)

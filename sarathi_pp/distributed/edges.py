@@ -19,7 +19,7 @@ from sarathi_pp.distributed.transport import NcclOptions
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire import byte_stream, codec
-from sarathi_pp.wire.byte_stream import PostReceiver, PostSender, Remote
+from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender, Remote
 from sarathi_pp.wire.channel import Clock, NoSender, QueueChannel, Receiver, Sender, edge_buffers
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group
@@ -30,8 +30,8 @@ from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
-# Parcels under way between rank 0 and the leader of another replica.
-_POST_BUFFERS = 8
+# Fragments under way between rank 0 and the leader of another replica.
+_FRAGMENT_BUFFERS = 8
 # On an edge of heartbeats: for a heartbeat and a goodbye.
 _HEARTBEAT_BUFFERS = 2
 _POLL_S = 0.001
@@ -139,15 +139,15 @@ class Edges:
         others = mesh.shard_ranks(coordinate.replica, 0)[1:] if coordinate.leads else ()
         return Wires(way_in, way_out, tuple(sender(other) for other in others))
 
-    def open_post(self, rank: int) -> Remote:
+    def open_byte_stream(self, rank: int) -> Remote:
         """Open the edges of requests and answers between rank 0 and the leader of another replica.
 
         Args:
             rank: of the other end.
         """
-        outgoing = self._sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS)
-        incoming = self._receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS)
-        return Remote(self._plane.name(rank), PostSender(outgoing), PostReceiver(incoming))
+        outgoing = self._sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
+        incoming = self._receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
+        return Remote(self._plane.name(rank), ByteStreamSender(outgoing), ByteStreamReceiver(incoming))
 
     def _sender(self, target: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Sender[Tensor]:
         edge, options = (self._plane.place.rank, target), self._options

@@ -17,7 +17,7 @@ from sarathi_pp.errors import ProtocolError, RowError
 from sarathi_pp.inputs.parse import Row
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import Clock
-from sarathi_pp.wire.byte_stream import PostReceiver, PostSender
+from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender
 
 
 class AbortedError(Exception):
@@ -27,7 +27,7 @@ class AbortedError(Exception):
 class RemoteSource:
     """See Source. offset_s: rank 0's time = this rank's + offset_s."""
 
-    def __init__(self, errands: PostReceiver, clock: Clock, offset_s: float) -> None:
+    def __init__(self, errands: ByteStreamReceiver, clock: Clock, offset_s: float) -> None:
         self._errands = errands
         self._clock = clock
         self._offset_s = offset_s
@@ -85,7 +85,7 @@ class RemoteSource:
 class RemoteSink:
     """See Sink."""
 
-    def __init__(self, errands: PostSender) -> None:
+    def __init__(self, errands: ByteStreamSender) -> None:
         self._errands = errands
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:

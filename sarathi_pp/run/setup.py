@@ -155,7 +155,7 @@ class Job:
         self._recorder.record(self._trace_start(self._offset))
         self._dispatcher: Dispatcher | None = None
         self._upstream, self._runner = self._connect()
-        self._remotes = [self._edges.open_post(rank) for rank in self._others_to_talk_to()]
+        self._remotes = [self._edges.open_byte_stream(rank) for rank in self._others_to_talk_to()]
         self._topology.start()
 
     def driver(

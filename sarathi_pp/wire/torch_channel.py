@@ -24,7 +24,7 @@ import torch
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError, StalledError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
+from sarathi_pp.wire.codec import Fragment, Frame, Goodbye, Heartbeat
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group, Transfer
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
@@ -260,7 +260,7 @@ class TorchReceiver:
             self._free.put(buffer)
             return False
         self._stalled_since = None
-        if isinstance(frame, Parcel):
+        if isinstance(frame, Fragment):
             # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
             self._inbox.put(Message(frame, copied(behind), self._clock.now(), lambda: None))
             self._free.put(buffer)

@@ -55,11 +55,11 @@ class Hosts:
         return f"wire{host}"
 
     def torchrun(self, host: int, processes: int, *, elastic: bool = False) -> tuple[str, ...]:
-        """torchrun's part of the command line there; rank 0 is on host 0. elastic: they meet by c10d."""
-        meet = f"{self.address(0)}:{_PORT}"
+        """torchrun's part of the command line there; rank 0 is on host 0. elastic: they find each other by c10d."""
+        endpoint = f"{self.address(0)}:{_PORT}"
         place: tuple[str, ...]
         if elastic:
-            place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", meet, "--rdzv-id", "hosts")
+            place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "hosts")
             place += ("--local-addr", self.address(host))
         else:
             place = ("--node-rank", str(host), "--master-addr", self.address(0), "--master-port", str(_PORT))

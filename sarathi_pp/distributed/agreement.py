@@ -51,7 +51,7 @@ class Agreement:
     def _after(self, error: Exception, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell the others of an error; raises it if one of them does not come, which may be stuck because of it."""
         try:
-            return self._plane.exchange(mine, bounded=True)
+            return self._plane.exchange(mine, with_timeout=True)
         except PeerLostError:
             raise error from None
 

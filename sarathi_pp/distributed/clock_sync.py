@@ -48,12 +48,12 @@ def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *,
         PeerLostError: a rank does not answer.
     """
     mesh, rank = plane.mesh, plane.place.rank
-    seat = mesh.seat(rank)
-    if not seat.leads:
-        return ClockSync(_follow(plane, clock, mesh.leader(seat.replica)))
+    coordinate = mesh.coordinate(rank)
+    if not coordinate.leads:
+        return ClockSync(_follow(plane, clock, mesh.leader(coordinate.replica)))
     offset = ClockOffset() if rank == 0 else _follow(plane, clock, 0)
     # Its own members first: they wait no longer than this rank waits for a leader that does not answer.
-    followers = {seat.replica: mesh.members(seat.replica)[1:]} if seat.replica in replicas else {}
+    followers = {coordinate.replica: mesh.members(coordinate.replica)[1:]} if coordinate.replica in replicas else {}
     if rank == 0:
         followers |= {replica: (mesh.leader(replica),) for replica in replicas if replica != 0}
     lost: dict[int, PeerLostError] = {}

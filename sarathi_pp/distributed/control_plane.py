@@ -23,12 +23,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, Place, variable
 from sarathi_pp.distributed.network_interface import Interface, choose_interface
 from sarathi_pp.distributed.presence import Presence
-from sarathi_pp.distributed.rendezvous import meet
+from sarathi_pp.distributed.rendezvous import rendezvous
 from sarathi_pp.distributed.store import open_store
 from sarathi_pp.distributed.transport import surrounded
 from sarathi_pp.errors import PeerLostError, ProtocolError
 from sarathi_pp.process.host import host_id
-from sarathi_pp.process.timeout import within
+from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.mesh import Mesh
@@ -153,11 +153,12 @@ class ControlPlane:
         """Set the environment in which a communicator listens on this rank's interface alone."""
         return surrounded(backend, self._connected.interface.name, self.place.nccl_interface)
 
-    def exchange(self, facts: Mapping[str, Any], *, bounded: bool = False) -> list[dict[str, Any]]:
+    def exchange(self, facts: Mapping[str, Any], *, with_timeout: bool = False) -> list[dict[str, Any]]:
         """Return every rank's facts, rank 0's first. It is a barrier too. Facts are plain JSON, never pickled.
 
         Args:
-            bounded: wait no longer than patience_s. In set-up a rank otherwise waits for as long as the others get on.
+            with_timeout: wait at most patience_s. Without it, a rank in set-up waits for as long as the others make
+                progress.
         """
         own = json.dumps(facts).encode()
         if self.place.world_size == 1:
@@ -167,7 +168,7 @@ class ControlPlane:
         with self.others_may_leave():
             connected.store.set(f"came/{self._num_exchanges}/{self.place.rank}", "")
             size = torch.tensor([len(own)], dtype=torch.int64)
-            if self._presence is not None and not bounded:
+            if self._presence is not None and not with_timeout:
                 sizes = self._gather_watching(size, self._presence)
             else:
                 sizes = connected.group.all_gather(size)
@@ -257,7 +258,7 @@ class ControlPlane:
             return [rank for rank in self._others if not store.check([f"came/{self._num_exchanges}/{rank}"])]
 
         with suppress(RuntimeError):
-            return within(_STORE_ANSWER_S, ask, late=[])
+            return call_with_timeout(ask, _STORE_ANSWER_S, late=[])
         return []
 
     @property
@@ -275,7 +276,7 @@ def _connect(place: Place, mesh: Mesh, join_timeout_s: float, patience_s: float,
     try:
         store = open_store(place, timedelta(seconds=join_timeout_s))
         interface = choose_interface(place)
-        store = meet(store, place.rank, place.world_size, end_s, clock, interface)
+        store = rendezvous(store, place.rank, place.world_size, end_s, clock, interface)
         with variable(INTERFACE_VARIABLE, interface.name):
             group = Group(PrefixStore("control", store), place.rank, place.world_size, patience_s)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Where a rank computes, as the others need to know it."""
+"""Choose the device of a rank, and describe it to the other ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from sarathi_pp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a rank computes. gpu: its uuid, None on CPU. nccl: whether its torch has it. arithmetic: where this is the
-    same, the same product has the same bits.
-    """
+class DeviceInfo:
+    """The device of a rank, as the others need to know it."""
 
     host: str
-    gpu: str | None
-    nccl: bool
-    arithmetic: str = ""
+    gpu: str | None  # its uuid; None on CPU
+    nccl: bool  # its torch has NCCL
+    arithmetic: str = ""  # if it is the same on two CPUs, the same product has the same bits
 
 
 def choose_device(wish: str, place: Place) -> torch.device:
-    """The device of this rank. Ranks share a GPU where there are more of them than GPUs."""
+    """Return the device of this rank. If a host has more ranks than GPUs, ranks share GPUs."""
     if wish == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if wish == "cpu" or not torch.cuda.is_available():
@@ -38,15 +36,19 @@ def choose_device(wish: str, place: Place) -> torch.device:
     return device
 
 
-def stand(device: torch.device, host: str, *, nccl: bool) -> Standing:
-    """Of a rank that computes on this device. nccl: whether its torch has it."""
+def describe_device(device: torch.device, host: str, *, nccl: bool) -> DeviceInfo:
+    """Describe the device of a rank.
+
+    Args:
+        nccl: this rank's torch has NCCL.
+    """
     if device.type != "cuda":
-        return Standing(host, None, nccl=False, arithmetic=_arithmetic())
-    return Standing(host, str(torch.cuda.get_device_properties(device).uuid), nccl)
+        return DeviceInfo(host, None, nccl=False, arithmetic=_arithmetic())
+    return DeviceInfo(host, str(torch.cuda.get_device_properties(device).uuid), nccl)
 
 
 def _arithmetic() -> str:
-    """What a CPU's kernels are chosen by: its instructions, threads, and numba, with which some are compiled."""
+    """Return a hash of what decides which kernels a CPU runs: its instructions, threads, and the version of numba."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     features = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
     numba = version("numba") if find_spec("numba") is not None else ""

@@ -15,23 +15,23 @@ from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.distributed.control_plane import ControlPlane
-from sarathi_pp.distributed.transport import Lanes
+from sarathi_pp.distributed.transport import NcclOptions
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire import byte_stream, codec
-from sarathi_pp.wire.byte_stream import PostReceiver, PostSender, Remote
+from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender, Remote
 from sarathi_pp.wire.channel import Clock, NoSender, QueueChannel, Receiver, Sender, edge_buffers
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.message import Payloads
-from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.nccl_channel import NcclChannel
 from sarathi_pp.wire.order import downstream, edges, forward_edges, stage_edges, upstream
 from sarathi_pp.wire.shard_group import ShardGroup
-from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, SlotConnection, knock
+from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
-# Parcels under way between rank 0 and the leader of another replica.
-_POST_BUFFERS = 8
+# Fragments under way between rank 0 and the leader of another replica.
+_FRAGMENT_BUFFERS = 8
 # On an edge of heartbeats: for a heartbeat and a goodbye.
 _HEARTBEAT_BUFFERS = 2
 _POLL_S = 0.001
@@ -66,7 +66,7 @@ class Edges:
         options: EdgeOptions,
         groups: Mapping[Ranks, Group],
         sockets: Mapping[Ranks, socket.socket],
-        lanes: Mapping[Ranks, Lane],
+        nccl: Mapping[Ranks, NcclChannel],
         shared: list[Ranks],
     ) -> None:
         self.shared = shared
@@ -74,16 +74,16 @@ class Edges:
         self._options = options
         self._groups = groups
         self._sockets = sockets
-        self._lanes = lanes
+        self._nccl_channels = nccl
 
     @classmethod
     def connect(
-        cls, plane: ControlPlane, options: EdgeOptions, lanes: Lanes | None = None, *, share: bool = False
+        cls, plane: ControlPlane, options: EdgeOptions, nccl: NcclOptions | None = None, *, share: bool = False
     ) -> Edges:
         """Connect all edges of this rank. Every rank calls it.
 
         Args:
-            lanes: makes the channels of edges that carry activations.
+            nccl: makes the channels of edges that carry activations.
             share: use shared memory between ranks that can.
 
         Raises:
@@ -95,7 +95,7 @@ class Edges:
             if group is not None:
                 groups[edge] = group
         sockets, shared = _connect_sockets(plane) if share else ({}, [])
-        opened = _open_lanes(plane, options, lanes) if lanes is not None else {}
+        opened = _open_nccl_channels(plane, options, nccl) if nccl is not None else {}
         return cls(plane, options, groups, sockets, opened, shared)
 
     def open_wires(self, run: ResolvedRun, activations: Payloads, head_size: int) -> Wires:
@@ -108,8 +108,8 @@ class Edges:
             head_size: of the rows that an LM head takes.
         """
         mesh, rank = self._plane.mesh, self._plane.place.rank
-        seat, buffers = mesh.seat(rank), edge_buffers(run.inflight)
-        returning = mesh.rank(seat.replica, mesh.stages - 1), mesh.leader(seat.replica)
+        coordinate, buffers = mesh.coordinate(rank), edge_buffers(run.inflight)
+        returning = mesh.rank(coordinate.replica, mesh.stages - 1), mesh.leader(coordinate.replica)
         frame_bytes = codec.max_frame_bytes(
             max_tokens=run.max_microbatch_tokens,
             max_seqs=run.max_num_seqs,
@@ -128,7 +128,7 @@ class Edges:
         def sender(to: int) -> Sender[Tensor]:
             return self._sender(to, frame_bytes, payloads((rank, to)), buffers)
 
-        source, target = upstream(mesh, seat), downstream(mesh, seat)
+        source, target = upstream(mesh, coordinate), downstream(mesh, coordinate)
         if source == rank:
             channel: QueueChannel[Tensor] = QueueChannel(self._options.clock, buffers)
             way_in: Receiver[Tensor] = channel
@@ -136,18 +136,18 @@ class Edges:
         else:
             way_in = self._receiver(source, frame_bytes, payloads((source, rank)), buffers)
             way_out = NoSender() if target is None else sender(target)
-        others = mesh.shard_ranks(seat.replica, 0)[1:] if seat.leads else ()
+        others = mesh.shard_ranks(coordinate.replica, 0)[1:] if coordinate.leads else ()
         return Wires(way_in, way_out, tuple(sender(other) for other in others))
 
-    def open_post(self, rank: int) -> Remote:
+    def open_byte_stream(self, rank: int) -> Remote:
         """Open the edges of requests and answers between rank 0 and the leader of another replica.
 
         Args:
             rank: of the other end.
         """
-        outgoing = self._sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS)
-        incoming = self._receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _POST_BUFFERS)
-        return Remote(self._plane.name(rank), PostSender(outgoing), PostReceiver(incoming))
+        outgoing = self._sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
+        incoming = self._receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
+        return Remote(self._plane.name(rank), ByteStreamSender(outgoing), ByteStreamReceiver(incoming))
 
     def _sender(self, target: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Sender[Tensor]:
         edge, options = (self._plane.place.rank, target), self._options
@@ -177,8 +177,8 @@ class Edges:
         )
 
     def _gloo_edge(self, edge: Ranks, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:
-        group, name, lane = self._groups[edge], self._plane.name(peer), self._lanes.get(edge)
-        return Edge(group, edge.index(peer), name, frame_bytes, payloads, lane)
+        group, name, channel = self._groups[edge], self._plane.name(peer), self._nccl_channels.get(edge)
+        return Edge(group, edge.index(peer), name, frame_bytes, payloads, channel)
 
     def _heartbeat_edge(self, edge: Ranks, peer: int) -> Edge:
         return self._gloo_edge(edge, peer, codec.SMALL_FRAME_BYTES, Payloads.none())
@@ -186,7 +186,7 @@ class Edges:
 
 def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -> ShardGroup | None:
     """Connect the ranks that hold one stage. Every rank calls it; returns None if this rank holds its stage alone."""
-    mesh, own = plane.mesh, plane.mesh.seat(plane.place.rank)
+    mesh, own = plane.mesh, plane.mesh.coordinate(plane.place.rank)
     shards: ShardGroup | None = None
     for replica in range(mesh.replicas) if mesh.shards > 1 else ():
         for stage in range(mesh.stages):
@@ -205,49 +205,49 @@ def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], l
     """
     own, wanted = plane.place.rank, stage_edges(plane.mesh)
     sockets: dict[Ranks, socket.socket] = {}
-    doors: dict[int, Door] = {}
+    listeners: dict[int, SlotListener] = {}
     for source, target in wanted:
         with suppress(OSError):  # a host without such sockets
             if target == own:
-                doors[source] = Door()
-    answers = plane.exchange({"doors": {source: door.name for source, door in doors.items()}})
+                listeners[source] = SlotListener()
+    answers = plane.exchange({"listeners": {source: listener.name for source, listener in listeners.items()}})
     reached = []
     for source, target in wanted:
-        name = answers[target]["doors"].get(str(own)) if source == own else None
-        if name is not None and (end := knock(name)) is not None:
+        name = answers[target]["listeners"].get(str(own)) if source == own else None
+        if name is not None and (end := connect(name)) is not None:
             plane.resources.callback(end.close)
             sockets[source, target] = end
             reached.append(target)
     by_rank = plane.exchange({"reached": reached})
     shared = [(source, target) for source, target in wanted if target in by_rank[source]["reached"]]
-    for source, door in doors.items():
+    for source, listener in listeners.items():
         if (source, own) in shared:
-            if (end := door.admit(plane.patience_s)) is None:
+            if (end := listener.accept(plane.patience_s)) is None:
                 raise PeerLostError(f"{plane.name(source)} has not come within {plane.patience_s:g} s")
             plane.resources.callback(end.close)
             sockets[source, own] = end
-        door.close()
+        listener.close()
     return sockets, shared
 
 
-def _open_lanes(plane: ControlPlane, options: EdgeOptions, lanes: Lanes) -> dict[Ranks, Lane]:
+def _open_nccl_channels(plane: ControlPlane, options: EdgeOptions, nccl: NcclOptions) -> dict[Ranks, NcclChannel]:
     opened = {}
     for edge in forward_edges(plane.mesh):
-        group = plane.new_group(edge, options.peer_timeout_s, lanes.backend)
+        group = plane.new_group(edge, options.peer_timeout_s, nccl.backend)
         if group is not None:
-            opened[edge] = _open_lane(plane, edge, group, lanes, options.clock)
+            opened[edge] = _open_nccl_channel(plane, edge, group, nccl, options.clock)
     return opened
 
 
-def _open_lane(plane: ControlPlane, edge: Ranks, group: Group, lanes: Lanes, clock: Clock) -> Lane:
+def _open_nccl_channel(plane: ControlPlane, edge: Ranks, group: Group, nccl: NcclOptions, clock: Clock) -> NcclChannel:
     """Open one edge after the other, in the same order on every rank, so that no two ranks wait for each other."""
     sending = edge[0] == plane.place.rank
     peer = edge[1] if sending else edge[0]
-    lane = Lane(group, edge.index(peer), lanes.new_stream())
+    channel = NcclChannel(group, edge.index(peer), nccl.new_stream())
     end_s = clock.now() + plane.patience_s
     # NCCL reads the environment at the first transfer.
-    with plane.others_may_leave(peer), plane.surrounded(lanes.backend):
-        opened = lane.connect(lanes.device, sending=sending)
+    with plane.others_may_leave(peer), plane.surrounded(nccl.backend):
+        opened = channel.connect(nccl.device, sending=sending)
         while opened.at_s() is None:
             if clock.now() > end_s:
                 raise PeerLostError(
@@ -255,4 +255,4 @@ def _open_lane(plane: ControlPlane, edge: Ranks, group: Group, lanes: Lanes, clo
                     f"{plane.patience_s:g} s (--join-timeout); NCCL_DEBUG=INFO tells more"
                 )
             clock.sleep(_POLL_S)
-    return lane
+    return channel

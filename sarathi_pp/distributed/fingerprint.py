@@ -1,4 +1,4 @@
-"""What must be the same on every rank of a run: software, wire, model and options."""
+"""Compare what must be the same on every rank of a run: software, wire, model and options."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.wire import codec
 
-Passport = dict[str, Any]
+Fingerprint = dict[str, Any]
 
 
-def passport(config: RunConfig, facts: ModelFacts) -> Passport:
-    """Of this rank."""
-    # Where the files lie may differ (what the profile decided may not); sampling is rank 0's own affair, and how long a
-    # rank waits each rank's.
+def rank_fingerprint(config: RunConfig, facts: ModelFacts) -> Fingerprint:
+    """Return this rank's software, model and options."""
+    # Paths may differ, but not what a profile decided. Rank 0 alone samples, and each rank has its own join timeout.
     options = replace(config, model="", run_dir=None, profile=None, sampling_overrides={}, join_timeout_s=1.0)
     return {
         **software(),
@@ -33,7 +32,7 @@ def passport(config: RunConfig, facts: ModelFacts) -> Passport:
 
 
 def software() -> dict[str, str]:
-    """What computes, with versions."""
+    """Return the versions of the software that computes."""
     return {
         "sarathi_pp": sarathi_pp.__version__,
         "torch": torch.__version__,
@@ -42,9 +41,10 @@ def software() -> dict[str, str]:
     }
 
 
-def require_equal(passports: Sequence[Passport]) -> None:
-    """Raises ConfigError with what differs first, and both values."""
-    for rank, passport in enumerate(passports):
-        for key, value in passport.items():
-            if value != passports[0][key]:
-                raise ConfigError(f"{key} differs: rank 0 has {passports[0][key]}, rank {rank} has {value}")
+def require_equal(fingerprints: Sequence[Fingerprint]) -> None:
+    """Raise ConfigError with the first difference and both values."""
+    first = fingerprints[0]
+    for rank, fingerprint in enumerate(fingerprints):
+        for key, value in fingerprint.items():
+            if value != first[key]:
+                raise ConfigError(f"{key} differs: rank 0 has {first[key]}, rank {rank} has {value}")

@@ -1,6 +1,6 @@
 """Worker processes on this machine, started and watched.
 
-A worker is a process of our own command line with RANK in its environment. They meet over a FileStore in a
+A worker is a process of our own command line with RANK in its environment. They find each other in a FileStore in a
 0700 directory and gloo on loopback, so nothing listens outside this machine; torchrun's own rendezvous does,
 on every interface, and unpickles what it is sent. Loads no torch: the workers would wait for it.
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sarathi_pp.errors import PeerLostError
-from sarathi_pp.process.timeout import within
+from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.edge_options import heartbeat_s
 
@@ -89,7 +89,7 @@ class Presence:
             PeerLostError: one of them is silent, or does nothing, for too long.
         """
         nothing: dict[int, tuple[str, str, str]] = {}
-        beats = within(_ANSWER_S, lambda: self._read(ranks), late=nothing)
+        beats = call_with_timeout(lambda: self._read(ranks), _ANSWER_S, late=nothing)
         now_s = self._clock.now()
         for rank in ranks:
             beat, work, phase = beats.get(rank, ("", "", ""))

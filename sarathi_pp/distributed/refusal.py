@@ -32,10 +32,10 @@ def refuse(error: SarathiError, place: Place, join_timeout_s: float, console: Co
 def report_refusal(error: SarathiError, place: Place, timeout_s: float) -> None:
     """Tell the ranks that join why the rank of that place does not. Raises the error, or what keeps it from them."""
     # Imports torch, seconds after which the error would be said.
-    from sarathi_pp.distributed.rendezvous import meet
+    from sarathi_pp.distributed.rendezvous import rendezvous
     from sarathi_pp.distributed.store import open_store
 
     clock = SystemClock()
     end_s = clock.now() + timeout_s
     store = open_store(place, timedelta(seconds=timeout_s))
-    meet(store, place.rank, place.world_size, end_s, clock, choose_interface(place), error)
+    rendezvous(store, place.rank, place.world_size, end_s, clock, choose_interface(place), error)

@@ -28,7 +28,7 @@ import sarathi_pp
 from sarathi_pp.distributed.environment import INTERFACE_VARIABLE
 from sarathi_pp.distributed.network_interface import Interface
 from sarathi_pp.errors import ConfigError, SarathiError, error_class
-from sarathi_pp.process.timeout import within
+from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 
 _LOOK_S = 0.02
@@ -53,7 +53,7 @@ class _Refusal:
         return error
 
 
-def meet(
+def rendezvous(
     store: Store,
     rank: int,
     world_size: int,
@@ -62,23 +62,27 @@ def meet(
     interface: Interface,
     refusal: SarathiError | None = None,
 ) -> Store:
-    """The part of the store that belongs to this start alone; returns when all ranks are there, until end_s.
+    """Wait until all ranks have come, and return the part of the store that belongs to this start alone.
 
-    refusal: why this rank does not take part; it comes to say so. Raises ConfigError, with the ranks that are missing,
-    or why those that came do not fit, or what a rank refuses with; on every rank that rank 0 has heard of by then. And
-    where the store falls silent: whoever holds it is stopped, or its host is.
+    Args:
+        end_s: on this clock; how long rank 0 waits for the others.
+        refusal: the error for which this rank does not take part. The other ranks then raise it too.
+
+    Raises:
+        ConfigError: ranks are missing or do not fit together, on every rank that rank 0 has heard from; or the store
+            does not answer, because its process or host is stopped.
     """
     shared = PrefixStore("sarathi_pp", store)
-    mine = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
-    mine["reach"], mine["refusal"] = _reach(interface), None
+    own = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
+    own["reach"], own["refusal"] = _reach(interface), None
     if refusal is not None:
         where = f"rank {rank} on {socket.gethostname()}"
-        mine["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
+        own["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
     # Rank 0 knows who is missing, and tells those who still listen.
     end_s += _HEARD_S if rank else 0.0
-    find = _call if rank == 0 else _answer
+    find = _gather if rank == 0 else _answer
     patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
-    name = within(patience_s, lambda: find(shared, mine, end_s, clock), late="")
+    name = call_with_timeout(lambda: find(shared, own, end_s, clock), patience_s, late="")
     if not name:
         raise ConfigError(
             f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "
@@ -98,12 +102,12 @@ def _reach(interface: Interface) -> str:
     return f"{booted.strip()} {space}"
 
 
-def _call(store: Store, mine: dict[str, Any], end_s: float, clock: Clock) -> str:
-    name, world_size = secrets.token_hex(8), mine["world_size"]
+def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> str:
+    name, world_size = secrets.token_hex(8), own["world_size"]
     store.set("name", json.dumps({"name": name, "world_size": world_size}))
     ranks = [str(rank) for rank in range(1, world_size)]
     came: dict[str, dict[str, Any]] = {}
-    told_s: float | None = None
+    refuse_s: float | None = None
     while not came.keys() >= set(ranks):
         on_time = clock.now() < end_s
         # All of them again: one that has given up takes its answer back.
@@ -111,14 +115,14 @@ def _call(store: Store, mine: dict[str, Any], end_s: float, clock: Clock) -> str
         keys = [key for key in (*ranks, *strangers) if store.check([f"{name}/{key}"])]
         answers = {key: store.get(f"{name}/{key}") for key in keys}
         came = {key: json.loads(answer) for key, answer in answers.items() if answer}
-        refusal = next(filter(None, (_misfit(mine, other) for other in came.values())), None)
+        refusal = next(filter(None, (_misfit(own, other) for other in came.values())), None)
         missing = [rank for rank in ranks if rank not in came]
-        if mine["refusal"] is not None:
-            refusal = _Refusal(**mine["refusal"])
+        if own["refusal"] is not None:
+            refusal = _Refusal(**own["refusal"])
         if refusal is not None and refusal.agreed and missing and on_time:
             # Those that have not come yet are to hear it too.
-            told_s = told_s or clock.now() + _PATIENCE_S
-            if clock.now() < told_s:
+            refuse_s = refuse_s or clock.now() + _PATIENCE_S
+            if clock.now() < refuse_s:
                 clock.sleep(_LOOK_S)
                 continue
         if refusal is None and missing and not on_time:
@@ -177,7 +181,7 @@ def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
     return None
 
 
-def _answer(store: Store, mine: dict[str, Any], end_s: float, clock: Clock) -> str:
+def _answer(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> str:
     token = secrets.token_hex(8)
     answered: dict[str, str] = {}  # under which key, by name
     while clock.now() < end_s:
@@ -185,10 +189,10 @@ def _answer(store: Store, mine: dict[str, Any], end_s: float, clock: Clock) -> s
         if call is not None and call["name"] not in answered:
             # A rank of another run may have a number that rank 0 does not wait for.
             name = call["name"]
-            alike = mine["world_size"] == call["world_size"]
-            key = mine["rank"] if alike else f"stranger/{store.add(f'{name}/strangers', 1)}"
+            alike = own["world_size"] == call["world_size"]
+            key = own["rank"] if alike else f"stranger/{store.add(f'{name}/strangers', 1)}"
             answered[name] = f"{name}/{key}"
-            store.set(answered[name], json.dumps({**mine, "token": token}))
+            store.set(answered[name], json.dumps({**own, "token": token}))
         if call is not None and store.check([f"{call['name']}/met"]):
             met = json.loads(store.get(f"{call['name']}/met"))
             if token in met["tokens"] and met["refusal"] is None:
@@ -200,6 +204,6 @@ def _answer(store: Store, mine: dict[str, Any], end_s: float, clock: Clock) -> s
     for key in answered.values():
         store.set(key, "")
     raise ConfigError(
-        f"rank {mine['rank']} of {mine['world_size']} was not met by rank 0 within --join-timeout; was that one "
+        f"rank {own['rank']} of {own['world_size']} was not met by rank 0 within --join-timeout; was that one "
         f"started, and all others?"
     )

@@ -29,7 +29,7 @@ def open_store(place: Place, timeout: timedelta) -> Store:
     if place.rank == 0 and not place.agent_store:
         address, listener = _listen(place, host, port)
     try:
-        # Who has come is counted afterwards, by meet, which can say who has not. Rank 0 connects too.
+        # rendezvous() waits for the ranks, because it can name those that are missing. Rank 0 connects too.
         return TCPStore(
             address,
             port,
@@ -46,7 +46,10 @@ def open_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _listen(place: Place, host: str, port: int) -> tuple[str, int]:
-    """The one address at which rank 0 is met, and the socket there. By itself TCPStore listens at all of the host's."""
+    """Return the one address at which ranks reach rank 0, and a socket that listens there.
+
+    TCPStore alone would listen at all addresses of the host.
+    """
     named = f"MASTER_ADDR={host} MASTER_PORT={port}"
     try:
         found = addresses_of(host, port)

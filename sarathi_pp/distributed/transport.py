@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sarathi_pp.distributed.devices import Standing
+from sarathi_pp.distributed.devices import DeviceInfo
 from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, NCCL_INTERFACE_VARIABLE, variable
 from sarathi_pp.stages.cuda_timer import CudaMark, CudaTimer
 from sarathi_pp.trace.clock import Clock
@@ -17,8 +17,8 @@ from sarathi_pp.wire.channel import Landing
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.nccl_channel import SideStream
 
-# What a lost peer means is told by the edge beside the lane. Left alone, a thread of torch's would abort the process
-# before it has said so, and another one a process whose device is slow.
+# The gloo edge reports a lost peer. Without these, a thread of torch aborts the process before that, and another thread
+# aborts a process whose device is slow.
 _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 # For a communicator of one rank, which waits for none.
 _ALONE_S = 600.0
@@ -33,27 +33,27 @@ class Transport:
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """What lanes are made of: a backend of torch.distributed, and a new stream beside the one that computes."""
+class NcclOptions:
+    """Everything that NCCL channels are made from."""
 
-    backend: str
+    backend: str  # of torch.distributed
     device: torch.device
     new_stream: Callable[[], SideStream]
 
 
-def choose_transport(standings: Sequence[Standing], wish: str = "auto") -> Transport:
+def choose_transport(devices: Sequence[DeviceInfo], wish: str = "auto") -> Transport:
     """NCCL where every rank has a GPU to itself, which it insists on; the host's memory and gloo otherwise."""
-    if len(standings) == 1:
+    if len(devices) == 1:
         return Transport("gloo", "one stage sends nothing")
     if wish == "gloo":
         return Transport("gloo", "--transport gloo")
     seen: dict[tuple[str, str], int] = {}
-    for rank, standing in enumerate(standings):
-        if standing.gpu is None:
+    for rank, device in enumerate(devices):
+        if device.gpu is None:
             return Transport("gloo", f"rank {rank} computes on CPU")
-        if not standing.nccl:
+        if not device.nccl:
             return Transport("gloo", f"the torch of rank {rank} has no NCCL")
-        other = seen.setdefault((standing.host, standing.gpu), rank)
+        other = seen.setdefault((device.host, device.gpu), rank)
         if other != rank:
             return Transport("gloo", f"ranks {other} and {rank} share a GPU")
     return Transport("nccl", "every rank has a GPU to itself")
@@ -67,8 +67,8 @@ def has_nccl() -> bool:
     return dist.is_nccl_available()
 
 
-def nccl_lanes(device: torch.device, clock: Clock) -> Lanes:
-    return Lanes("nccl", device, lambda: CudaSideStream(device, clock))
+def nccl_options(device: torch.device, clock: Clock) -> NcclOptions:
+    return NcclOptions("nccl", device, lambda: CudaSideStream(device, clock))
 
 
 def start_nccl_alone(device: torch.device, interface: str) -> float:

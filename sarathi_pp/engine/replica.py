@@ -17,7 +17,7 @@ from sarathi_pp.errors import ProtocolError, RowError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import Clock
-from sarathi_pp.wire.byte_stream import PostReceiver, PostSender
+from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender
 
 
 class AbortedError(Exception):
@@ -32,7 +32,7 @@ class RemoteSource:
         offset_s: rank 0's time = this rank's time + offset_s.
     """
 
-    def __init__(self, incoming: PostReceiver, clock: Clock, offset_s: float) -> None:
+    def __init__(self, incoming: ByteStreamReceiver, clock: Clock, offset_s: float) -> None:
         self._incoming = incoming
         self._clock = clock
         self._offset_s = offset_s
@@ -90,7 +90,7 @@ class RemoteSource:
 class RemoteSink:
     """See Sink."""
 
-    def __init__(self, outgoing: PostSender) -> None:
+    def __init__(self, outgoing: ByteStreamSender) -> None:
         self._outgoing = outgoing
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:

@@ -29,7 +29,7 @@ from sarathi_pp.outputs.atomic_file import write_whole
 from sarathi_pp.process.host import host_id
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.recorder import MOST_BYTES, trace_name
-from sarathi_pp.wire.mesh import Mesh, Seat
+from sarathi_pp.wire.mesh import Coordinate, Mesh
 
 _LOCK_CHECK_S = 0.1
 _FAILED_AT_START = "failed-at-start"
@@ -165,11 +165,11 @@ class RunDirectory:
     def attempt_path(self) -> Path:
         return self.path / _attempt_name(self.attempt)
 
-    def trace_path(self, mesh: Mesh, seat: Seat) -> Path:
+    def trace_path(self, mesh: Mesh, coordinate: Coordinate) -> Path:
         """Of the first shard of a stage the trace that reports are made of, of the others one beside it."""
-        name = trace_name(seat.stage, mesh.stages)
-        folder = self.attempt_path / replica_name(seat.replica) if mesh.replicas > 1 else self.attempt_path
-        return folder / (f"shard-{seat.shard:04d}-{name}" if seat.shard else name)
+        name = trace_name(coordinate.stage, mesh.stages)
+        folder = self.attempt_path / replica_name(coordinate.replica) if mesh.replicas > 1 else self.attempt_path
+        return folder / (f"shard-{coordinate.shard:04d}-{name}" if coordinate.shard else name)
 
     def forget(self, replica: int) -> None:
         """What a lost replica has traced is no part of the report, and stays for whoever wants to know."""

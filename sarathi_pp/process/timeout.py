@@ -1,4 +1,4 @@
-"""Waiting no longer than so long for a call that heeds no timeout, as a TCPStore's `check` does not (torch 2.13)."""
+"""Call functions that have no timeout of their own, as the `check` of a TCPStore has none (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def within(seconds: float, call: Callable[[], T], late: T) -> T:
-    """What the call returns or raises; `late` where it has not by then, and is left to a thread that dies with us."""
+def call_with_timeout(call: Callable[[], T], timeout_s: float, late: T) -> T:
+    """Return or raise what the call returns or raises; `late` after timeout_s.
+
+    A call that is late goes on in a daemon thread, which ends with the process.
+    """
     returned: list[T] = []
     raised: list[BaseException] = []
 
     def work() -> None:
         try:
             returned.append(call())
-        except BaseException as error:  # raised by the thread that waits
+        except BaseException as error:  # the waiting thread raises it
             raised.append(error)
 
-    thread = threading.Thread(target=work, name="bounded call", daemon=True)
+    thread = threading.Thread(target=work, name="call with timeout", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(timeout_s)
     if raised:
         raise raised[0]
     return returned[0] if returned else late

@@ -8,7 +8,7 @@ from pathlib import Path
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.outputs.run_directory import RunDirectory
-from sarathi_pp.wire.mesh import Seat
+from sarathi_pp.wire.mesh import Coordinate
 
 
 def gather(
@@ -24,25 +24,25 @@ def gather(
     Every rank of theirs calls it once it has closed its trace. give_up: told of a replica that does not bring its own.
     sends: this rank's is not in rank 0's directory.
     """
-    rank, seat = plane.place.rank, plane.mesh.seat(plane.place.rank)
+    rank, coordinate = plane.place.rank, plane.mesh.coordinate(plane.place.rank)
     found: list[list[Path]] = []
     if rank == 0:
         for replica in replicas:
             try:
-                seats = [Seat(replica, stage, 0) for stage in range(plane.mesh.stages)]
-                found.append([_fetch(plane, run_dir, one) for one in seats])
+                coordinates = [Coordinate(replica, stage, 0) for stage in range(plane.mesh.stages)]
+                found.append([_fetch(plane, run_dir, each) for each in coordinates])
             except (PeerLostError, ProtocolError) as error:
                 give_up(replica, error)
-    elif seat.shard == 0:
+    elif coordinate.shard == 0:
         plane.send_numbers([float(sends)], 0)
         if sends:
-            plane.send_file(run_dir.trace_path(plane.mesh, seat), 0)
+            plane.send_file(run_dir.trace_path(plane.mesh, coordinate), 0)
     return found
 
 
-def _fetch(plane: ControlPlane, run_dir: RunDirectory, seat: Seat) -> Path:
-    """Where it lies here, once the rank that sits there has closed it."""
-    path, rank = run_dir.trace_path(plane.mesh, seat), plane.mesh.rank(*seat)
+def _fetch(plane: ControlPlane, run_dir: RunDirectory, coordinate: Coordinate) -> Path:
+    """Return the path of a trace here, once the rank at that coordinate has closed it."""
+    path, rank = run_dir.trace_path(plane.mesh, coordinate), plane.mesh.rank(*coordinate)
     if rank != 0 and plane.receive_numbers(1, rank)[0]:
         run_dir.make(path.parent)
         partial = path.with_suffix(".part")

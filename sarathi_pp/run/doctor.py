@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 import sarathi_pp
 from sarathi_pp.config import RunConfig
-from sarathi_pp.distributed.devices import Standing, choose_device, stand
+from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
 from sarathi_pp.distributed.environment import Place, expected_place
 from sarathi_pp.distributed.network_interface import choose_interface
 from sarathi_pp.distributed.transport import Transport, choose_transport, has_gloo, has_nccl
@@ -176,8 +176,8 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
 def _transport(device: torch.device) -> Iterator[Finding]:
     """Of stages on this machine, one a GPU where there are any."""
     host, gpus = platform.node(), torch.cuda.device_count() if device.type == "cuda" else 0
-    standings = [stand(torch.device("cuda", index), host, nccl=has_nccl()) for index in range(gpus)]
-    chosen = choose_transport(standings if gpus > 1 else [*standings, Standing(host, None, nccl=False)] * 2)
+    devices = [describe_device(torch.device("cuda", index), host, nccl=has_nccl()) for index in range(gpus)]
+    chosen = choose_transport(devices if gpus > 1 else [*devices, DeviceInfo(host, None, nccl=False)] * 2)
     if not has_gloo():
         lacks = "this torch has none, and ranks agree over it"
         yield Finding("transport", "gloo", "refused", lacks, SarathiError.exit_code)

@@ -90,7 +90,7 @@ class Rank:
         self.run = run
         self.checked = member.checked
         self.place = member.place
-        self.seat = member.seat
+        self.coordinate = member.coordinate
         self.device = start.device
         self._member = member
         self._start = start
@@ -143,8 +143,8 @@ class Rank:
         return self._dispatcher
 
     def serve(self) -> None:
-        """Every other rank: run what comes until rank 0 says goodbye, and lead a replica where that is its seat."""
-        if self.seat.leads:
+        """Every other rank: run what comes until rank 0 says goodbye, and lead a replica if it is the leader."""
+        if self.coordinate.leads:
             self._lead(self.checked.tokenizer())
         else:
             self._pipeline.runner.serve(self._pipeline.upstream)
@@ -245,7 +245,7 @@ class Rank:
         recorder.record(
             TraceEnd(
                 at_s=member.clock.now(),
-                clock_offset_s=0.0 if self.seat.leads else offset.offset_s,
+                clock_offset_s=0.0 if self.coordinate.leads else offset.offset_s,
                 clock_uncertainty_s=offset.uncertainty_s,
                 peak_rss_bytes=_peak_rss_bytes(),
                 bytes_read=stage.bytes_read,

@@ -29,11 +29,11 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.distributed.agreement import Agreement
 from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
 from sarathi_pp.distributed.control_plane import ControlPlane
-from sarathi_pp.distributed.devices import Standing, choose_device, stand
+from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
 from sarathi_pp.distributed.edges import Edges, open_shard_group
 from sarathi_pp.distributed.environment import Place
-from sarathi_pp.distributed.fingerprint import passport
-from sarathi_pp.distributed.transport import Transport, choose_transport, has_nccl, nccl_lanes
+from sarathi_pp.distributed.fingerprint import rank_fingerprint
+from sarathi_pp.distributed.transport import Transport, choose_transport, has_nccl, nccl_options
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.host import host_id
 from sarathi_pp.process.watchdog import Watchdog
@@ -51,7 +51,7 @@ from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.byte_stream import Remote
 from sarathi_pp.wire.channel import Receiver, edge_buffers
 from sarathi_pp.wire.edge_options import EdgeOptions, IgnoreLosses, LossListener
-from sarathi_pp.wire.mesh import Mesh, Seat
+from sarathi_pp.wire.mesh import Coordinate, Mesh
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import MAX_SLOTS
@@ -88,8 +88,8 @@ class Member:
         return self.plane.mesh
 
     @property
-    def seat(self) -> Seat:
-        return self.mesh.seat(self.place.rank)
+    def coordinate(self) -> Coordinate:
+        return self.mesh.coordinate(self.place.rank)
 
     @property
     def agreement(self) -> Agreement:
@@ -100,18 +100,18 @@ class Member:
 class Start:
     """What ranks agree on before they load anything.
 
-    standings: where each rank computes. transport: how activations travel between stages.
+    devices: where each rank computes. transport: how activations travel between stages.
     """
 
     device: torch.device
-    standings: tuple[Standing, ...]
+    devices: tuple[DeviceInfo, ...]
     transport: Transport
     run_dir: RunDirectory
 
     @property
     def on_cpu(self) -> bool:
         """Whether every rank is."""
-        return all(standing.gpu is None for standing in self.standings)
+        return all(device_info.gpu is None for device_info in self.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +155,21 @@ def agree_on_start(member: Member) -> Start:
     checked, place, agreement = member.checked, member.place, member.agreement
     config, run_dir = checked.config, checked.run_dir
     torch.set_num_threads(place.num_threads())
-    agreement.each(lambda: passport(config, checked.facts), "reading versions and options", must_match=True)
+    agreement.each(lambda: rank_fingerprint(config, checked.facts), "reading versions and options", must_match=True)
     wish = "cpu" if checked.profile is not None else config.device
     found = agreement.each(
-        lambda: dataclasses.asdict(stand(choose_device(wish, place), host_id(), nccl=has_nccl())), "choosing its device"
+        lambda: dataclasses.asdict(describe_device(choose_device(wish, place), host_id(), nccl=has_nccl())),
+        "choosing its device",
     )
-    device, standings = choose_device(wish, place), tuple(Standing(**facts) for facts in found)
-    transport = choose_transport(standings, config.transport)
+    device, devices = choose_device(wish, place), tuple(DeviceInfo(**facts) for facts in found)
+    transport = choose_transport(devices, config.transport)
     _log.info("activations by %s: %s", transport.name, transport.reason)
     mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
     first = agreement.each(lambda: mine, "choosing the run directory")[0]
     run_dir = run_dir.joining(
         Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
     )
-    return Start(device, standings, transport, run_dir)
+    return Start(device, devices, transport, run_dir)
 
 
 def load_stage(member: Member, start: Start) -> LoadedStage:
@@ -176,7 +177,7 @@ def load_stage(member: Member, start: Start) -> LoadedStage:
     checked, place, mesh, agreement = member.checked, member.place, member.mesh, member.agreement
     config, facts = checked.config, checked.facts
     split = agreement.alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
-    layers = split[member.seat.stage]
+    layers = split[member.coordinate.stage]
     dtype: torch.dtype = getattr(torch, _dtype_name(checked))
     shards = open_shard_group(member.plane, config.peer_timeout_s, start.transport.name)
     maker = agreement.own(lambda: _choose_maker(member, start, dtype, shards), "choosing kernels")
@@ -236,7 +237,7 @@ def open_trace(member: Member, start: Start, loaded: LoadedStage, run: ResolvedR
     run_dir, agreement, clock = start.run_dir, member.agreement, member.clock
     homes = agreement.each(lambda: {"identity": run_dir.identity()}, "opening the run directory")
     sends = homes[0] != homes[member.place.rank]
-    path = run_dir.trace_path(member.mesh, member.seat)
+    path = run_dir.trace_path(member.mesh, member.coordinate)
 
     def make() -> Recorder:
         if sends:
@@ -257,8 +258,8 @@ def open_pipeline(
     """Open this rank's edges. Raises PeerLostError if one does not open."""
     checked, clock, mesh, shards = member.checked, member.clock, member.mesh, loaded.shards
     options = EdgeOptions(clock, StageProgress(stage), _loss_listener(member), run.peer_timeout_s)
-    lanes = nccl_lanes(start.device, clock) if start.transport.name == "nccl" else None
-    edges = Edges.connect(member.plane, options, lanes, share=_may_share(member, start, run))
+    nccl = nccl_options(start.device, clock) if start.transport.name == "nccl" else None
+    edges = Edges.connect(member.plane, options, nccl, share=_may_share(member, start, run))
     shared = ", ".join(f"{source} to {target}" for source, target in edges.shared)
     _log.info("edges through shared memory, between ranks: %s", shared or "none")
     facts = checked.facts
@@ -271,14 +272,14 @@ def open_pipeline(
         clock,
         _timer(start, clock),
         progress=options.progress,
-        index=member.seat.stage,
+        index=member.coordinate.stage,
         name=mesh.title(member.place.rank),
         debug_nan=checked.config.debug_nan,
         shards=wires.shards,
         shard_group=shards,
     )
-    upstream = over_link(wires.way_in, checked.profile, member.seat.stage, mesh.stages, clock)
-    remotes = tuple(edges.open_post(rank) for rank in _other_leaders(member))
+    upstream = over_link(wires.way_in, checked.profile, member.coordinate.stage, mesh.stages, clock)
+    remotes = tuple(edges.open_byte_stream(rank) for rank in _other_leaders(member))
     member.plane.start()
     return Pipeline(upstream, runner, remotes, tuple(edges.shared))
 
@@ -316,7 +317,7 @@ def _may_move_head(member: Member, start: Start) -> bool:
     if profile is not None:
         return moves_head(head, profile.device, mesh.stages, profile.tensor_parallel_size)
     # Else last bits would show whose product it was, which hangs on times.
-    alike = len({standing.arithmetic for standing in start.standings}) == 1
+    alike = len({device_info.arithmetic for device_info in start.devices}) == 1
     return moves_head(head, "cpu" if start.on_cpu else "cuda", mesh.stages, mesh.shards) and alike
 
 
@@ -333,12 +334,12 @@ def _agree_on_room(member: Member, start: Start, count: Callable[[], int], what:
 
 
 def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: ClockOffset) -> TraceStart:
-    seat, clock = member.seat, member.clock
+    coordinate, clock = member.coordinate, member.clock
     return TraceStart(
         at_s=clock.now(),
         unix_s=clock.wall(),
         rank=member.place.rank,
-        stage=seat.stage,
+        stage=coordinate.stage,
         num_stages=run.num_stages,
         layers=loaded.layers,
         host=socket.gethostname(),
@@ -349,11 +350,11 @@ def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: 
         inflight=run.inflight,
         num_pages=run.num_pages,
         page_size=run.page_size,
-        clock_offset_s=0.0 if seat.leads else offset.offset_s,
+        clock_offset_s=0.0 if coordinate.leads else offset.offset_s,
         clock_uncertainty_s=offset.uncertainty_s,
-        replica=seat.replica,
+        replica=coordinate.replica,
         num_replicas=member.mesh.replicas,
-        replica_offset_s=offset.offset_s if seat.leads else 0.0,
+        replica_offset_s=offset.offset_s if coordinate.leads else 0.0,
     )
 
 
@@ -378,6 +379,6 @@ def _timer(start: Start, clock: Clock) -> Timer:
 def _other_leaders(member: Member) -> list[int]:
     """Those to talk to of requests and answers: rank 0 with the other leaders, in order, and they with rank 0."""
     mesh = member.mesh
-    if not member.seat.leads or mesh.replicas == 1:
+    if not member.coordinate.leads or mesh.replicas == 1:
         return []
     return [0] if member.place.rank else [mesh.leader(replica) for replica in range(1, mesh.replicas)]

@@ -1,8 +1,8 @@
-"""Texts of any length over an edge, cut into parcels of bounded size.
+"""Send texts of any length over an edge, cut into fragments of bounded size.
 
-    write(text) -> | parcel | parcel | last parcel | -> read()
+    write(text) -> | fragment | fragment | last fragment | -> read()
 
-An edge's buffers are as large as its largest message, and nobody knows how long a text will be.
+The buffers of an edge are as large as its largest message, and the length of a text has no bound.
 """
 
 from __future__ import annotations
@@ -16,66 +16,74 @@ from torch import Tensor
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import Goodbye, Parcel
+from sarathi_pp.wire.codec import Fragment, Goodbye
 from sarathi_pp.wire.message import Payloads
 
-_PARCEL_BYTES = 64 << 10
+_FRAGMENT_BYTES = 64 << 10
 
 FRAME_BYTES = codec.SMALL_FRAME_BYTES
-PAYLOADS = Payloads(_PARCEL_BYTES, (), torch.uint8, torch.device("cpu"))
+PAYLOADS = Payloads(_FRAGMENT_BYTES, (), torch.uint8, torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Whom one can write to and hear from. name: of the rank, for messages."""
+    """Another rank with a byte stream in both directions."""
 
-    name: str
-    outgoing: PostSender
-    incoming: PostReceiver
+    name: str  # in messages
+    outgoing: ByteStreamSender
+    incoming: ByteStreamReceiver
 
 
-class PostSender:
-    """Any thread may write."""
+class ByteStreamSender:
+    """The sending end. Any thread may write."""
 
     def __init__(self, sender: Sender[Tensor]) -> None:
         self._sender = sender
-        self._whole = threading.Lock()
+        self._lock = threading.Lock()  # held for a whole text
 
     def write(self, text: bytes) -> None:
-        """Waits while the other end is slow to read. Raises what ended the edge."""
-        pieces = [text[start : start + _PARCEL_BYTES] for start in range(0, len(text), _PARCEL_BYTES)]
-        with self._whole:
+        """Send a text. Wait while the other end is slow to read. Raises the error that ended the edge."""
+        pieces = [text[start : start + _FRAGMENT_BYTES] for start in range(0, len(text), _FRAGMENT_BYTES)]
+        with self._lock:
             for number, piece in enumerate(pieces, start=1):
+                payload = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
                 self._sender.reserve()
-                self._sender.send(Parcel(number == len(pieces)), torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+                self._sender.send(Fragment(last=number == len(pieces)), payload)
 
     def close(self) -> None:
-        """Nothing more will be written. Raises what ended the edge."""
-        with self._whole:
+        """Say that nothing more will be written. Raises the error that ended the edge."""
+        with self._lock:
             self._sender.close()
 
 
-class PostReceiver:
-    """One thread reads. ended: the other end has closed."""
+class ByteStreamReceiver:
+    """The receiving end. One thread reads.
+
+    Attributes:
+        ended: the other end has closed.
+    """
 
     def __init__(self, receiver: Receiver[Tensor]) -> None:
         self._receiver = receiver
-        self._begun: list[bytes] = []
+        self._fragments: list[bytes] = []  # of a text that is not complete
         self.ended = False
 
     def read(self, timeout_s: float | None = None) -> bytes | None:
-        """The next text; None where its end has not come within timeout_s, or none will. Raises what ended the edge."""
+        """Return the next text; None if it is not complete within timeout_s, or the other end has closed.
+
+        Raises the error that ended the edge.
+        """
         while not self.ended and (message := self._receiver.receive(timeout_s)) is not None:
             frame, payload = message.frame, message.payload
             if isinstance(frame, Goodbye):
                 self.ended = True
                 break
-            if not isinstance(frame, Parcel) or payload is None:
+            if not isinstance(frame, Fragment) or payload is None:
                 raise ProtocolError(f"a {type(frame).__name__} where texts travel")
-            self._begun.append(payload.numpy().tobytes())
+            self._fragments.append(payload.numpy().tobytes())
             message.release()
             if frame.last:
-                text, self._begun = b"".join(self._begun), []
+                text, self._fragments = b"".join(self._fragments), []
                 return text
         return None
 

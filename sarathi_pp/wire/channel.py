@@ -47,7 +47,7 @@ class Message(Generic[Payload]):
     """One frame and its payload. arrived_s: this rank's clock when it was complete here.
 
     release: call once, when the payload is no longer read. landed: the point in a device's work at which the payload
-    is complete, where it comes by a lane and later than the frame.
+    is complete, if it comes by an NCCL channel and later than the frame.
     """
 
     frame: Frame

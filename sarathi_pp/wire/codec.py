@@ -87,10 +87,10 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A piece of a text, which is its payload. last: the text ends with it."""
+class Fragment:
+    """A piece of a text, which is its payload."""
 
-    last: bool
+    last: bool  # the text ends with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Goodbye:
     """The last frame of an edge: the run is over in good order."""
 
 
-Frame = MicroBatchFrame | HeadFrame | ResultFrame | Heartbeat | Parcel | Goodbye
+Frame = MicroBatchFrame | HeadFrame | ResultFrame | Heartbeat | Fragment | Goodbye
 Number = TypeVar("Number", int, float)
 Numbers = tuple[Sequence[int], Sequence[float]]
 
@@ -182,7 +182,7 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
             return 3, ([progress, int(busy), steps], [])
         case Goodbye():
             return 4, ([], [])
-        case Parcel(last):
+        case Fragment(last):
             return 5, ([int(last)], [])
         case HeadFrame(index, num_rows, stage_times, bad, short):
             integers = [index, num_rows, int(short), *chain.from_iterable(bad)]
@@ -210,8 +210,8 @@ def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Fram
             return Goodbye()
         case 5:
             (last,) = integers
-            _expect(not reals, "reals in a parcel")
-            return Parcel(_flag(last))
+            _expect(not reals, "reals in a fragment")
+            return Fragment(_flag(last))
         case 6:
             index, num_rows, short, *rest = integers
             _expect(num_rows >= 0, f"{num_rows} rows")
@@ -319,7 +319,7 @@ def _expect(legal: bool, what: str) -> None:
         raise ValueError(what)
 
 
-# Of a frame with next to no numbers: a parcel, a heartbeat, a goodbye.
+# Of a frame with next to no numbers: a fragment, a heartbeat, a goodbye.
 SMALL_FRAME_BYTES = payload_start(_COUNTS.size + 8 * 3)
 
 

@@ -2,8 +2,8 @@
 
     replica 0   (stage 0: shards 0 1) (stage 1: shards 2 3)        replica 1   (stage 0: shards 4 5) ...
 
-Replicas share requests out, stages layers, and the shards of a stage each layer. Ranks of one host sit side by side,
-whatever numbers a launcher gave them, so that as few edges as can be lead from host to host.
+Replicas share the requests, stages share the layers, and the shards of a stage share each layer. Ranks of one host are
+neighbours, whatever numbers a launcher gave them: so as few edges as possible go from host to host.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
-class Seat(NamedTuple):
-    """Where one rank sits. Who leads a replica holds its coordinator."""
+class Coordinate(NamedTuple):
+    """Position of one rank in the mesh. The rank that leads a replica holds its coordinator."""
 
     replica: int
     stage: int
@@ -27,9 +27,11 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """replicas x stages x shards ranks. ranks: by seat, shards next to one another; in order where none are given.
+    """Ranks of a run by coordinate: replicas x stages x shards.
 
-    Rank 0 leads replica 0.
+    Attributes:
+        ranks: shards of a stage next to one another, then stages, then replicas; in order if none are given. Rank 0
+            leads replica 0.
     """
 
     replicas: int = 1
@@ -47,32 +49,36 @@ class Mesh:
         return self.replicas * self.stages * self.shards
 
     def over(self, hosts: Sequence[str]) -> Mesh:
-        """The same with neighbours on one host. hosts: of each rank; they follow in the order of their first ranks."""
+        """Return this mesh with ranks of one host as neighbours.
+
+        Args:
+            hosts: of each rank. They follow in the order of their first ranks.
+        """
         first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
         return replace(self, ranks=tuple(sorted(range(self.size), key=lambda rank: (first[hosts[rank]], rank))))
 
     def rank(self, replica: int, stage: int, shard: int = 0) -> int:
         return self.ranks[(replica * self.stages + stage) * self.shards + shard]
 
-    def seat(self, rank: int) -> Seat:
+    def coordinate(self, rank: int) -> Coordinate:
         stage, shard = divmod(self.ranks.index(rank), self.shards)
-        return Seat(*divmod(stage, self.stages), shard)
+        return Coordinate(*divmod(stage, self.stages), shard)
 
     def leader(self, replica: int) -> int:
         return self.rank(replica, 0)
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """Its ranks, the leader first."""
+        """Return the ranks of a replica, the leader first."""
         size = self.stages * self.shards
         return self.ranks[replica * size : (replica + 1) * size]
 
     def shard_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
-        """Those that hold one stage together."""
+        """Return the ranks that hold one stage together."""
         return tuple(self.rank(replica, stage, shard) for shard in range(self.shards))
 
     def title(self, rank: int) -> str:
-        """How messages call it."""
-        seat = self.seat(rank)
-        shard = f"shard {seat.shard} of " if self.shards > 1 else ""
-        replica = f" of replica {seat.replica}" if self.replicas > 1 else ""
-        return f"{shard}stage {seat.stage}{replica} (rank {rank})"
+        """Return what messages call a rank."""
+        coordinate = self.coordinate(rank)
+        shard = f"shard {coordinate.shard} of " if self.shards > 1 else ""
+        replica = f" of replica {coordinate.replica}" if self.replicas > 1 else ""
+        return f"{shard}stage {coordinate.stage}{replica} (rank {rank})"

@@ -13,14 +13,14 @@ import torch
 
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
-from sarathi_pp.wire.codec import Envelope, Frame, HeadFrame, MicroBatchFrame, Parcel
+from sarathi_pp.wire.codec import Envelope, Fragment, Frame, HeadFrame, MicroBatchFrame
 
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
     """Activations as an edge carries them: up to max_tokens rows of row_shape, on this rank's device.
 
-    Of an edge of texts, the largest parcel. Where nothing but frames travels rows are empty.
+    Of an edge of texts, the largest fragment. Where nothing but frames travels rows are empty.
     """
 
     max_tokens: int
@@ -94,7 +94,7 @@ def read(buffer: memoryview) -> tuple[Envelope, memoryview]:
     """What lies in a buffer: the frame, and the bytes behind it. Raises ProtocolError for what is none."""
     envelope = codec.decode(buffer)
     behind = buffer[envelope.payload_start : envelope.payload_start + envelope.payload_bytes]
-    if behind and not isinstance(envelope.frame, (MicroBatchFrame, HeadFrame, Parcel)):
+    if behind and not isinstance(envelope.frame, (MicroBatchFrame, HeadFrame, Fragment)):
         raise ProtocolError(f"a {type(envelope.frame).__name__} with {len(behind)} bytes of payload")
     return envelope, behind
 

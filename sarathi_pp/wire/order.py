@@ -12,23 +12,23 @@ from __future__ import annotations
 
 from itertools import chain
 
-from sarathi_pp.wire.mesh import Mesh, Seat
+from sarathi_pp.wire.mesh import Coordinate, Mesh
 
 Edges = tuple[tuple[int, int], ...]
 
 
 def edges(mesh: Mesh) -> Edges:
-    """(sender, receiver) of every edge between different ranks."""
+    """Return (sender, receiver) of every edge between different ranks."""
     return (*stage_edges(mesh), *_request_edges(mesh))
 
 
 def stage_edges(mesh: Mesh) -> Edges:
-    """Those that microbatches and their results take."""
+    """Return the edges that carry microbatches and their results."""
     return (*forward_edges(mesh), *_return_edges(mesh), *_header_edges(mesh))
 
 
 def forward_edges(mesh: Mesh) -> Edges:
-    """Those that carry activations."""
+    """Return the edges that carry activations."""
     return tuple(
         (mesh.rank(replica, stage, shard), mesh.rank(replica, stage + 1, shard))
         for replica in range(mesh.replicas)
@@ -37,18 +37,18 @@ def forward_edges(mesh: Mesh) -> Edges:
     )
 
 
-def upstream(mesh: Mesh, seat: Seat) -> int:
-    """The rank from which microbatches come; for a leader that of the results, itself where it is the last stage."""
-    if seat.stage > 0:
-        return mesh.rank(seat.replica, seat.stage - 1, seat.shard)
-    return mesh.rank(seat.replica, 0 if seat.shard else mesh.stages - 1)
+def upstream(mesh: Mesh, coordinate: Coordinate) -> int:
+    """Return the rank from which microbatches come; on a leader results, from the last stage, which may be its own."""
+    if coordinate.stage > 0:
+        return mesh.rank(coordinate.replica, coordinate.stage - 1, coordinate.shard)
+    return mesh.rank(coordinate.replica, 0 if coordinate.shard else mesh.stages - 1)
 
 
-def downstream(mesh: Mesh, seat: Seat) -> int | None:
-    """The rank to which microbatches go; for a last stage the leader, who hears of results from one shard alone."""
-    if seat.stage < mesh.stages - 1:
-        return mesh.rank(seat.replica, seat.stage + 1, seat.shard)
-    return None if seat.shard else mesh.leader(seat.replica)
+def downstream(mesh: Mesh, coordinate: Coordinate) -> int | None:
+    """Return the rank to which microbatches go. Of the last stage one shard alone sends the results to the leader."""
+    if coordinate.stage < mesh.stages - 1:
+        return mesh.rank(coordinate.replica, coordinate.stage + 1, coordinate.shard)
+    return None if coordinate.shard else mesh.leader(coordinate.replica)
 
 
 def _return_edges(mesh: Mesh) -> Edges:

@@ -42,7 +42,7 @@ _FREED = struct.Struct("<I")
 _SHAPE = struct.Struct("<IQ")
 # SO_PEERCRED: pid, uid, gid.
 _CREDENTIALS = struct.Struct("iII")
-_KNOCK_S = 5.0
+_CONNECT_S = 5.0
 # More than this many slots, and the socket might not hold what is said of all of them: kernels take at least 256.
 MAX_SLOTS = 128
 
@@ -53,10 +53,14 @@ class Heartbeats(Protocol):
     def close(self) -> None: ...
 
 
-class Door:
-    """Where the rank that will receive waits for the one that will send. name: how that one finds it.
+class SlotListener:
+    """Where the receiving rank of an edge listens for the sending one.
 
-    Raises OSError where there are no such sockets.
+    Attributes:
+        name: an abstract socket name, which the sending rank connects to.
+
+    Raises:
+        OSError: this host has no such sockets.
     """
 
     def __init__(self) -> None:
@@ -69,15 +73,15 @@ class Door:
             self._listener.close()
             raise
 
-    def admit(self, timeout_s: float) -> socket.socket | None:
-        """The first of this user's processes that has knocked; None where there is none within that time each."""
+    def accept(self, timeout_s: float) -> socket.socket | None:
+        """Return the first connection of a process of this user; None if no process connects within timeout_s."""
         self._listener.settimeout(timeout_s)
         try:
             while True:
-                found, _ = self._listener.accept()
-                if _is_ours(found):
-                    return found
-                found.close()
+                end, _ = self._listener.accept()
+                if _is_ours(end):
+                    return end
+                end.close()
         except OSError:
             return None
 
@@ -85,37 +89,37 @@ class Door:
         self._listener.close()
 
 
-def knock(name: str) -> socket.socket | None:
-    """A way to the door of that name, None where none of this user's is to be found from here."""
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Names are anybody's to see, and where too many have knocked one waits.
-    found.settimeout(_KNOCK_S)
+def connect(name: str) -> socket.socket | None:
+    """Connect to the listener of that name; None if no process of this user listens there, as seen from here."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Any process may see the name and connect, and the kernel waits when too many have.
+    end.settimeout(_CONNECT_S)
     try:
-        found.connect(f"\0{name}")
+        end.connect(f"\0{name}")
     except OSError:
-        found.close()
+        end.close()
         return None
-    if _is_ours(found):
-        return found
-    found.close()
+    if _is_ours(end):
+        return end
+    end.close()
     return None
 
 
 def can_share() -> bool:
-    """Whether this process could share memory with another one of this user's here."""
+    """Return whether this process could share memory with another process of this user on this host."""
     try:
-        door = Door()
+        listener = SlotListener()
     except OSError:
         return False
-    way = knock(door.name)
-    if way is not None:
-        way.close()
-    door.close()
-    return way is not None
+    end = connect(listener.name)
+    if end is not None:
+        end.close()
+    listener.close()
+    return end is not None
 
 
 def _is_ours(end: socket.socket) -> bool:
-    """Whether the other end is a process of this user's: anybody may use an abstract name."""
+    """Return whether the other end is a process of this user: any process may use an abstract name."""
     _, uid, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(uid == os.geteuid())
 

@@ -5,10 +5,11 @@ aborts the process; a dead peer raises at once; a silent one raises when `wait` 
 short wait used as a poll destroys the pair. Hence: receives of the largest legal size posted ahead, the bound
 asserted by the sender, no polling, and a heartbeat a second so that only a real silence reaches the timeout.
 
-Each end runs its own thread. A message begins to leave in the thread that sends it, which does not wait for it: where
-nothing holds it up it is in the kernel at once, and its own thread need not be woken first. A send buffer is held until
-its send is complete. Activations travel behind their frame, on devices through pinned host buffers; or beside it, by a
-lane. Texts are taken out of their buffers as they come: what is under way is bounded by what was asked for.
+Each end runs its own thread. The computing thread starts a send and does not wait for it: if nothing blocks it, the
+message is in the kernel at once, without waking the other thread. A send buffer is held until its send is complete.
+
+Activations follow their frame in the same message, on devices through pinned host buffers; or they go by an NCCL
+channel. Texts are copied out of their buffers as they come: requests bound how many there are.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch
 from sarathi_pp.errors import CapacityError, PeerLostError, ProtocolError, SarathiError, StalledError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING, Landing, Message, NumberCheck
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, Parcel
+from sarathi_pp.wire.codec import Fragment, Frame, Goodbye, Heartbeat
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group, Transfer
 from sarathi_pp.wire.message import Payloads, announced_rows, bytes_of, copied, read, write
-from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.nccl_channel import NcclChannel
 
 GOODBYE_S = 10.0
 
@@ -37,8 +38,8 @@ class Edge:
     """One directed edge as one of its two ends sees it.
 
     peer: rank of the other end in the edge's group; peer_name: how messages call it. group: its own communicator,
-    whose timeout is how long the peer may be silent. frame_bytes: the largest legal frame. lane: where payloads travel
-    beside the frames.
+    whose timeout is how long the peer may be silent. frame_bytes: the largest legal frame. nccl: carries the
+    payloads, if not the frames' own messages.
     """
 
     group: Group
@@ -46,12 +47,12 @@ class Edge:
     peer_name: str
     frame_bytes: int
     payloads: Payloads
-    lane: Lane | None = None
+    nccl: NcclChannel | None = None
 
     @property
     def message_bytes(self) -> int:
         """The largest legal message: a frame, and the payload where that travels behind it."""
-        if self.lane is not None:
+        if self.nccl is not None:
             return self.frame_bytes
         return self.payloads.max_bytes(self.frame_bytes)
 
@@ -76,11 +77,11 @@ class Edge:
 
     def rows(self) -> torch.Tensor | None:
         """One payload's memory on the device, where it is not in the message's own. Raises CapacityError."""
-        if self.lane is None:
+        if self.nccl is None:
             return None
         max_tokens, device = self.payloads.max_tokens, self.payloads.device
         try:
-            return self.lane.buffer((max_tokens, *self.payloads.row_shape), self.payloads.dtype, device)
+            return self.nccl.buffer((max_tokens, *self.payloads.row_shape), self.payloads.dtype, device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"no memory on {device} for activations of {max_tokens} tokens; try a smaller --chunk-size"
@@ -89,7 +90,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """What one message is received into, and its bytes. rows: of its payload, where that comes by a lane."""
+    """What one message is received into, and its bytes. rows: of its payload, where that comes by an NCCL channel."""
 
     message: torch.Tensor
     bytes: memoryview
@@ -122,16 +123,16 @@ class TorchSender:
         if self._failure is not None:
             self._free.release()
             raise self._failure
-        if self._edge.lane is not None:
-            self._edge.lane.wait_for_room(self._num_buffers)
+        if self._edge.nccl is not None:
+            self._edge.nccl.wait_for_room(self._num_buffers)
 
     def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
         """Copy frame and payload into the reserved buffer and let it go; waiting for it is the sender thread's affair.
 
         What ends the edge meanwhile is raised by the next `reserve`.
         """
-        lane = self._edge.lane
-        behind = payload if lane is None else None
+        channel = self._edge.nccl
+        behind = payload if channel is None else None
         if behind is not None and behind.device.type == "cuda":
             # Copying it to the host waits for the device in any case; heartbeats must not wait with it.
             torch.cuda.current_stream(behind.device).synchronize()
@@ -144,8 +145,8 @@ class TorchSender:
             except SarathiError as error:
                 self._fail(error)
                 return
-        if payload is not None and lane is not None:
-            lane.send(payload)
+        if payload is not None and channel is not None:
+            channel.send(payload)
 
     def close(self) -> None:
         if self._failure is None and self._thread.is_alive():
@@ -220,8 +221,8 @@ class TorchReceiver:
         if isinstance(item, SarathiError):
             self._inbox.put(item)  # for whoever asks again
             raise item
-        if self._edge.lane is not None and item.landed is not None:
-            self._edge.lane.admit(item.landed)
+        if self._edge.nccl is not None and item.landed is not None:
+            self._edge.nccl.admit(item.landed)
         return item
 
     def close(self) -> None:
@@ -259,7 +260,7 @@ class TorchReceiver:
             self._free.put(buffer)
             return False
         self._stalled_since = None
-        if isinstance(frame, Parcel):
+        if isinstance(frame, Fragment):
             # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
             self._inbox.put(Message(frame, copied(behind), self._clock.now(), lambda: None))
             self._free.put(buffer)
@@ -271,9 +272,9 @@ class TorchReceiver:
     def _payload(
         self, frame: Frame, behind: memoryview, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Landing | None]:
-        """The activations, and when they are there, where they come by the lane."""
-        lane = self._edge.lane
-        if lane is None or rows is None:
+        """The activations, and when they are there, where they come by an NCCL channel."""
+        channel = self._edge.nccl
+        if channel is None or rows is None:
             return self._edge.payloads.rows(frame, behind), None
         num_rows = announced_rows(frame)
         if behind:
@@ -283,7 +284,7 @@ class TorchReceiver:
         if not num_rows:
             return None, None
         filled = rows[:num_rows]
-        return filled, lane.receive(filled)
+        return filled, channel.receive(filled)
 
     def _watch(self, beat: Heartbeat) -> None:
         """A peer that stays in the same layer of a microbatch for the whole timeout hangs, although it lives."""

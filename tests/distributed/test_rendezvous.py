@@ -1,4 +1,4 @@
-"""Ranks meet in a store whatever an earlier start has left there, and say who is missing where they do not."""
+"""Ranks find each other in a store whatever an earlier start has left there, and say who is missing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 import sarathi_pp
-from sarathi_pp.distributed import rendezvous as meeting_module
+from sarathi_pp.distributed import rendezvous as rendezvous_module
 from sarathi_pp.distributed.network_interface import Interface
-from sarathi_pp.distributed.rendezvous import meet
+from sarathi_pp.distributed.rendezvous import rendezvous
 from sarathi_pp.errors import ConfigError, MissingError
 from sarathi_pp.trace.clock import SystemClock
 
@@ -23,23 +23,23 @@ LOOPBACK, NETWORK = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1")
 SOON_S, LATER_S = 1.0, 20.0
 
 
-def meeting(pool, store, rank, world_size, timeout_s=LATER_S, interface=LOOPBACK, refusal=None):
+def submit(pool, store, rank, world_size, timeout_s=LATER_S, interface=LOOPBACK, refusal=None):
     clock = SystemClock()
-    return pool.submit(meet, store, rank, world_size, clock.now() + timeout_s, clock, interface, refusal)
+    return pool.submit(rendezvous, store, rank, world_size, clock.now() + timeout_s, clock, interface, refusal)
 
 
 def start(store, world_size, ranks=None, timeout_s=LATER_S):
     """Each rank's part of the store, of those that come, in the order in which they are told to."""
     ranks = list(range(world_size)) if ranks is None else ranks
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return {rank: meeting(pool, store, rank, world_size, timeout_s) for rank in ranks}
+        return {rank: submit(pool, store, rank, world_size, timeout_s) for rank in ranks}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_all_have_one_part_and_no_start_has_anothers(order):
     store = HashStore()
     for number in range(5):
-        parts = {rank: met.result() for rank, met in start(store, 3, order).items()}
+        parts = {rank: future.result() for rank, future in start(store, 3, order).items()}
         assert not parts[0].check(["key"])
         parts[0].set("key", str(number))
         assert {part.get("key") for part in parts.values()} == {str(number).encode()}
@@ -48,17 +48,17 @@ def test_all_have_one_part_and_no_start_has_anothers(order):
 @pytest.mark.parametrize("came", [[0, 1], [1, 2], [0]])
 def test_what_a_start_has_left_that_never_met_is_in_nobodys_way(came):
     store = HashStore()
-    for met in start(store, 3, came, SOON_S).values():
-        assert isinstance(met.exception(), ConfigError)
-    parts = [met.result() for met in start(store, 3).values()]
+    for future in start(store, 3, came, SOON_S).values():
+        assert isinstance(future.exception(), ConfigError)
+    parts = [future.result() for future in start(store, 3).values()]
     parts[1].set("key", "again")
     assert parts[2].get("key") == b"again"
 
 
 def test_who_is_missing_is_named_to_all_that_came():
     found = start(HashStore(), 4, [0, 2], SOON_S)
-    for met in found.values():
-        assert "2 of 4 ranks have come within --join-timeout, missing: 1, 3;" in str(met.exception())
+    for future in found.values():
+        assert "2 of 4 ranks have come within --join-timeout, missing: 1, 3;" in str(future.exception())
 
 
 HOLDER = """
@@ -73,7 +73,7 @@ time.sleep(600)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_falls_silent_is_not_waited_for(rank, monkeypatch):
     """Its process is stopped, and the kernel still takes what is sent there."""
-    monkeypatch.setattr(meeting_module, "_SILENT_S", 0.5)
+    monkeypatch.setattr(rendezvous_module, "_SILENT_S", 0.5)
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None
@@ -81,15 +81,15 @@ def test_a_store_that_falls_silent_is_not_waited_for(rank, monkeypatch):
             holder.send_signal(signal.SIGSTOP)
             began_s = time.monotonic()
             with pytest.raises(ConfigError, match=f"rank {rank} of 2: the store in which ranks meet has not answered"):
-                meet(store, rank, 2, SystemClock().now() + SOON_S, SystemClock(), LOOPBACK)
+                rendezvous(store, rank, 2, SystemClock().now() + SOON_S, SystemClock(), LOOPBACK)
             assert time.monotonic() - began_s < SOON_S + 3 * 5.0
         finally:
             holder.kill()
 
 
 def test_without_rank_0_the_others_say_so():
-    met = start(HashStore(), 3, [2], SOON_S)[2]
-    assert "rank 2 of 3 was not met by rank 0 within --join-timeout" in str(met.exception())
+    future = start(HashStore(), 3, [2], SOON_S)[2]
+    assert "rank 2 of 3 was not met by rank 0 within --join-timeout" in str(future.exception())
 
 
 @pytest.mark.parametrize("strangers", [[1], [2], [1, 2]])
@@ -97,44 +97,44 @@ def test_ranks_of_another_number_are_refused_by_all(strangers):
     """Also those whose own number rank 0 does not know of."""
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
-        others = [meeting(pool, store, rank, 3) for rank in strangers]
+        others = [submit(pool, store, rank, 3) for rank in strangers]
         time.sleep(0.2)
-        first = meeting(pool, store, 0, 2)
+        first = submit(pool, store, 0, 2)
     says = "was started as one of 3 ranks, rank 0 as one of 2; start all with the same number"
-    for met in (first, *others):
-        assert isinstance(met.exception(), ConfigError)
-        assert says in str(met.exception()) or "was not met by rank 0" in str(met.exception())
-    assert says in str(first.exception()) and any(says in str(met.exception()) for met in others)
+    for future in (first, *others):
+        assert isinstance(future.exception(), ConfigError)
+        assert says in str(future.exception()) or "was not met by rank 0" in str(future.exception())
+    assert says in str(first.exception()) and any(says in str(future.exception()) for future in others)
 
 
 def test_ranks_that_cannot_hear_each_other_are_refused():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first = meeting(pool, store, 0, 2)
-        other = meeting(pool, store, 1, 2, interface=NETWORK)
-    for met in (first, other):
-        assert isinstance(met.exception(), ConfigError)
-        assert "rank 0 talks on lo (127.0.0.1), rank 1 on eth0 (10.0.0.1)" in str(met.exception())
+        first = submit(pool, store, 0, 2)
+        other = submit(pool, store, 1, 2, interface=NETWORK)
+    for future in (first, other):
+        assert isinstance(future.exception(), ConfigError)
+        assert "rank 0 talks on lo (127.0.0.1), rank 1 on eth0 (10.0.0.1)" in str(future.exception())
 
 
 def test_ranks_of_another_release_are_refused_by_name(monkeypatch):
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first = meeting(pool, store, 0, 2)
+        first = submit(pool, store, 0, 2)
         while not store.check(["sarathi_pp/name"]):
             time.sleep(0.01)
         monkeypatch.setattr(sarathi_pp, "__version__", "9.9.9")
-        other = meeting(pool, store, 1, 2)
-    for met in (first, other):
-        assert str(met.exception()) == "rank 1 has sarathi_pp 9.9.9, rank 0 0.1.0: install one version on all"
+        other = submit(pool, store, 1, 2)
+    for future in (first, other):
+        assert str(future.exception()) == "rank 1 has sarathi_pp 9.9.9, rank 0 0.1.0: install one version on all"
 
 
 def test_who_has_given_up_is_missed():
     """Rank 0 comes late, and does not take an answer for a rank that waits."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        gone = meeting(pool, store, 1, 3, SOON_S)
-        first = meeting(pool, store, 0, 3, SOON_S + 4)
+        gone = submit(pool, store, 1, 3, SOON_S)
+        first = submit(pool, store, 0, 3, SOON_S + 4)
     assert isinstance(gone.exception(), ConfigError)
     assert "1 of 3 ranks have come within --join-timeout, missing: 1, 2;" in str(first.exception())
 
@@ -149,9 +149,9 @@ def test_why_one_does_not_take_part_is_told_to_all(refusing, order):
     with ThreadPoolExecutor(3) as pool:
         for rank in order:
             refusal = MissingError("no such model: /models/x") if rank == refusing else None
-            ranks[rank] = meeting(pool, store, rank, 3, refusal=refusal)
+            ranks[rank] = submit(pool, store, rank, 3, refusal=refusal)
             time.sleep(0.3)
-    errors = {rank: met.exception() for rank, met in ranks.items()}
+    errors = {rank: future.exception() for rank, future in ranks.items()}
     assert {type(error) for error in errors.values()} == {MissingError}
     assert {str(error) for error in errors.values()} == {
         f"rank {refusing} on {socket.gethostname()}: no such model: /models/x"
@@ -163,8 +163,8 @@ def test_why_one_does_not_take_part_is_told_to_all(refusing, order):
 def test_rank_0_waits_for_those_that_have_not_come_to_hear_why_it_refuses():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        first = meeting(pool, store, 0, 2, refusal=MissingError("no such file"))
+        first = submit(pool, store, 0, 2, refusal=MissingError("no such file"))
         time.sleep(0.5)
         assert not first.done()
-        late = meeting(pool, store, 1, 2)
+        late = submit(pool, store, 1, 2)
     assert isinstance(first.exception(), MissingError) and isinstance(late.exception(), MissingError)

@@ -9,11 +9,11 @@ import torch
 
 from sarathi_pp.distributed import control_plane, edges
 from sarathi_pp.distributed.control_plane import Connection, ControlPlane
-from sarathi_pp.distributed.devices import Standing, stand
+from sarathi_pp.distributed.devices import DeviceInfo, describe_device
 from sarathi_pp.distributed.edges import Edges
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.distributed.network_interface import Interface
-from sarathi_pp.distributed.transport import Lanes, Transport, choose_transport, surroundings
+from sarathi_pp.distributed.transport import NcclOptions, Transport, choose_transport, surroundings
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.edge_options import EdgeOptions, IgnoreLosses
@@ -21,22 +21,22 @@ from sarathi_pp.wire.mesh import Mesh
 from sarathi_pp.wire.stage_progress import StageProgress
 from tests.wire.test_torch_channel import Layers
 
-ALONE = [Standing("a", "GPU-0", True), Standing("a", "GPU-1", True), Standing("b", "GPU-0", True)]
+ALONE = [DeviceInfo("a", "GPU-0", True), DeviceInfo("a", "GPU-1", True), DeviceInfo("b", "GPU-0", True)]
 
 
 @pytest.mark.parametrize(
-    ("standings", "expected"),
+    ("devices", "expected"),
     [
         (ALONE, Transport("nccl", "every rank has a GPU to itself")),
         (ALONE[:1], Transport("gloo", "one stage sends nothing")),
         ([*ALONE, ALONE[1]], Transport("gloo", "ranks 1 and 3 share a GPU")),
-        ([*ALONE, Standing("b", None, False)], Transport("gloo", "rank 3 computes on CPU")),
-        ([*ALONE, Standing("b", "GPU-1", False)], Transport("gloo", "the torch of rank 3 has no NCCL")),
+        ([*ALONE, DeviceInfo("b", None, False)], Transport("gloo", "rank 3 computes on CPU")),
+        ([*ALONE, DeviceInfo("b", "GPU-1", False)], Transport("gloo", "the torch of rank 3 has no NCCL")),
     ],
     ids=["one each", "one stage", "shared", "a CPU among them", "no NCCL"],
 )
-def test_the_choice_and_its_reason(standings, expected):
-    assert choose_transport(standings) == expected
+def test_the_choice_and_its_reason(devices, expected):
+    assert choose_transport(devices) == expected
 
 
 def test_who_asks_for_gloo_gets_it():
@@ -44,17 +44,17 @@ def test_who_asks_for_gloo_gets_it():
 
 
 def test_a_rank_on_cpu_has_no_gpu_whatever_its_torch_can():
-    found = stand(torch.device("cpu"), "here", nccl=True)
-    assert found == Standing("here", None, nccl=False, arithmetic=found.arithmetic)
+    found = describe_device(torch.device("cpu"), "here", nccl=True)
+    assert found == DeviceInfo("here", None, nccl=False, arithmetic=found.arithmetic)
 
 
 def test_ranks_with_other_threads_do_not_compute_alike() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one, again = (stand(torch.device("cpu"), "here", nccl=True).arithmetic for _ in range(2))
+        one, again = (describe_device(torch.device("cpu"), "here", nccl=True).arithmetic for _ in range(2))
         torch.set_num_threads(2)
-        two = stand(torch.device("cpu"), "here", nccl=True).arithmetic
+        two = describe_device(torch.device("cpu"), "here", nccl=True).arithmetic
     finally:
         torch.set_num_threads(before)
     assert one == again != two
@@ -68,22 +68,22 @@ def test_nccl_listens_where_gloo_does_unless_the_user_says_otherwise():
 
 
 class Calls:
-    """Communicators and lanes that one rank makes, in its order."""
+    """Communicators and NCCL channels that one rank makes, in its order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, answered: bool = True) -> None:
         self.made: list[object] = []
         self._answered = answered
         monkeypatch.setattr(control_plane, "PrefixStore", lambda name, store: name)
         monkeypatch.setattr(control_plane, "Group", self.group)
-        monkeypatch.setattr(edges, "Lane", self.lane)
+        monkeypatch.setattr(edges, "NcclChannel", self.channel)
 
     def group(self, store: str, rank: int, size: int, timeout_s: float, backend: str) -> Calls:
         assert size == 2
         self.made.append((backend, store, rank))
         return self
 
-    def lane(self, group: Calls, peer: int, stream: object) -> Calls:
-        self.made.append(("lane", peer))
+    def channel(self, group: Calls, peer: int, stream: object) -> Calls:
+        self.made.append(("channel", peer))
         return self
 
     def close(self) -> None: ...
@@ -96,35 +96,35 @@ class Calls:
         return 0.0 if self._answered else None
 
 
-def connect(calls: Calls, rank: int, world_size: int, lanes: Lanes | None = None) -> None:
+def connect(calls: Calls, rank: int, world_size: int, nccl: NcclOptions | None = None) -> None:
     connection = Connection(None, Interface("lo", "127.0.0.1"), calls, None)  # type: ignore[arg-type]
     place, clock = Place(rank, world_size, rank, world_size), ManualClock()
     plane = ControlPlane(place, Mesh(stages=world_size), 5.0, clock, connection)
-    Edges.connect(plane, EdgeOptions(clock, StageProgress(Layers()), IgnoreLosses(), 60.0), lanes)
+    Edges.connect(plane, EdgeOptions(clock, StageProgress(Layers()), IgnoreLosses(), 60.0), nccl)
 
 
-LANES = Lanes("nccl", torch.device("cpu"), object)  # type: ignore[arg-type]
+NCCL = NcclOptions("nccl", torch.device("cpu"), object)  # type: ignore[arg-type]
 
 
-def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_lanes(monkeypatch):
+def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_nccl_channels(monkeypatch):
     """Stage 1 of 3 has both ends. One communicator a directed edge, whose sender is rank 0 of it; the return edge,
-    which carries no activations, has no lane."""
+    which carries no activations, has no channel."""
     calls = Calls(monkeypatch)
-    connect(calls, 1, 3, LANES)
+    connect(calls, 1, 3, NCCL)
     assert calls.made == [
         ("gloo", "group/1", 1),
         ("gloo", "group/2", 0),
         ("nccl", "group/4", 1),
-        ("lane", 0),
+        ("channel", 0),
         ("connect", False, "=lo"),
         ("nccl", "group/5", 0),
-        ("lane", 1),
+        ("channel", 1),
         ("connect", True, "=lo"),
     ]
     ends = []
     for rank in (0, 2):
         calls = Calls(monkeypatch)
-        connect(calls, rank, 3, LANES)
+        connect(calls, rank, 3, NCCL)
         ends.append([made for made in calls.made if made[0] in ("gloo", "nccl")])
     first, last = ends
     assert first == [("gloo", "group/1", 0), ("gloo", "group/3", 1), ("nccl", "group/4", 0)]
@@ -132,13 +132,13 @@ def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_l
     assert "NCCL_SOCKET_IFNAME" not in os.environ
 
 
-def test_without_lanes_nothing_of_nccl_is_asked_for(monkeypatch):
+def test_without_nccl_options_nothing_of_nccl_is_asked_for(monkeypatch):
     calls = Calls(monkeypatch)
     connect(calls, 1, 3)
     assert calls.made == [("gloo", "group/1", 1), ("gloo", "group/2", 0)]
 
 
-def test_a_lane_that_does_not_open_is_given_up_with_the_peers_name(monkeypatch):
+def test_a_nccl_channel_that_does_not_open_is_given_up_with_the_peers_name(monkeypatch):
     calls = Calls(monkeypatch, answered=False)
     with pytest.raises(PeerLostError, match=r"of this rank and stage 0 \(rank 0\) within 5 s \(--join-timeout\)"):
-        connect(calls, 1, 2, LANES)
+        connect(calls, 1, 2, NCCL)

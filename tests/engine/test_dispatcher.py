@@ -19,7 +19,7 @@ from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
 from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.wire.byte_stream import PostReceiver, PostSender, Remote
+from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender, Remote
 from sarathi_pp.wire.channel import QueueChannel
 
 CLOCK = SystemClock()
@@ -99,7 +99,7 @@ class Leader:
         self.engine = engine
         self.down: QueueChannel[torch.Tensor] = QueueChannel(CLOCK, 8)
         self.up: QueueChannel[torch.Tensor] = QueueChannel(CLOCK, 8)
-        self.remote = Remote(f"replica {engine.number}", PostSender(self.down), _Mortal(self.up, self))
+        self.remote = Remote(f"replica {engine.number}", ByteStreamSender(self.down), _Mortal(self.up, self))
         self.died: PeerLostError | None = None
         self.aborted = 0
         self._offset_s = offset_s
@@ -107,7 +107,10 @@ class Leader:
         self.thread.start()
 
     def _serve(self) -> None:
-        source, sink = RemoteSource(PostReceiver(self.down), CLOCK, self._offset_s), RemoteSink(PostSender(self.up))
+        source, sink = (
+            RemoteSource(ByteStreamReceiver(self.down), CLOCK, self._offset_s),
+            RemoteSink(ByteStreamSender(self.up)),
+        )
         try:
             while True:
                 try:
@@ -120,7 +123,7 @@ class Leader:
             self.died = error
 
 
-class _Mortal(PostReceiver):
+class _Mortal(ByteStreamReceiver):
     """What comes of a leader; once it has died, its edge raises."""
 
     def __init__(self, channel: QueueChannel[torch.Tensor], leader: Leader) -> None:

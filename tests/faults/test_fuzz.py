@@ -98,7 +98,7 @@ FRAMES = (
     codec.ResultFrame(StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, True, 1)), (StageTime(6, 0.5),))),
     codec.HeadFrame(7, 3, (StageTime(7, 0.25),), ((3, 0),)),
     codec.Heartbeat(12, True),
-    codec.Parcel(True),
+    codec.Fragment(True),
     codec.Goodbye(),
 )
 PAYLOAD = bytes(range(48))
@@ -119,7 +119,9 @@ def signed(message: bytes) -> bytes:
 def test_the_frame_decoder_survives_any_bytes() -> None:
     rng = random.Random("frames")
     seeds = [codec.encode(frame, number) for number, frame in enumerate(FRAMES)]
-    carriers = [frame for frame in FRAMES if isinstance(frame, codec.MicroBatchFrame | codec.HeadFrame | codec.Parcel)]
+    carriers = [
+        frame for frame in FRAMES if isinstance(frame, codec.MicroBatchFrame | codec.HeadFrame | codec.Fragment)
+    ]
     for number, frame in enumerate(carriers, 2**40):
         seeds.append(codec.encode(frame, number, len(PAYLOAD)) + PAYLOAD + codec.trailer(number))
     read, kinds = 0, set[tuple[type, bool]]()

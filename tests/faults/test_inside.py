@@ -155,8 +155,8 @@ def test_no_memory_once_costs_no_answer(stage, files, model, undisturbed):
 
 def two_ranks(files: Files, models: tuple[Path, Path], options: tuple[tuple[str, ...], ...], **more: str) -> list[str]:
     """What two ranks say, started by nobody's launcher, each with a model directory and options of its own."""
-    (files.folder / "meeting").mkdir(mode=0o700)
-    store = str(files.folder / "meeting" / "store")
+    (files.folder / "rendezvous").mkdir(mode=0o700)
+    store = str(files.folder / "rendezvous" / "store")
     processes = []
     for rank in range(2):
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}

@@ -161,9 +161,9 @@ def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, model, u
     script = console_script(tmp_path)
     agents = []
     for host in range(2):
-        meet = ("--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(PORT))
+        rdzv = ("--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(PORT))
         own = () if host == 0 else ("--run-dir", str(tmp_path / "elsewhere"))
-        command = (str(TORCHRUN), "--nproc-per-node", "1", *meet, str(script), *files.options(model, *OPTIONS, *own))
+        command = (str(TORCHRUN), "--nproc-per-node", "1", *rdzv, str(script), *files.options(model, *OPTIONS, *own))
         agents.append(
             subprocess.Popen(
                 (*hosts.on(host), *command), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True

@@ -106,8 +106,8 @@ def test_under_torchrun_a_lost_hosts_replica_leaves_its_requests_to_the_others(f
     """An agent and its two ranks on either host. The one that is left waits for the other at torchrun's exit barrier,
     five minutes and longer than a test can, so what the run ended with is read where it is written.
     """
-    meet = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    first, second = (torchrun(2, console_script(tmp_path), *meet, "--node-rank", str(node)) for node in range(2))
+    rdzv = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    first, second = (torchrun(2, console_script(tmp_path), *rdzv, "--node-rank", str(node)) for node in range(2))
     options = ("--replicas", "2", "--peer-timeout", "10")
     elsewhere = ("--run-dir", str(tmp_path / "elsewhere"))
     with (

@@ -11,7 +11,7 @@ import torch
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed import environment, launcher
-from sarathi_pp.distributed.devices import Standing
+from sarathi_pp.distributed.devices import DeviceInfo
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.transport import choose_transport
@@ -229,5 +229,5 @@ def test_topology_and_devices_use_that_id():
     """Two ranks whose hosts are both called `localhost` are neighbours of none, and share no GPU."""
     ids = ["localhost one", "localhost two", "localhost one", "localhost two"]
     assert Mesh(replicas=2, stages=2).over(ids).ranks == (0, 2, 1, 3)
-    gpus = [Standing(id, "GPU-0", True) for id in ids[:2]]
+    gpus = [DeviceInfo(id, "GPU-0", True) for id in ids[:2]]
     assert choose_transport(gpus).name == "nccl"

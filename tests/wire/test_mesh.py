@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.wire.mesh import Mesh, Seat
+from sarathi_pp.wire.mesh import Coordinate, Mesh
 from sarathi_pp.wire.order import downstream, edges, forward_edges, upstream
 
 meshes = st.builds(Mesh, st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
@@ -41,18 +41,18 @@ def test_neighbours_stay_on_a_host_whatever_numbers_a_launcher_gave():
     mesh = Mesh(stages=4).over(["a", "b", "a", "b"])
     assert mesh.ranks == (0, 2, 1, 3)
     assert forward_edges(mesh) == ((0, 2), (2, 1), (1, 3))  # one of three leads from host to host
-    assert [mesh.seat(rank).stage for rank in range(4)] == [0, 2, 1, 3]
+    assert [mesh.coordinate(rank).stage for rank in range(4)] == [0, 2, 1, 3]
     assert Mesh(stages=4).over(["b", "b", "a", "a"]).ranks == (0, 1, 2, 3)
 
 
 @given(placed())
 def test_every_rank_has_one_seat_and_rank_0_leads_the_first_replica(mesh):
-    seats = [mesh.seat(rank) for rank in range(mesh.size)]
-    assert len(set(seats)) == mesh.size
-    assert all(mesh.rank(*seat) == rank for rank, seat in enumerate(seats))
-    assert seats[0] == Seat(0, 0, 0) and seats[0].leads
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    assert len(set(coordinates)) == mesh.size
+    assert all(mesh.rank(*coordinate) == rank for rank, coordinate in enumerate(coordinates))
+    assert coordinates[0] == Coordinate(0, 0, 0) and coordinates[0].leads
     assert sorted(mesh.leader(replica) for replica in range(mesh.replicas)) == [
-        rank for rank, seat in enumerate(seats) if seat.leads
+        rank for rank, coordinate in enumerate(coordinates) if coordinate.leads
     ]
     assert sorted(rank for replica in range(mesh.replicas) for rank in mesh.members(replica)) == list(range(mesh.size))
 
@@ -69,15 +69,15 @@ def test_a_directed_edge_has_one_use_and_leads_to_another_rank(mesh):
 def test_what_goes_down_from_one_seat_comes_up_at_the_other(mesh):
     ring = set(edges(mesh))
     for rank in range(mesh.size):
-        seat = mesh.seat(rank)
-        target, source = downstream(mesh, seat), upstream(mesh, seat)
+        coordinate = mesh.coordinate(rank)
+        target, source = downstream(mesh, coordinate), upstream(mesh, coordinate)
         if target is None:
-            assert seat.stage == mesh.stages - 1 and seat.shard > 0
+            assert coordinate.stage == mesh.stages - 1 and coordinate.shard > 0
         elif target == rank:
             assert mesh.stages == 1 and source == rank  # a leader that is the last stage too
         else:
             assert (rank, target) in ring
-            assert upstream(mesh, mesh.seat(target)) == rank
+            assert upstream(mesh, mesh.coordinate(target)) == rank
         assert source == rank or (source, rank) in ring
 
 

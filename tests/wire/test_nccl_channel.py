@@ -1,4 +1,4 @@
-"""Activations beside their frames: what waits for what on a device's streams, and whole runs with lanes on CPU."""
+"""Activations by NCCL channels: what waits for what on a device's streams, and whole runs on CPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.codec import MicroBatchFrame
-from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.nccl_channel import NcclChannel
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
 from tests.commands.processes import run, torchrun
 from tests.exact.references import NEW_TOKENS
 from tests.wire.test_torch_channel import edge_options
 
-WORKER = Path(__file__).with_name("lane_worker.py")
+WORKER = Path(__file__).with_name("nccl_channel_worker.py")
 BLOCKED_S = 10.0
 PAYLOADS = Payloads(32, (1,), torch.float32, torch.device("cpu"))
 
@@ -100,12 +100,12 @@ def device() -> Device:
     return Device()
 
 
-def lane_of(device: Device) -> Lane:
-    return Lane(device, 1, Side(device))  # type: ignore[arg-type]
+def channel_of(device: Device) -> NcclChannel:
+    return NcclChannel(device, 1, Side(device))  # type: ignore[arg-type]
 
 
 def test_a_send_waits_for_what_was_computed_and_nothing_computed_waits_for_a_send(device):
-    sending = lane_of(device)
+    sending = channel_of(device)
     device.do("microbatch 0")
     sending.send(torch.zeros(3))
     device.do("microbatch 1")
@@ -116,7 +116,7 @@ def test_a_send_waits_for_what_was_computed_and_nothing_computed_waits_for_a_sen
 
 
 def test_what_is_computed_waits_for_what_was_admitted_and_for_nothing_later(device):
-    receiving = lane_of(device)
+    receiving = channel_of(device)
     first, second = receiving.receive(torch.zeros(3)), receiving.receive(torch.zeros(4))
     receiving.admit(first)
     device.do("microbatch 0")
@@ -128,7 +128,7 @@ def test_what_is_computed_waits_for_what_was_admitted_and_for_nothing_later(devi
 
 
 def test_a_buffer_is_not_filled_while_what_had_its_memory_before_is_at_work(device):
-    receiving = lane_of(device)
+    receiving = channel_of(device)
     device.do("warm-up")
     rows = receiving.buffer((3,), torch.float32, torch.device("cpu"))
     device.do("microbatch 0")
@@ -137,7 +137,7 @@ def test_a_buffer_is_not_filled_while_what_had_its_memory_before_is_at_work(devi
 
 
 def test_rows_are_kept_until_they_have_left_and_no_more_than_that_many_wait(device):
-    sending = lane_of(device)
+    sending = channel_of(device)
     for size in (1, 2, 3):
         sending.wait_for_room(3)
         device.do(f"microbatch {size}")
@@ -163,7 +163,7 @@ class Said:
 
 @dataclass
 class Frames:
-    """The group of an edge beside its lane: keeps the bytes of what was sent."""
+    """The group of an edge beside its channel: keeps the bytes of what was sent."""
 
     said: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
 
@@ -176,7 +176,7 @@ def test_a_frame_leaves_before_its_rows_and_without_them(device):
     """Where it did not, the device of the other end could not begin to receive what this one is to send."""
     frames = Frames()
     sender = TorchSender(
-        Edge(frames, 1, "stage 1", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
+        Edge(frames, 1, "stage 1", 2048, PAYLOADS, channel_of(device)),  # type: ignore[arg-type]
         2,
         edge_options(),
     )
@@ -202,7 +202,7 @@ class Posted:
 
 
 class Arriving(queue.SimpleQueue[bytes]):
-    """The group of an edge beside its lane: messages that arrive."""
+    """The group of an edge beside its channel: messages that arrive."""
 
     def receive(self, buffer: torch.Tensor, rank: int) -> Posted:
         return Posted(self, buffer)
@@ -212,7 +212,7 @@ def receiver_of(device: Device, message: bytes) -> TorchReceiver:
     messages = Arriving()
     messages.put(message)
     return TorchReceiver(
-        Edge(messages, 1, "stage 0", 2048, PAYLOADS, lane_of(device)),  # type: ignore[arg-type]
+        Edge(messages, 1, "stage 0", 2048, PAYLOADS, channel_of(device)),  # type: ignore[arg-type]
         2,
         edge_options(now_s=5.0),
     )
@@ -235,15 +235,15 @@ def test_a_message_is_handed_out_before_its_rows_have_landed(device):
     ],
     ids=["behind the frame", "too many"],
 )
-def test_what_no_lane_can_carry_ends_the_edge(message, says, device):
+def test_what_no_nccl_channel_can_carry_ends_the_edge(message, says, device):
     with pytest.raises(ProtocolError, match=says):
         receiver_of(device, message).receive(BLOCKED_S)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_whole_runs_with_lanes_give_the_same_tokens(stages, reference, tmp_path):
-    """Two models in turn, over fresh lanes each."""
+def test_whole_runs_with_nccl_channels_give_the_same_tokens(stages, reference, tmp_path):
+    """Two models in turn, over fresh channels each."""
     known = [reference(family) for family in ("llama", "qwen3")]
     plan, answers = tmp_path / "plan.json", tmp_path / "answers.json"
     cases = [

@@ -28,7 +28,7 @@ from sarathi_pp.trace.clock import Clock, ManualClock, SystemClock
 from sarathi_pp.wire import shared_memory
 from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
 from sarathi_pp.wire.message import Payloads
-from sarathi_pp.wire.shared_memory import Door, SharedReceiver, SharedSender, SlotConnection, knock
+from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
 
 BLOCKED_S = 10.0
 PAYLOADS = Payloads(64, (8,), torch.bfloat16, torch.device("cpu"))
@@ -65,18 +65,18 @@ class Pair:
     losses: Losses
 
 
-def introduced() -> tuple[socket.socket, socket.socket]:
-    door = Door()
-    to = knock(door.name)
-    came = door.admit(BLOCKED_S)
-    door.close()
+def connected() -> tuple[socket.socket, socket.socket]:
+    listener = SlotListener()
+    to = connect(listener.name)
+    came = listener.accept(BLOCKED_S)
+    listener.close()
     assert to is not None and came is not None
     return to, came
 
 
 @contextmanager
 def opened(clock: Clock = SYSTEM_CLOCK) -> Iterator[Pair]:
-    to, came = introduced()
+    to, came = connected()
     heartbeats, losses = (Heartbeats(), Heartbeats()), Losses()
     incoming, outgoing = SlotConnection(came, "stage 0", losses), SlotConnection(to, "stage 1", losses)
     receiver = SharedReceiver(
@@ -329,21 +329,21 @@ def test_who_leaves_with_something_unread_is_lost_behind_its_last_message(pair):
 
 
 def test_memory_of_more_than_4_gib_a_slot_costs_nothing_until_it_is_used():
-    to, came = introduced()
+    to, came = connected()
     rows = Payloads(1 << 20, (4096,), torch.bfloat16, torch.device("cpu"))
     with to, came:
-        answer(came, payloads=rows)
-        sender = connect(to, slot_bytes=rows.max_bytes(FRAME_BYTES), timeout_s=BLOCKED_S)
+        opened_receiver(came, payloads=rows)
+        sender = opened_sender(to, slot_bytes=rows.max_bytes(FRAME_BYTES), timeout_s=BLOCKED_S)
         sender.reserve()
         sender.send(result_of(0))
     assert rows.max_bytes(FRAME_BYTES) > 2**33
 
 
 def test_a_receiver_that_leaves_at_once_is_lost():
-    to, came = introduced()
+    to, came = connected()
     came.close()
     with to, pytest.raises(PeerLostError, match="stage 1 closed its connection"):
-        connect(to)
+        opened_sender(to)
 
 
 def test_a_frame_of_other_rows_than_it_brings_ends_the_edge(pair):
@@ -359,32 +359,34 @@ def test_a_message_that_has_no_room_is_not_written(pair):
 
 
 def test_a_name_that_nobody_has_opens_nothing():
-    door = Door()
-    name = door.name
-    door.close()
-    assert knock(name) is None
+    listener = SlotListener()
+    name = listener.name
+    listener.close()
+    assert connect(name) is None
 
 
 def test_another_users_processes_are_not_let_in(monkeypatch):
     """Abstract names are anybody's."""
-    door = Door()
-    ours = knock(door.name)
+    listener = SlotListener()
+    ours = connect(listener.name)
     assert ours is not None
     monkeypatch.setattr(shared_memory.os, "geteuid", lambda: 12345)
-    assert knock(door.name) is None
-    assert door.admit(0.1) is None
+    assert connect(listener.name) is None
+    assert listener.accept(0.1) is None
     ours.close()
-    door.close()
+    listener.close()
 
 
-def connect(way: socket.socket, *, num_slots: int = SLOTS, slot_bytes: int = 1, timeout_s: float = 0.1) -> SharedSender:
+def opened_sender(
+    way: socket.socket, *, num_slots: int = SLOTS, slot_bytes: int = 1, timeout_s: float = 0.1
+) -> SharedSender:
     connection = SlotConnection(way, "stage 1", Losses())
     return SharedSender(
         connection, Heartbeats(), SYSTEM_CLOCK, num_slots=num_slots, slot_bytes=slot_bytes, timeout_s=timeout_s
     )
 
 
-def answer(way: socket.socket, name: str = "stage 0", payloads: Payloads = PAYLOADS) -> SharedReceiver:
+def opened_receiver(way: socket.socket, name: str = "stage 0", payloads: Payloads = PAYLOADS) -> SharedReceiver:
     connection = SlotConnection(way, name, Losses())
     return SharedReceiver(
         connection, Heartbeats(), SYSTEM_CLOCK, num_slots=SLOTS, frame_bytes=FRAME_BYTES, payloads=payloads
@@ -392,23 +394,23 @@ def answer(way: socket.socket, name: str = "stage 0", payloads: Payloads = PAYLO
 
 
 def test_who_shares_other_memory_than_agreed_is_refused():
-    to, came = introduced()
+    to, came = connected()
     with to, came:
-        answer(came)
+        opened_receiver(came)
         with pytest.raises(ProtocolError, match="shares"):
-            connect(to, slot_bytes=1)
+            opened_sender(to, slot_bytes=1)
 
 
 def test_a_receiver_that_never_comes_is_lost():
-    to, came = introduced()
+    to, came = connected()
     with to, came, pytest.raises(PeerLostError, match="stage 1 shares no memory within 0.1 s"):
-        connect(to)
+        opened_sender(to)
 
 
 CHILD = """
 import sys, time
 from tests.wire.test_shared_memory import *
-sender = connect(knock(sys.argv[1]), slot_bytes=PAYLOADS.max_bytes(FRAME_BYTES), timeout_s=BLOCKED_S)
+sender = opened_sender(connect(sys.argv[1]), slot_bytes=PAYLOADS.max_bytes(FRAME_BYTES), timeout_s=BLOCKED_S)
 for index in range(2):
     sender.reserve()
     sender.send(frame_of(index, 64), rows_of(64, index))
@@ -418,14 +420,14 @@ time.sleep(600)
 
 
 def test_a_killed_sender_is_lost_behind_its_last_message():
-    door = Door()
-    child = subprocess.Popen([sys.executable, "-c", CHILD, door.name], stdout=subprocess.PIPE)
+    listener = SlotListener()
+    child = subprocess.Popen([sys.executable, "-c", CHILD, listener.name], stdout=subprocess.PIPE)
     assert child.stdout is not None
     try:
-        came = door.admit(60.0)
+        came = listener.accept(60.0)
         assert came is not None
         with came, child.stdout as said:
-            receiver = answer(came, "child")
+            receiver = opened_receiver(came, "child")
             assert said.readline() == b"sent\n"
             child.kill()
             child.wait()
@@ -436,6 +438,6 @@ def test_a_killed_sender_is_lost_behind_its_last_message():
             with pytest.raises(PeerLostError, match="child closed its connection"):
                 receiver.receive(BLOCKED_S)
     finally:
-        door.close()
+        listener.close()
         child.kill()
         child.wait()

@@ -18,7 +18,7 @@ from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING
-from sarathi_pp.wire.codec import Frame, Goodbye, Heartbeat, MicroBatchFrame, Parcel, ResultFrame
+from sarathi_pp.wire.codec import Fragment, Frame, Goodbye, Heartbeat, MicroBatchFrame, ResultFrame
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.stage_progress import StageProgress
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
@@ -259,7 +259,7 @@ def test_texts_are_taken_in_though_nobody_reads_them(sent):
     receiver = TorchReceiver(edge(sent), 2, edge_options())
     for number in range(20):
         body = bytes([number]) * (1 + number)
-        sent.put(codec.encode(Parcel(True), number, len(body)) + body + codec.trailer(number))
+        sent.put(codec.encode(Fragment(True), number, len(body)) + body + codec.trailer(number))
     deadline_s = time.monotonic() + BLOCKED_S
     while not sent.empty():
         assert time.monotonic() < deadline_s, f"{sent.qsize()} texts are not taken"

@@ -1,4 +1,4 @@
-"""Lanes on CUDA streams: what waits for what, seen to race where it does not."""
+"""NCCL channels on CUDA streams: what waits for what, seen to race where it does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from sarathi_pp.distributed.transport import CudaSideStream
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.wire.nccl_channel import Lane
+from sarathi_pp.wire.nccl_channel import NcclChannel
 from tests.mockgpu.machine import TIMELINE, Stream
 from tests.mockgpu.nccl import Transfer
 from tests.mockgpu.timeline import MockGpuError
@@ -43,18 +43,18 @@ class Communicator:
 
 
 def sent(side: CudaSideStream) -> None:
-    lane = Lane(Communicator(), 1, side)  # type: ignore[arg-type]
-    lane.send(torch.ones(3, device=GPU))
+    channel = NcclChannel(Communicator(), 1, side)  # type: ignore[arg-type]
+    channel.send(torch.ones(3, device=GPU))
     torch.ones(3, device=GPU)
-    lane.wait_for_room(1)
+    channel.wait_for_room(1)
 
 
 def received(side: CudaSideStream) -> None:
-    lane = Lane(Communicator(), 1, side)  # type: ignore[arg-type]
+    channel = NcclChannel(Communicator(), 1, side)  # type: ignore[arg-type]
     torch.ones(8, device=GPU)
-    rows = lane.buffer((3,), torch.float32, GPU)
-    landed = lane.receive(rows)
-    lane.admit(landed)
+    rows = channel.buffer((3,), torch.float32, GPU)
+    landed = channel.receive(rows)
+    channel.admit(landed)
     rows.sum()
 
 

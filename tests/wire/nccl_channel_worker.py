@@ -1,6 +1,6 @@
-"""One rank of pipelines whose activations go by lanes, on CPU: see families_worker, which takes the same arguments.
+"""One rank of pipelines whose activations go by NCCL channels, on CPU. Arguments are families_worker's.
 
-The lanes are the real ones but for their backend, which is gloo, and their stream, on which all is done when it has
+The channels are the real ones but for their backend, which is gloo, and their stream, on which all is done when it has
 been called.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sarathi_pp.distributed.transport import Lanes, Transport
+from sarathi_pp.distributed.transport import NcclOptions, Transport
 from sarathi_pp.run import setup
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.timer import HostTimer
@@ -49,11 +49,11 @@ def counted(transfer):
 counts = {"send": 0, "receive": 0}
 
 if __name__ == "__main__":
-    nccl_channel.Lane.send, nccl_channel.Lane.receive = (
-        counted(nccl_channel.Lane.send),
-        counted(nccl_channel.Lane.receive),
+    nccl_channel.NcclChannel.send, nccl_channel.NcclChannel.receive = (
+        counted(nccl_channel.NcclChannel.send),
+        counted(nccl_channel.NcclChannel.receive),
     )  # type: ignore[method-assign]
-    setup.choose_transport = lambda standings, wish: Transport("nccl", "the test says so")
-    setup.nccl_lanes = lambda device, clock: Lanes("gloo", device, lambda: HostStream(clock))
+    setup.choose_transport = lambda devices, wish: Transport("nccl", "the test says so")
+    setup.nccl_options = lambda device, clock: NcclOptions("gloo", device, lambda: HostStream(clock))
     families_worker.main(Path(sys.argv[1]), Path(sys.argv[2]))
-    print(f"by lane: {counts['send']} sent, {counts['receive']} received", file=sys.stderr)
+    print(f"by channel: {counts['send']} sent, {counts['receive']} received", file=sys.stderr)

@@ -120,24 +120,29 @@ has() {
 }
 # The page is looked at in a browser.
 reports() {
+    local jobs=(-n auto --dist loadfile)
     has chromium chromium
     run_tests tests/report tests/bench tests/tuning tests/browser
 }
-# Processes of their own, and bounds in seconds: one test after the other, but for what stays within its process.
+# Tests with processes of their own wait most of the time, so twice as many run as there are cores. A file stays with one
+# worker, which makes its fixtures once. Bounds in seconds follow the load (tests/machine.py).
+waiting=(-n "$(($(getconf _NPROCESSORS_ONLN) * 2))" --dist loadfile)
 runtime() {
     local bad=0 jobs=(-n auto)
     has ip iproute2  # hosts are network namespaces
     run_tests tests/exact || bad=1
-    jobs=()
+    jobs=("${waiting[@]}")
     run_tests tests/process tests/text tests/wire tests/stages tests/inputs tests/outputs tests/distributed \
         tests/engine tests/run tests/api tests/commands || bad=1
     return $bad
 }
 faults() {
+    local jobs=("${waiting[@]}")
     has ip iproute2
     run_tests tests/faults
 }
 launch() {
+    local jobs=("${waiting[@]}")
     has ip iproute2
     run_tests tests/launch tests/packaging tests/examples
 }

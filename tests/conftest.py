@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    slowness()  # before the workers of xdist, which inherit it, keep the cores busy
+    # Before xdist's workers, which inherit it, keep the cores busy.
+    slowness(config.getoption("numprocesses", None) or 1)
     thinning.full = config.getoption("--full")
     fixed = bool(os.environ.get("CI"))
     # No deadline: on a busy machine an example takes as long as it takes.

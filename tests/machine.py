@@ -21,10 +21,15 @@ def patient(seconds: float) -> float:
     return seconds * slowness()
 
 
-def slowness() -> float:
-    """At least 1; measured once, by whoever asks first, and told to every process that it starts."""
+def slowness(workers: int = 1) -> float:
+    """Return a factor of at least 1. It is measured once; every process that is started later inherits it.
+
+    Args:
+        workers: how many tests run at a time.
+    """
     if _VARIABLE not in os.environ:
-        os.environ[_VARIABLE] = f"{max(1.0, _measure_s() / _REFERENCE_S):.2f}"
+        crowd = max(1.0, workers / (os.cpu_count() or 1))
+        os.environ[_VARIABLE] = f"{max(1.0, crowd * _measure_s() / _REFERENCE_S):.2f}"
     return float(os.environ[_VARIABLE])
 
 

@@ -23,6 +23,7 @@ from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import Goodbye
 from tests.engine.fake_stages import PAGE_SIZE, FakeStage, expected, request_rows, serving
 from tests.engine.pipeline import ListRecorder, ListSink
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -140,7 +141,7 @@ class Pipeline:
         else:
             self.engine.close()
         for thread in self.threads:
-            thread.join(20)
+            thread.join(patient(20))
             assert not thread.is_alive()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import patient
+
 ROOT = Path(__file__).parents[2]
 
 # A static contract does not see what a package's __init__ pulls in on the way to a module, so these are imported.
@@ -54,7 +56,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
     command = (sys.executable, "-P", "-c", code, *arguments)
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(60))
 
 
 def contracts() -> list[dict[str, object]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import patient
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 
@@ -54,7 +56,7 @@ class Checkout:
             env={"PATH": str(self.tools), "CALLS": str(self.calls), "PIP_FAILS": "", **environment},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=patient(30),
         )
         return run, self.calls.read_text().splitlines()
 

@@ -21,6 +21,7 @@ from sarathi_pp.bench.machine import measure_rates, stolen
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.sim.workload import parse_workload
+from tests.machine import patient
 
 LENGTHS = [3, 1, 4]
 
@@ -89,7 +90,7 @@ def test_who_interrupts_leaves_nothing_running(work: Work, monkeypatch: pytest.M
     def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if timeout is None and not started:
             root = psutil.Process(process.pid)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + patient(30)
             while not root.children() and time.monotonic() < deadline:
                 time.sleep(0.01)
             started.extend([root, *root.children()])
@@ -101,7 +102,7 @@ def test_who_interrupts_leaves_nothing_running(work: Work, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         list(hold(work, [Script("a", child)], 1))
     assert len(started) == 2
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=patient(10))
     assert alive == []
 
 
@@ -141,7 +142,7 @@ def test_memory_of_children_counts_and_shared_pages_count_once() -> None:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         footprint, seen = Footprint(), threading.Event()
         with footprint.watching(process.pid):
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + patient(30)
             while not footprint.peak_bytes and time.monotonic() < deadline:
                 seen.wait(0.05)
         assert 150e6 < footprint.peak_bytes < 200e6

@@ -24,6 +24,7 @@ from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
+from tests.machine import patient
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
 # Those that 10 requests, which all find a seat, tell from the whole policy.
@@ -288,7 +289,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + patient(10)
     while not happened():
         assert time.monotonic() < deadline_s, "not within 10 s"
         time.sleep(0.02)

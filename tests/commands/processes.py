@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.exact.references import Tokens
+from tests.machine import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -118,7 +119,7 @@ class Files:
 def run(command: Sequence[str], folder: Path, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
     """The command in an empty folder, to its end; a failure shows what it said."""
     done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=patient(timeout_s), check=False
     )
     assert done.returncode == 0, done.stderr
     return done

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.commands.processes import COMMAND, ROOT, environment, run
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,7 +66,13 @@ def test_what_cannot_run_is_refused_before_anything_does(
     tmp_path: Path, options: tuple[str, ...], message: str, code: int
 ) -> None:
     done = subprocess.run(
-        (*BENCH, *options), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90, check=False
+        (*BENCH, *options),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=patient(90),
+        check=False,
     )
     assert done.returncode == code, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr and "round 1" not in done.stderr

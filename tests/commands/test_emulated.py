@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.commands.processes import COMMAND, Files, environment, least_disturbed, run
+from tests.machine import patient
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("awake")]
 
@@ -126,7 +127,7 @@ def test_an_edges_added_latency_is_waited_for_and_is_communication(tmp_path):
 
 def test_a_run_without_a_model_does_not_take_the_seconds_of_importing_transformers():
     code = "import sys, sarathi_pp.run.rank; assert 'torch' in sys.modules and 'transformers' not in sys.modules"
-    subprocess.run([COMMAND[0], "-P", "-c", code], env=environment(), check=True, timeout=60)
+    subprocess.run([COMMAND[0], "-P", "-c", code], env=environment(), check=True, timeout=patient(60))
 
 
 def test_the_answer_depends_on_request_and_position_alone(tmp_path):
@@ -153,7 +154,9 @@ def test_a_stage_that_lives_and_does_not_get_on_ends_the_run(tmp_path):
     files.write_prompts([(3, 4, 5)] * 8, max_new_tokens=1)
     where = ("--input", str(files.input), "--output", str(files.output), "--stages", "2", "--quiet")
     command = (*COMMAND, "generate", "--emulate", "profile.json", *where, "--peer-timeout", "2")
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(100)
+    )
     said = " ".join(done.stderr.split())
     assert (done.returncode, files.exit_code()) == (75, 75), said
     assert (
@@ -178,6 +181,6 @@ def test_what_cannot_be_emulated_is_refused(options, code, message, tmp_path):
     (tmp_path / "broken.json").write_text("{}")
     Files(tmp_path).write_prompts([(3, 4)])
     command = (*COMMAND, "generate", "--input", "in.jsonl", "--output", "out.jsonl", *options)
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == code
     assert message in " ".join(done.stderr.split())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sarathi_pp.cli.main import main
+from tests.machine import patient
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 
@@ -139,7 +140,7 @@ def test_a_size_beyond_all_use_is_the_largest_of_use(tmp_path, prompts):
         command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "--stages", stages]
         command += ["-i", str(prompts), "-o", str(tmp_path / f"{policy}.jsonl"), "--policy", policy]
         command += ["--chunk-size", "99999999999999", "--quiet", "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])["chunk_size"] == 64 * int(stages) * 1152
 

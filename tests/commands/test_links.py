@@ -17,6 +17,7 @@ from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink, Profile
 from tests.commands.processes import COMMAND, ROOT, Files, console_script, environment, run
 from tests.hosts import hosts_of
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -114,7 +115,7 @@ class Agents:
         return own_run(self.files, host)
 
     def wait_for_lines(self, count: int) -> None:
-        deadline_s = time.monotonic() + 150
+        deadline_s = time.monotonic() + patient(150)
         while not self.files.output.exists() or self.files.output.read_bytes().count(b"\n") < count:
             assert self.processes[0].poll() is None, self.processes[0].communicate()[1]
             assert time.monotonic() < deadline_s

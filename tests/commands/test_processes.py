@@ -12,6 +12,7 @@ import pytest
 
 from tests.commands.processes import COMMAND, Files, console_script, environment, free_port, run, torchrun
 from tests.exact.references import NEW_TOKENS, Reference
+from tests.machine import patient
 from tests.model.families import FAMILIES, NUM_LAYERS
 
 WORKER = Path(__file__).with_name("families_worker.py")
@@ -138,7 +139,7 @@ def test_two_agents_with_run_directories_of_their_own_make_one_run(reference, tm
                     text=True,
                 )
             )
-        said = [agent.communicate(timeout=90)[1] for agent in agents]
+        said = [agent.communicate(timeout=patient(90))[1] for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0], said
         expect(files, known, 2)
         assert [path.name for path in elsewhere.rglob("*") if path.is_file()] == ["trace-00001-of-00002.jsonl"]

@@ -18,6 +18,7 @@ from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.trace.events import Compute
 from sarathi_pp.trace.recorder import read_trace
 from tests.commands.processes import COMMAND, ROOT, Files, console_script, environment, run, torchrun
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -170,7 +171,7 @@ def test_stages_that_two_ranks_hold_together_are_measured_with_their_sums(tmp_pa
 def test_what_cannot_be_profiled_is_refused(options: tuple[str, ...], code: int, message: str, tmp_path: Path) -> None:
     (tmp_path / "there.json").write_text("{}")
     command = (*COMMAND, "profile", *options)
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(90))
     assert done.returncode == code, done.stderr
     assert message in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
     assert (tmp_path / "there.json").read_text() == "{}" and not (tmp_path / "p.json").exists()

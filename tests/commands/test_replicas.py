@@ -11,6 +11,7 @@ import pytest
 from sarathi_pp import LLM, SamplingParams
 from tests.commands.processes import COMMAND, Files, console_script, environment, free_port, run, torchrun
 from tests.exact.references import NEW_TOKENS, Reference
+from tests.machine import patient
 
 GREEDY = ("--max-new-tokens", str(NEW_TOKENS), "--ignore-eos", "--chunk-size", "16", "--quiet")
 
@@ -81,7 +82,7 @@ def test_replicas_on_hosts_that_share_no_directory_bring_their_traces_to_rank_0(
         options = files.options(known.directory, "--replicas", "2", "--run-dir", str(run_dir), *GREEDY)
         command = (*torchrun(2, script, *agent), *options)
         agents.append(subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True))
-    said = [agent.communicate(timeout=120)[1] for agent in agents]
+    said = [agent.communicate(timeout=patient(120))[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     expect(files, known, 2, 2)
     found = sorted(path.relative_to(files.run / "attempt-0000") for path in files.run.rglob("trace-*"))
@@ -100,7 +101,7 @@ def test_a_number_of_processes_that_replicas_do_not_divide_is_refused(reference,
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=patient(90),
         check=False,
     )
     assert done.returncode == 1 and "torchrun started 3 processes" in done.stderr

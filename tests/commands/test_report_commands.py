@@ -19,6 +19,7 @@ from sarathi_pp.errors import InputError, MissingError
 from sarathi_pp.report.run_reader import read_run
 from tests.commands.processes import COMMAND, Files, environment, free_port, run
 from tests.commands.test_emulated import write_profile
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -103,7 +104,7 @@ def test_a_run_that_is_ended_while_advice_is_looked_for_has_its_report(tmp_path)
         "import os, sys; import sarathi_pp.report.run_reader as runs; from sarathi_pp.cli.main import cli\n"
         "runs.advise = lambda *_: os._exit(9)\ncli.main(sys.argv[1:], standalone_mode=False)"
     )
-    done = subprocess.run((sys.executable, "-c", code, *words), cwd=tmp_path, env=environment(), timeout=60)
+    done = subprocess.run((sys.executable, "-c", code, *words), cwd=tmp_path, env=environment(), timeout=patient(60))
     report = json.loads((Files(tmp_path).run / "report.json").read_text())
     assert done.returncode == 9 and report["causes"].keys() == CAUSES and report["advice"] == []
 
@@ -164,7 +165,7 @@ def test_runs_side_by_side(runs, tmp_path):
 def test_what_cannot_be_shown_is_refused(arguments, code, message, runs, tmp_path):
     words = [str(runs[0]) if word == "RUN" else word for word in arguments]
     done = subprocess.run(
-        (*COMMAND, *words), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+        (*COMMAND, *words), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60)
     )
     assert done.returncode == code
     assert message in " ".join(done.stderr.split())
@@ -207,7 +208,9 @@ def test_a_metrics_port_that_is_taken_is_refused_before_anything_starts(tmp_path
         taken.listen()
         port = str(taken.getsockname()[1])
         options = command(tmp_path, 2, "--metrics-port", port)
-        done = subprocess.run(options, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            options, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60)
+        )
     assert done.returncode == 2 and f"--metrics-port {port}: cannot listen" in done.stderr
     assert not Files(tmp_path).output.exists() and not Files(tmp_path).run.joinpath("run.json").exists()
 
@@ -233,18 +236,18 @@ def test_a_run_in_progress_is_scraped_and_reported(tmp_path):
         assert any("the run goes on or was killed" in note for note in report["notes"])
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(patient(30))
 
 
 def reported(folder: Path) -> subprocess.CompletedProcess[str]:
     options = (*COMMAND, "report", str(Files(folder).run), "--json")
-    return subprocess.run(options, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
+    return subprocess.run(options, cwd=folder, env=environment(), capture_output=True, text=True, timeout=patient(60))
 
 
 def scrape(port: int) -> str:
     """The metrics, or nothing while no one serves them yet."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patient(5)) as answer:
             text: str = answer.read().decode()
             return text
     except OSError:
@@ -278,7 +281,7 @@ def test_a_terminal_without_unicode_gets_the_whole_table(command, encoding, runs
         (*COMMAND, command, *words[command]),
         env={**environment(), "PYTHONCOERCECLOCALE": "0", **encoding},
         capture_output=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.isascii() and done.stdout.count(b"\n") > 2

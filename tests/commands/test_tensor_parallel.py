@@ -12,6 +12,7 @@ from sarathi_pp import LLM, SamplingParams
 from tests.commands.processes import COMMAND, Files, console_script, environment, run, torchrun
 from tests.exact.references import NEW_TOKENS
 from tests.faults.jobs import started
+from tests.machine import patient
 
 GREEDY = ("--max-new-tokens", str(NEW_TOKENS), "--ignore-eos", "--chunk-size", "16", "--quiet")
 
@@ -80,7 +81,7 @@ def test_what_cannot_be_split_is_refused_before_anything_starts(family, size, me
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     assert done.returncode == 2 and message in done.stderr and "try" in done.stderr

@@ -15,6 +15,7 @@ from sarathi_pp.distributed.environment import Place
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.mesh import Mesh
+from tests.machine import patient
 
 TRIALS = 20
 
@@ -56,7 +57,7 @@ class FakePlane:
         self.outbox.put(numbers)
 
     def receive_numbers(self, count: int, rank: int) -> list[float]:
-        numbers = self.inbox.get(timeout=10)
+        numbers = self.inbox.get(timeout=patient(10))
         assert len(numbers) == count
         return numbers
 
@@ -70,8 +71,8 @@ def aligned(skew_s: float, there: list[float], back: list[float]) -> ClockOffset
     with ThreadPoolExecutor(2) as pool:
         mine = pool.submit(sync_clocks, first, WorldClock(world), [0])
         theirs = pool.submit(sync_clocks, second, WorldClock(world, skew_s), [0])
-        assert mine.result(20) == ClockSync(ClockOffset())
-        return theirs.result(20).offset
+        assert mine.result(patient(20)) == ClockSync(ClockOffset())
+        return theirs.result(patient(20)).offset
 
 
 @pytest.mark.parametrize("skew_s", [5.0, -3600.0, 0.0])

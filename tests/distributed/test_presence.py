@@ -12,6 +12,7 @@ from sarathi_pp.distributed.presence import Presence
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import ManualClock
 from tests.commands.processes import environment
+from tests.machine import patient
 
 NAMES = ["stage 0", "stage 1"]
 
@@ -115,7 +116,7 @@ group.close()
 def test_a_process_that_only_waits_does_no_work(tmp_path):
     """Gloo's threads wake up a hundred times a second, a store's answer other ranks, and looking takes time too."""
     command = [sys.executable, "-c", WAITS_THEN_WORKS, str(tmp_path)]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=patient(100))
     assert ended.returncode == 0, ended.stderr
 
 

@@ -30,6 +30,7 @@ from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.channel import QueueChannel
+from tests.machine import patient
 
 CPU = torch.device("cpu")
 
@@ -201,7 +202,7 @@ def run_pipeline(
     engine.run(ListSource(rows, per_take), sink)
     engine.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(patient(10))
         assert not thread.is_alive(), f"{thread.name} did not end with the goodbye"
     assert not errors and not sink.errors, (errors, sink.errors)
     coordinator = engine._coordinator

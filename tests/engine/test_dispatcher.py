@@ -21,6 +21,7 @@ from sarathi_pp.process.signals import Asked
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender, Remote
 from sarathi_pp.wire.channel import QueueChannel
+from tests.machine import patient
 
 CLOCK = SystemClock()
 pytestmark = pytest.mark.timeout(60)
@@ -162,7 +163,7 @@ def test_rows_are_shared_out_and_each_is_answered_once():
     assert sink.ids() == sorted((f"id {index}" for index in range(100)), key=str)
     assert all(engine.answered > 10 for engine in engines), [engine.answered for engine in engines]
     for leader in leaders:
-        leader.thread.join(10)
+        leader.thread.join(patient(10))
         assert not leader.thread.is_alive(), "the goodbye did not reach it"
     assert engines[0].closed and not made.lost
 
@@ -269,7 +270,7 @@ def test_told_to_stop_nothing_more_is_begun_anywhere_and_what_runs_is_finished()
     assert len(sink.lines) == sum(engine.answered for engine in engines) < 100
     made.close()
     for leader in leaders:
-        leader.thread.join(10)
+        leader.thread.join(patient(10))
         assert not leader.thread.is_alive()
     assert not made.lost, "who stops as told is not lost"
 
@@ -374,14 +375,14 @@ def test_an_answer_that_is_being_written_when_its_replica_is_lost_is_written_onc
         def finish(self, row, completion, metrics):
             if completion.token_ids == (1,) and not writing.is_set():
                 writing.set()
-                assert lost.wait(20)
+                assert lost.wait(patient(20))
             super().finish(row, completion, metrics)
 
     sink, first = Slow(), Engine(0, slow_s=0.002)
     made, _ = dispatcher(first, Engine(1, slow_s=0.002))
 
     def lose_it() -> None:
-        assert writing.wait(20)
+        assert writing.wait(patient(20))
         made._replicas.lose(1, PeerLostError("its edge broke"))
         lost.set()
 

@@ -24,6 +24,7 @@ from sarathi_pp.trace.events import TraceEnd, TraceStart
 from sarathi_pp.trace.timer import HostTimer
 from sarathi_pp.wire.channel import QueueChannel
 from tests.engine.pipeline import ListRecorder, ListSink, ListSource
+from tests.machine import patient
 
 NAP_S = 0.05
 NUM_NAPS = 4
@@ -190,7 +191,7 @@ def run(place):
     rows = [Row(i + 1, i, "own", Request(i, (1, 2, 3), params, clock.now())) for i in range(NUM_REQUESTS)]
     engine.run(NappingSource(rows, nap_at("no_work_s")), ListSink())
     engine.close()
-    thread.join(5)
+    thread.join(patient(5))
     assert place is None or left == [0], "not all naps were taken"
     for recorder in recorders:
         recorder.record(TraceEnd(at_s=clock.now()))

@@ -19,6 +19,7 @@ import pytest
 
 from sarathi_pp.cli.main import cli
 from tests.commands.processes import ROOT, environment, free_port
+from tests.machine import patient
 
 PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/benchmarks/README.md")
 
@@ -148,7 +149,9 @@ def test_the_others_run(line: str, checkout: Path) -> None:
     variables = environment()
     variables |= {"PATH": f"{Path(sys.executable).parent}:{variables['PATH']}", "HF_HUB_OFFLINE": "1"}
     command = ("bash", "-c", as_run(line, checkout))
-    run = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    run = subprocess.run(
+        command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=patient(200), check=False
+    )
     if made := re.search(r"answers in (.*/runs/quickstart-\w+)/", run.stdout):
         shutil.rmtree(made[1], ignore_errors=True)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.processes import ROOT, environment, free_port
+from tests.machine import patient
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh"))
@@ -53,7 +54,7 @@ def test_it_runs_and_shows_what_it_says(name: str, tmp_path: Path) -> None:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patient(280),
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

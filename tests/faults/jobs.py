@@ -16,6 +16,7 @@ import psutil
 
 from tests.commands.processes import COMMAND, Files, environment
 from tests.exact.references import Tokens
+from tests.machine import patient
 
 # What an answer is: the rest of a line tells of its times.
 Answers = dict[str, tuple[Tokens, str]]
@@ -40,7 +41,7 @@ class Started:
 
     def stage(self, rank: int) -> psutil.Process:
         """The process of one stage, once it is there."""
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while time.monotonic() < deadline_s:
             for process in self.family:
                 try:
@@ -62,11 +63,11 @@ class Started:
         for process in family:
             process.kill()
         self.process.communicate()
-        psutil.wait_procs(family, timeout=10)
+        psutil.wait_procs(family, timeout=patient(10))
 
     def end(self, timeout_s: float = 100) -> str:
         """What it has said by its end."""
-        return self.process.communicate(timeout=timeout_s)[1]
+        return self.process.communicate(timeout=patient(timeout_s))[1]
 
 
 def fault(stage: int | str, what: str, step: int = 7) -> dict[str, str]:
@@ -103,7 +104,7 @@ def started(files: Files, model: Path, *options: str, front: Sequence[str] = COM
 
 def wait_for_lines(process: subprocess.Popen[str], files: Files, count: int) -> None:
     """Of the output, which that process writes."""
-    deadline_s = time.monotonic() + 100
+    deadline_s = time.monotonic() + patient(100)
     while num_lines(files.output) < count:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline_s, f"{num_lines(files.output)} of {count} lines within 100 s"

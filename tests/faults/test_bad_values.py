@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.processes import COMMAND, Files, environment
+from tests.machine import patient
 from tests.model.families import write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,7 +56,7 @@ def generate(files: Files, model: Path, *options: str) -> list[dict]:
     command = (*COMMAND, *files.options(model, "--quiet", "--overwrite", "--max-new-tokens", "8", "--ignore-eos"))
     done = subprocess.run(
         (*command, "--dtype", "float32", *options),
-        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=100,
+        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=patient(100),
     )  # fmt: skip
     assert done.returncode in (0, 3), done.stderr
     return files.rows()

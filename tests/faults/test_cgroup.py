@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.processes import COMMAND, environment
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,7 +57,7 @@ def test_budgets_and_threads_are_of_the_cgroup(inside: tuple[str, ...]) -> None:
     """The quota of 1.5 CPUs is two threads; on this host there may be more CPUs, and more memory."""
     variables = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     command = (*inside, *COMMAND, "doctor", "--json")
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr
     found = {one["name"]: one["detail"] for one in json.loads(done.stdout)["findings"] if one["topic"] == "host"}
     cpus = len(os.sched_getaffinity(0))

@@ -15,6 +15,7 @@ import pytest
 
 from sarathi_pp.outputs.run_directory import RunDirectory
 from tests.commands.processes import COMMAND, Files, console_script, environment, torchrun
+from tests.machine import patient
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 PROMPTS = ADDER.parent / "prompts.jsonl"
@@ -27,7 +28,7 @@ def test_a_file_without_a_row_is_answered_by_one_without_a_line(stages, tmp_path
     files = Files(tmp_path)
     files.write_prompts([])
     command = (*COMMAND, *files.options(ADDER, "--stages", stages, "--quiet"))
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stderr, files.output.read_bytes()) == (0, "", b"")
     report = files.report()
     assert (report["requests"], report["completed"], report["microbatches"], files.exit_code()) == (0, 0, 0, 0)
@@ -55,7 +56,7 @@ def start(tmp_path: Path, output: str, *options: str) -> subprocess.Popen[str]:
 
 def test_a_full_disk_is_74_and_said_once(tmp_path):
     process = start(tmp_path, "/dev/full")
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=patient(60))[1]
     assert process.returncode == 74, said
     assert (tmp_path / "run" / "exit_code").read_text() == "74\n"
     assert said.startswith("OutputError: --output /dev/full cannot be written: ") and said.count("\n") == 1, said
@@ -83,7 +84,7 @@ def test_what_a_shell_has_closed_or_removed_is_one_line(shell, code, says, stage
 
 def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
     process = start(tmp_path, str(tmp_path / "out.jsonl"), "--attention", "triton", "--device", "cpu")
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=patient(60))[1]
     assert process.returncode == 2, said
     assert said.count("--attention triton runs on cuda, not on cpu; try another of auto, numba, triton") == 1
 
@@ -93,7 +94,9 @@ def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
     files = Files(tmp_path)
     files.write_prompts([(3, 4)])
     command = (*torchrun(2, console_script(tmp_path)), *files.options(tmp_path / "nowhere"))
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(100)
+    )
     assert (done.returncode, files.exit_code()) == (1, 66), done.stderr
     RunDirectory.check(files.run, overwrite=False)
 
@@ -108,7 +111,9 @@ def test_a_start_that_is_refused_under_torchrun_says_so_once(refused, tmp_path):
     more = ("--policy", "fifo") if refused == "option" else ()
     model = tmp_path / "nowhere" if refused == "model" else ADDER
     command = (*torchrun(2, console_script(tmp_path)), *files.options(model, *more))
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(100)
+    )
     said = [line for line in done.stderr.splitlines() if re.match(r"\w+Error: |Error: ", line)]
     assert done.returncode == 1 and len(said) == 1, done.stderr
 
@@ -125,7 +130,7 @@ def test_a_second_interrupt_is_one_message(tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=patient(60))[1]
     assert process.returncode == 130 and "PeerLostError" not in said, said
     assert len([line for line in said.splitlines() if "Error: " in line]) <= 1, said
 
@@ -135,7 +140,7 @@ def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tmp_path):
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=patient(60))[1]
     assert process.returncode == 74, said
     assert "Traceback" not in said and "terminate called" not in said
 
@@ -155,12 +160,12 @@ def test_a_stopped_stage_is_named_when_the_timeout_is_over(stage, tmp_path):
         victim = next(child for child in family if child.environ().get("RANK") == str(stage))
         began_s = time.monotonic()
         victim.send_signal(signal.SIGSTOP)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=patient(60))[1]
         assert process.returncode == 75, said
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < patient(30)
         assert f"stage {stage} (rank {stage}" in said and "silent" in said
         assert (tmp_path / "run" / "exit_code").read_text() == "75\n"
-        assert not psutil.wait_procs(family, timeout=2)[1]
+        assert not psutil.wait_procs(family, timeout=patient(2))[1]
     finally:
         if process.poll() is None:
             process.kill()
@@ -168,9 +173,9 @@ def test_a_stopped_stage_is_named_when_the_timeout_is_over(stage, tmp_path):
 
 def test_a_refused_second_start_leaves_the_first_ones_code(tmp_path):
     first = start(tmp_path, str(tmp_path / "out.jsonl"))
-    assert first.communicate(timeout=60) and first.returncode == 0
+    assert first.communicate(timeout=patient(60)) and first.returncode == 0
     again = start(tmp_path, str(tmp_path / "out.jsonl"))
-    assert again.communicate(timeout=60) and again.returncode == 2
+    assert again.communicate(timeout=patient(60)) and again.returncode == 2
     assert (tmp_path / "run" / "exit_code").read_text() == "0\n"
 
 
@@ -188,7 +193,7 @@ def test_an_output_inside_of_the_run_directory_is_refused(tmp_path):
     """From then on it would be something that no run wrote, and in the way of every later start."""
     (tmp_path / "run").mkdir()
     process = start(tmp_path, str(tmp_path / "run" / "out.jsonl"))
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=patient(60))[1]
     assert process.returncode == 2 and "lies in the run directory" in said, said
     assert not (tmp_path / "run" / "out.jsonl").exists()
 
@@ -199,7 +204,7 @@ def test_a_start_that_is_refused_late_takes_nothing_away(how, tmp_path):
 
     def code(*options: str) -> int:
         process = start(tmp_path, str(output), *options)
-        process.communicate(timeout=60)
+        process.communicate(timeout=patient(60))
         return process.returncode
 
     def left() -> dict[Path, bytes]:

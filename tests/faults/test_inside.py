@@ -16,6 +16,7 @@ import pytest
 
 from tests.commands.processes import COMMAND, Files, environment, free_port, full_pipe
 from tests.faults.jobs import answers, fault, started
+from tests.machine import patient
 from tests.model.families import write_checkpoint
 
 pytestmark = pytest.mark.timeout(200)
@@ -50,7 +51,7 @@ def test_an_exception_in_a_layer_is_shown_as_it_was(stage, files, model):
         family = run.family
         said = run.end()
         assert run.process.returncode == 70, said
-        assert not psutil.wait_procs(family, timeout=2)[1]
+        assert not psutil.wait_procs(family, timeout=patient(2))[1]
     assert f"stage {stage} (rank {stage}) failed:\nTraceback" in said
     assert said.count("RuntimeError: injected into a layer") == 1 and said.count("Traceback") == 1
     assert files.exit_code() == 70
@@ -70,7 +71,7 @@ def test_a_stage_that_hangs_is_named_and_shows_its_stacks(stage, files, model):
         said = run.end()
         assert time.monotonic() - began_s < HANG_END_S
         assert run.process.returncode == 75, said
-        assert not psutil.wait_procs(family, timeout=2)[1]
+        assert not psutil.wait_procs(family, timeout=patient(2))[1]
     assert f"stage {stage} (rank {stage}" in said and "it hangs, or one layer takes longer than --peer-timeout" in said
     # Its own threads, down to the line that does not return.
     assert "most recent call first" in said and "sitecustomize.py" in said
@@ -87,7 +88,7 @@ def test_a_stage_that_hangs_ends_though_nobody_reads_what_it_says(files, model):
     )
     os.close(writer)
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while not list(files.run.glob("attempt-0000/trace-*")):
             assert time.monotonic() < deadline_s and process.poll() is None
             time.sleep(0.05)
@@ -95,7 +96,7 @@ def test_a_stage_that_hangs_ends_though_nobody_reads_what_it_says(files, model):
         process.terminate()
         time.sleep(0.5)
         process.terminate()
-        assert process.wait(3 * 5.0) == 75
+        assert process.wait(patient(3 * 5.0)) == 75
         assert files.exit_code() == 75
     finally:
         process.kill()
@@ -111,7 +112,7 @@ def test_a_stage_that_never_ends_loading_is_named(stage, files, model):
         family = run.family
         said = run.end()
         assert run.process.returncode == 75, said
-        assert not psutil.wait_procs(family, timeout=2)[1]
+        assert not psutil.wait_procs(family, timeout=patient(2))[1]
     assert f"stage {stage} (rank {stage}" in said
     assert "has neither computed nor read anything for more than 12 s while it was loading its layers" in said
     assert not files.output.exists()
@@ -129,12 +130,12 @@ def test_a_rank_0_that_is_stopped_in_set_up_holds_nobody(files, model):
         for rank in ("0", "1")
     ]  # fmt: skip
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while not (files.folder / "stalled").exists():
             assert time.monotonic() < deadline_s, "rank 0 loads nothing"
             time.sleep(0.05)
         ranks[0].send_signal(signal.SIGSTOP)
-        said = ranks[1].communicate(timeout=60)[1]
+        said = ranks[1].communicate(timeout=patient(60))[1]
         assert ranks[1].returncode == 75, said
         # What it was doing is in the store, which nobody can read.
         assert "has been silent for more than 12 s" in said and "it is stopped, or its host or network is gone" in said
@@ -170,7 +171,7 @@ def two_ranks(files: Files, models: tuple[Path, Path], options: tuple[tuple[str,
             )
         )
     try:
-        said = [process.communicate(timeout=60)[1] for process in processes]
+        said = [process.communicate(timeout=patient(60))[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

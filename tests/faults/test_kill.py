@@ -17,6 +17,7 @@ from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.events import Compute
 from sarathi_pp.trace.recorder import read_trace
 from tests.commands.processes import COMMAND, Files, console_script, environment, run, torchrun
+from tests.machine import patient
 
 # Far more work than any of these tests lets finish.
 PROMPTS = [tuple(range(3, 3 + length % 50 + 1)) for length in range(4000)]
@@ -63,11 +64,11 @@ class Running:
         """SIGKILL that stage, wait for the run's end; returns the seconds that took."""
         started_s = time.monotonic()
         psutil.Process(self.stages[stage]).send_signal(signal.SIGKILL)
-        self.said = self.process.communicate(timeout=60)[1]
+        self.said = self.process.communicate(timeout=patient(60))[1]
         return time.monotonic() - started_s
 
     def expect_nobody_left(self) -> None:
-        _, alive = psutil.wait_procs(self.family, timeout=1)
+        _, alive = psutil.wait_procs(self.family, timeout=patient(1))
         assert not alive
 
     def expect_readable_traces(self) -> None:
@@ -114,7 +115,7 @@ def start(model, tmp_path):
 
 
 def wait(process: subprocess.Popen[str], met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while not met():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "not there within 60 s"
@@ -174,7 +175,7 @@ def test_a_run_that_is_told_to_stop_ends_with_75(stages, start):
     running = start(COMMAND, "--stages", str(stages), "--quiet")
     started_s = time.monotonic()
     running.process.terminate()
-    said = running.process.communicate(timeout=60)[1]
+    said = running.process.communicate(timeout=patient(60))[1]
     assert time.monotonic() - started_s < MOST_S
     assert running.process.returncode == PeerLostError.exit_code, said
     assert "Traceback" not in said

@@ -14,6 +14,7 @@ import pytest
 
 from tests.commands.processes import COMMAND, Files, environment
 from tests.faults.jobs import started
+from tests.machine import patient
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 MEASURE = (
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(200)
 def peak_bytes(files: Files, model: Path) -> int:
     """Of the largest process of a run of which some rows fail."""
     command = (sys.executable, "-c", MEASURE, *COMMAND, *files.options(model, "--quiet", "--overwrite"))
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=patient(150))
     assert done.returncode == 3, done.stderr
     return int(done.stdout)
 
@@ -74,9 +75,9 @@ os._exit(75)
 def test_a_template_that_computes_ends_with_the_process_that_asked():
     """However that ends: nobody could tell the one that renders, which looks at nothing meanwhile."""
     command = (sys.executable, "-c", RENDERS)
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=patient(60))
     assert done.returncode == 75
-    deadline_s = time.monotonic() + 3 * 1.0
+    deadline_s = time.monotonic() + patient(3 * 1.0)
     while psutil.pid_exists(renders := int(done.stdout)) and psutil.Process(renders).status() != "zombie":
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -111,6 +112,6 @@ def test_a_signal_is_heeded_while_a_template_computes(tmp_path):
         family, began_s = run.family, time.monotonic()
         run.process.terminate()
         said = run.end()
-        assert time.monotonic() - began_s < 3 * 3.0
+        assert time.monotonic() - began_s < patient(3 * 3.0)
         assert run.process.returncode == 75 and "stopped by SIGTERM" in said, said
-        assert not psutil.wait_procs(family, timeout=1)[1]
+        assert not psutil.wait_procs(family, timeout=patient(1))[1]

@@ -18,6 +18,7 @@ from tests.exact.references import Tokens
 from tests.faults.jobs import Started, answers, num_lines, wait_for_lines
 from tests.faults.test_security import listeners
 from tests.hosts import Hosts, hosts_of
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -170,7 +171,7 @@ def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, model, u
             )
         )
     try:
-        said = [agent.communicate(timeout=150)[1] for agent in agents]
+        said = [agent.communicate(timeout=patient(150))[1] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

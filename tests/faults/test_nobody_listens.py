@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.processes import COMMAND, ROOT, Files, environment
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(180)
 MODEL = ROOT / "examples" / "tiny-adder"
@@ -37,7 +38,7 @@ def test_a_pipe_that_nobody_reads_ends_no_run(stages, files):
     os.close(reader)
     done = subprocess.Popen(command(files, stages), cwd=files.folder, env=environment(), stderr=writer)
     os.close(writer)
-    assert done.wait(120) == 0
+    assert done.wait(patient(120)) == 0
     assert len(files.rows()) == NUM_ROWS and files.exit_code() == 0
     assert files.report()["completed"] == NUM_ROWS
 
@@ -56,7 +57,7 @@ def test_a_terminal_that_was_closed_ends_no_run(stages, files):
     os.close(side)
     os.read(terminal, 1)  # something is shown
     os.close(terminal)
-    assert process.wait(120) == 0
+    assert process.wait(patient(120)) == 0
     assert len(files.rows()) == NUM_ROWS and files.exit_code() == 0
     assert files.report()["completed"] == NUM_ROWS
 
@@ -72,7 +73,7 @@ def test_a_report_that_nobody_reads_is_no_crash(stages, files):
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=patient(120),
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (74, "")
@@ -89,7 +90,7 @@ def test_a_report_that_cannot_be_written_says_where_it_is(stages, files):
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=patient(120),
         )
     assert done.returncode == 74 and done.stderr.count("OutputError: ") == 1, done.stderr
     assert "report.json holds it" in done.stderr and "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 
 from tests.commands.processes import Files, console_script, environment, free_port, torchrun
 from tests.faults.jobs import started
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -23,7 +24,7 @@ def agent(files: Files, port: int, job: str, restarts: int = 0) -> tuple[str, ..
 def generate(files: Files, model: Path, port: int, job: str, *options: str) -> tuple[int, str]:
     done = subprocess.run(
         (*agent(files, port, job), *files.options(model, "--quiet", "--max-new-tokens", "4", *options)),
-        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=60,
+        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=patient(60),
     )  # fmt: skip
     return done.returncode, done.stderr
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.commands.processes import Files, console_script, free_port, torchrun
 from tests.faults.jobs import Started, answers, num_lines, started
+from tests.machine import patient
 
 ROWS = 120
 NEW_TOKENS = 12
@@ -55,7 +56,7 @@ def expected(tmp_path_factory, files: Files) -> dict:
     alone = EmulatedFiles(tmp_path_factory.mktemp("alone"))
     alone.input.write_text(files.input.read_text())
     with started(alone, files.folder, "--stages", "2") as run:
-        assert run.process.wait(100) == 0, run.end()
+        assert run.process.wait(patient(100)) == 0, run.end()
     return answers(alone)
 
 
@@ -116,7 +117,7 @@ def test_under_torchrun_a_lost_hosts_replica_leaves_its_requests_to_the_others(f
     ):
         left.wait_for_lines(ROWS // 5)
         lost.kill_all()
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while not (files.run / "exit_code").exists():
             assert left.process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.02)
@@ -134,7 +135,7 @@ def test_a_replica_that_hangs_is_given_up_within_the_peer_timeout(files):
         assert run.process.returncode == 0, said
     assert "replica 1 was lost" in said
     assert len(answers(files)) == ROWS
-    assert time.monotonic() - began_s < 3 * 10 + 60  # the timeout three times over, and all the work once more
+    assert time.monotonic() - began_s < patient(3 * 10 + 60)  # the timeout three times over, and all the work once more
 
 
 def test_a_reader_that_comes_late_costs_no_replica(files):
@@ -144,7 +145,7 @@ def test_a_reader_that_comes_late_costs_no_replica(files):
         files, files.folder, "--replicas", "2", "--stages", "2", "--peer-timeout", "3", "--run-dir", str(files.run)
     ) as run:
         run.stage(3)
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while not (files.run / "attempt-0000" / "replica-0001").exists():
             assert time.monotonic() < deadline_s, "the replicas do not begin"
             time.sleep(0.05)

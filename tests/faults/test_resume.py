@@ -17,6 +17,7 @@ import pytest
 from tests import thinning
 from tests.commands.processes import COMMAND, Files, console_script, environment, torchrun
 from tests.faults.jobs import Answers, answers, num_lines, started
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -120,7 +121,7 @@ def test_stages_that_are_killed_at_random_moments_again_and_again(model, tmp_pat
                 victim.wait(moments.uniform(0.5, 7.0))
             except psutil.TimeoutExpired:
                 victim.kill()
-                victim.wait(30)
+                victim.wait(patient(30))
                 killed += 1
             assert run.process.poll() is None, f"it ended after {killed} kills"
         said = run.end(250)
@@ -202,7 +203,7 @@ def test_under_torchrun_only_a_lost_stage_is_worth_a_restart(model, tmp_path):
 def generate(files: Files, model: Path, *options: str) -> tuple[int, str]:
     done = subprocess.run(
         (*COMMAND, *files.options(model, "--quiet", *options)),
-        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=100,
+        cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=patient(100),
     )  # fmt: skip
     return done.returncode, done.stderr
 
@@ -245,7 +246,7 @@ def test_what_is_done_is_not_done_again(stages, finished, model):
     assert generate(finished, model, *again) == (0, "")
     done = subprocess.run(
         (*COMMAND, *finished.options(model, *again, "--json")),
-        cwd=finished.folder, env=environment(), capture_output=True, text=True, timeout=100,
+        cwd=finished.folder, env=environment(), capture_output=True, text=True, timeout=patient(100),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "all 3 rows have a line; nothing to do\n")
     assert json.loads(done.stdout)["resumed"] == {"rows": 3, "failed": 0}
@@ -324,7 +325,7 @@ def test_a_stream_cannot_be_resumed(model, tmp_path):
     files = Files(tmp_path)
     command = (*COMMAND, "generate", "--model", str(model), "--input", "-", "--output", str(files.output), "--resume")
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), input="", capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=environment(), input="", capture_output=True, text=True, timeout=patient(60)
     )
     assert done.returncode == 2 and "needs an --input that can be read again" in done.stderr
     assert not files.output.exists()

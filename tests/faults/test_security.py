@@ -15,6 +15,7 @@ import pytest
 
 from tests.commands.processes import ROOT, Files
 from tests.faults.jobs import Started, started
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -99,7 +100,7 @@ def test_nothing_is_left_outside_the_run_directory(killed, model, tmp_path):
         assert not [path for path in opened if path.startswith("/dev/shm")]
         (run.stage(1) if killed == "a stage" else run.process).kill()
         run.end()
-    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert not psutil.wait_procs(family, timeout=patient(5))[1]
     assert not list(scratch.iterdir())
 
 

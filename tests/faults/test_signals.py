@@ -14,6 +14,7 @@ import pytest
 
 from tests.commands.processes import Files, console_script, free_port, torchrun
 from tests.faults.jobs import Started, answers, started
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -81,7 +82,7 @@ def test_what_runs_is_finished(number, code, stages, files, model):
         assert run.process.returncode == code, said
         assert f"stopped by {signal.Signals(number).name}; to resume:\n" in said and "Traceback" not in said
         expect_said(said, run.files, number)
-        assert not psutil.wait_procs(family, timeout=1)[1]
+        assert not psutil.wait_procs(family, timeout=patient(1))[1]
     expect_drained(run, number, code)
 
 
@@ -94,7 +95,7 @@ def test_under_torchrun_too(number, files, model, tmp_path):
         family = run.family
         run.process.send_signal(number)
         run.end()
-        assert not psutil.wait_procs(family, timeout=1)[1]
+        assert not psutil.wait_procs(family, timeout=patient(1))[1]
     expect_drained(run, number, 75)
 
 
@@ -208,7 +209,7 @@ def test_while_the_input_is_looked_through_there_is_nothing_to_finish(number, st
     files.input.write_text(line * 400_000)
     with started(files, model, *OPTIONS, "--stages", stages) as run:
         process = psutil.Process(run.process.pid)
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while str(files.input) not in [file.path for file in process.open_files()]:
             assert time.monotonic() < deadline_s and run.process.poll() is None
             time.sleep(0.01)

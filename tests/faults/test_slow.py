@@ -11,6 +11,7 @@ import pytest
 
 from tests.commands.processes import COMMAND, Files, environment
 from tests.faults.jobs import fault
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -47,7 +48,7 @@ def emulated(folder: Path, *, layers: int, microbatch_s: float, rows: int = 2) -
 
 def run(files: Files, command: tuple[str, ...], **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=files.folder, env={**environment(), **more}, capture_output=True, text=True, timeout=150
+        command, cwd=files.folder, env={**environment(), **more}, capture_output=True, text=True, timeout=patient(150)
     )
 
 
@@ -95,6 +96,6 @@ def test_a_rank_that_is_stopped_in_set_up_is_lost_in_time_and_its_phase_named(nu
     began_s = time.monotonic()
     done = run(files, command, **fault("*", "stop", number))
     assert done.returncode == 75, done.stderr
-    assert time.monotonic() - began_s < 60
+    assert time.monotonic() - began_s < patient(60)
     assert f"has been silent for more than 1 s while it was {PHASES[number]}: it is stopped" in done.stderr
     assert "stage 1 (rank 1" in done.stderr and not files.output.exists()

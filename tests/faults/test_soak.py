@@ -17,6 +17,7 @@ from tests import thinning
 from tests.commands.processes import Files
 from tests.faults.jobs import num_lines, started
 from tests.faults.test_bad_values import POISON, spoil, write_model
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -73,7 +74,7 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
         for kill in range(KILLS):
             run.wait_for_lines(NUM_ROWS * (kill + 1) // (2 * KILLS + 2))
             run.stage(rng.randrange(2)).kill()
-            psutil.wait_procs(run.family[1:], timeout=10)
+            psutil.wait_procs(run.family[1:], timeout=patient(10))
         # The last start works off the second half undisturbed.
         run.wait_for_lines(NUM_ROWS * 6 // 10)
         stages = [run.stage(rank) for rank in range(2)]

@@ -32,7 +32,7 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
         assert len(reader.read().splitlines()) == len(PROMPTS)
         assert run.end() == "" and run.process.returncode == 0
     with started(files, model, *options) as run:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while not list(files.run.glob("attempt-0001/trace-00000*")):
             assert time.monotonic() < deadline_s and run.process.poll() is None
             time.sleep(0.1)
@@ -40,7 +40,7 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
         began_s = time.monotonic()
         run.process.terminate()
         said = run.end()
-        assert time.monotonic() - began_s < 3 * 3.0, said
+        assert time.monotonic() - began_s < patient(3 * 3.0), said
         assert run.process.returncode == 75 and "was stopped by SIGTERM" in said and "File " not in said, said
 
 
@@ -50,7 +50,7 @@ def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages
     files = Files(tmp_path)
     os.mkfifo(files.input)
     with started(files, model, "--stages", stages) as run:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + patient(60)
         while not list(files.run.glob("attempt-0000/trace-00000*")):
             assert time.monotonic() < deadline_s and run.process.poll() is None
             time.sleep(0.1)
@@ -58,7 +58,7 @@ def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages
         began_s = time.monotonic()
         run.process.send_signal(number)
         said = run.end(timeout_s=60)
-        assert time.monotonic() - began_s < 3 * 3.0, said
+        assert time.monotonic() - began_s < patient(3 * 3.0), said
         assert run.process.returncode == code, said
         assert f"stopped by {signal.Signals(number).name}" in said and "File " not in said, said
     assert files.report()["requests"] == 0 and files.output.read_bytes() == b""
@@ -72,10 +72,10 @@ def test_what_a_shell_puts_in_place_of_files_reaches_the_stage_that_reads_and_wr
     command += ("--stages", stages, "--quiet", "--run-dir", str(files.run))
     line = f"{shlex.join(command)} --input <(cat in.jsonl) --output >(cat > copy.jsonl)"
     done = subprocess.run(
-        ("bash", "-c", line), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+        ("bash", "-c", line), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(100)
     )
     assert done.returncode == 0, done.stderr
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + patient(10)
     copy = tmp_path / "copy.jsonl"
     while copy.read_bytes().count(b"\n") < len(PROMPTS) and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -85,7 +85,7 @@ def test_what_a_shell_puts_in_place_of_files_reaches_the_stage_that_reads_and_wr
 def test_a_descriptor_of_nobody_is_said_to_be_one(model, tmp_path):
     files = Files(tmp_path)
     command = (*COMMAND, "generate", "--model", str(model), "--input", "/dev/fd/63", "--output", str(files.output))
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 66 and "/dev/fd/63 is a stream of another process" in done.stderr, done.stderr
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_gone_on_with_is_not_restarted(name, model, tmp_path):
     place.unlink(missing_ok=True)
     os.mkfifo(place)
     command = (*COMMAND, *files.options(model, "--quiet", "--stages", "2", "--max-restarts", "1"))
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 2 and "a stream cannot be gone on with" in done.stderr, done.stderr
     assert not files.run.exists()
 
@@ -110,7 +110,7 @@ def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, model,
     os.mkfifo(files.input)
     command = (*COMMAND, *files.options(model, "--quiet", "--strict", "--stages", stages, "--input", name))
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), input="{}\n", capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=environment(), input="{}\n", capture_output=True, text=True, timeout=patient(60)
     )
     assert done.returncode == 2, done.stderr
     assert f"--strict: --input {name} is a stream" in done.stderr and "give a regular file" in done.stderr
@@ -139,7 +139,7 @@ def test_answers_to_a_stream_leave_nothing_behind(stages, tmp_path):
             env={**environment(), "TMPDIR": str(scratch)},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=patient(100),
         )
         assert (done.returncode, done.stderr) == (0, ""), output
         assert output == "/dev/null" or '"text":"43"' in done.stdout + (here / "file").read_text(), output
@@ -170,7 +170,7 @@ def test_a_run_whose_reader_left_leaves_nothing_and_says_nothing(how, tmp_path):
     process.stdout.close()
     said = process.stderr.read()
     process.stderr.close()
-    assert process.wait(60) == (1 if how == "torchrun" else 74), said
+    assert process.wait(patient(60)) == (1 if how == "torchrun" else 74), said
     assert "sarathi-pp" not in "".join(os.listdir(scratch)) and not os.listdir(here), said
     assert "PeerLostError" not in said and "StoppedError" not in said, said
     assert said == "" or how == "torchrun"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.commands.processes import COMMAND, environment
+from tests.machine import patient
 from tests.missing import missing
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
@@ -41,7 +42,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def generate(folder: Path, *options: str, output: str = "out.jsonl") -> tuple[int, str]:
     files = ("--model", str(folder / "model"), "-i", str(folder / "in.jsonl"), "-o", str(folder / output))
     command = (*FRONT, *COMMAND, "generate", *files, "--quiet", *options)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=patient(100), check=False)
     if done.returncode == 99:
         missing("root cannot let go of reading everything here")
     return done.returncode, done.stderr

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.errors import InputError
 from sarathi_pp.inputs.input_format import HEAD_BYTES, choose_format, read_head
+from tests.machine import patient
 
 ROWS = [{"prompt": "hi", "id": 1}, {"prompt": "ho", "id": 2}, {"prompt": "h\u00e9", "id": 3}]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -259,7 +260,7 @@ def test_a_stream_is_decided_on_its_first_line_while_its_writer_waits():
     def write() -> None:
         for piece in (b"\n", b'{"pro', b'mpt": "a"}\n{"pr'):
             os.write(writer, piece)
-        assert received.wait(30)
+        assert received.wait(patient(30))
         os.write(writer, b'ompt": "b"}\n')
         os.close(writer)
 

@@ -22,6 +22,7 @@ from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import FileSource, Limits, MemorySource, RequestMaker, Source, check_input, row_seed
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock
+from tests.machine import patient
 
 LIMITS = Limits(max_model_len=8, num_pages=3, page_size=2, vocab_size=100)
 
@@ -279,7 +280,7 @@ def test_what_stops_the_reader_waits_for_the_arrivals_before_it(tmp_path):
     clock = ManualClock()
     path = write(tmp_path, {"prompt": "fine"}, {"prompt": "crash"})
     source = FileSource(path, maker(backend=Words()), clock=clock, capacity=9, request_rate=1.0)
-    source._thread.join(10)
+    source._thread.join(patient(10))
     assert source.take(1) == []
     clock.sleep(100)
     assert len(source.take(1)) == 1
@@ -382,7 +383,7 @@ def test_a_process_ends_while_its_reader_waits_for_standard_input():
     child.stdin.write(b'{"prompt": "four"}\n')
     child.stdin.flush()
     # The input stays open: only the end of the main thread can end the process.
-    assert child.wait(timeout=60) == 0
+    assert child.wait(timeout=patient(60)) == 0
     assert child.stdout.read() == b"4\n"
     assert child.stderr.read() == b""
     for stream in (child.stdin, child.stdout, child.stderr):

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.commands.processes import ROOT, environment
+from tests.machine import patient
 
 ADDER = ROOT / "examples" / "tiny-adder"
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
@@ -25,7 +26,7 @@ class Node:
 
     def end(self, timeout_s: float = 120) -> tuple[int, str]:
         """Its exit code, and what it has said."""
-        said = self.process.communicate(timeout=timeout_s)[1]
+        said = self.process.communicate(timeout=patient(timeout_s))[1]
         return self.process.returncode, said
 
     def family(self) -> list[psutil.Process]:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from tests.commands.processes import ROOT
+from tests.machine import patient
 
 TEXT = (ROOT / "launch" / "Dockerfile").read_text()
 # A Python that only writes down how it was called; its `venv` copies it to where a real one would put the new Python.
@@ -56,7 +57,7 @@ def test_its_set_up_runs_on_what_it_copies(tmp_path: Path) -> None:
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patient(30),
     )
     assert run.returncode == 0, run.stderr
     installs = [call for call in (tmp_path / "calls").read_text().splitlines() if call.startswith("-m pip install")]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.commands.processes import ROOT, environment, free_port
 from tests.launch.nodes import ADDER, PROMPTS, SMALL, started
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -48,7 +49,7 @@ def test_local_runs_as_many_stages_as_it_is_told(tmp_path: Path) -> None:
         env={**environment(), "STAGES": "3"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
     )
     assert run.returncode == 0, run.stderr
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 24

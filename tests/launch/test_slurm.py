@@ -20,6 +20,7 @@ import pytest
 
 from tests.commands.processes import ROOT, free_port
 from tests.launch.nodes import ADDER, PROMPTS, SMALL, Node, started
+from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(290)
 
@@ -114,7 +115,7 @@ def tell_step(job: Node, number: int) -> None:
 def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path)
     with slurm.job("--model", str(ADDER), "--request-rate", "2") as job:
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + patient(120)
         while slurm.num_answers() < 3:
             assert job.process.poll() is None, job.end()[1]
             assert time.monotonic() < deadline_s
@@ -148,7 +149,7 @@ def test_a_job_that_may_not_be_queued_again_says_so_and_keeps_its_code(tmp_path:
     slurm = Slurm(tmp_path)
     (tmp_path / "queue").unlink()
     with slurm.job("--model", str(ADDER), "--request-rate", "2") as job:
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + patient(120)
         while not slurm.num_answers():
             assert job.process.poll() is None, job.end()[1]
             assert time.monotonic() < deadline_s

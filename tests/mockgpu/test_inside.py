@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.processes import ROOT
+from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 
 CHECKS = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
@@ -28,6 +29,6 @@ def test_with_a_gpu(checks: Path, tmp_path: Path) -> None:
     own = ("-p", "no:cacheprovider", "-o", "python_files=check_*.py", *garbage)
     command = (sys.executable, "-m", "pytest", "-q", *own, str(checks))
     done = subprocess.run(
-        command, cwd=ROOT, env=with_gpus(2, tmp_path / "hazards"), capture_output=True, text=True, timeout=280
+        command, cwd=ROOT, env=with_gpus(2, tmp_path / "hazards"), capture_output=True, text=True, timeout=patient(280)
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

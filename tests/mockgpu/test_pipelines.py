@@ -11,6 +11,7 @@ import pytest
 
 from tests.commands.processes import COMMAND, Files
 from tests.exact.references import Reference, make_reference
+from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 
 NEW_TOKENS = 4
@@ -36,7 +37,7 @@ def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tu
     command = (*COMMAND, *files.options(reference.directory, "--device", "cuda", "--dtype", "float32", *few, *options))
     hazards = folder / "hazards"
     done = subprocess.run(
-        command, cwd=folder, env=with_gpus(gpus, hazards), capture_output=True, text=True, timeout=280
+        command, cwd=folder, env=with_gpus(gpus, hazards), capture_output=True, text=True, timeout=patient(280)
     )
     assert not hazards.exists(), hazards.read_text()
     assert done.returncode == 0, done.stderr[-3000:]

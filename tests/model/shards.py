@@ -19,6 +19,7 @@ from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel, load_stage
 from sarathi_pp.model.tensor_parallel import TensorShard
+from tests.machine import patient
 
 CPU = torch.device("cpu")
 
@@ -37,9 +38,9 @@ class Sum:
             self._parts[index] = x
             self.turn.release()
             try:
-                self._barrier.wait(60)
+                self._barrier.wait(patient(60))
                 total = sum(self._parts[1:], self._parts[0].clone())
-                if self._barrier.wait(60) == 0:
+                if self._barrier.wait(patient(60)) == 0:
                     self.num_calls += 1
             finally:
                 self.turn.acquire()

@@ -25,6 +25,7 @@ from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.stage_model import load_stage
 from sarathi_pp.model.tensor_parallel import Split, Summed, TensorShard
+from tests.machine import patient
 from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, write_checkpoint
 from tests.model.shards import load_gang
 from tests.model.test_stage_model import (
@@ -369,7 +370,7 @@ def test_checking_loads_no_torch(saved: Saved) -> None:
         "import sys; from pathlib import Path; from sarathi_pp.model.checkpoint.support import check_shards\n"
         "check_shards(Path(sys.argv[1]), 2); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program, str(saved("llama")[0])], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(saved("llama")[0])], check=True, timeout=patient(60))
 
 
 RANK = """
@@ -418,7 +419,7 @@ def test_shards_on_gloo(saved: Saved, tmp_path: Path) -> None:
         for rank, answer in enumerate(answers)
     ]
     try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
+        assert [rank.wait(patient(120)) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -17,6 +17,7 @@ from sarathi_pp.errors import ConfigError, InputError, OutputError
 from sarathi_pp.inputs.done import Done
 from sarathi_pp.outputs.journal import Journal, LateJournal
 from sarathi_pp.outputs.sink import encode_line
+from tests.machine import patient
 from tests.thinning import examples
 
 
@@ -239,7 +240,7 @@ class Apart:
         return self._process.stdout.readline().rstrip()
 
     def end(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=patient(60))
         assert self._process.returncode == 0
 
 

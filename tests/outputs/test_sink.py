@@ -16,6 +16,7 @@ from sarathi_pp.outputs.journal import Journal, Start, read_done
 from sarathi_pp.outputs.sink import FileSink, MemorySink, OutputClosedError, Sink, check_output, encode_line
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock
+from tests.machine import patient
 
 
 class Letters:
@@ -243,7 +244,7 @@ def test_rows_are_on_disk_soon_without_more_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", seen)
     sink = opened(tmp_path / "out")
     sink.finish(*ended(), {})
-    assert synced.wait(10)
+    assert synced.wait(patient(10))
     assert len(records(tmp_path / "out")) == 1
     sink.close()
 
@@ -275,7 +276,7 @@ def test_a_trickle_of_rows_syncs_once_a_group(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", counted)
     for line in range(1, 301):
         sink.finish(*ended(line), {})
-        assert written.acquire(timeout=10)
+        assert written.acquire(timeout=patient(10))
     assert len(syncs) == 1
     sink.close()
     assert len(syncs) == 2
@@ -285,7 +286,7 @@ def test_a_failure_frees_a_caller_that_waits_for_room(tmp_path, monkeypatch):
     failing = threading.Event()
 
     def fail(fd: int, data: bytes) -> int:
-        failing.wait(10)
+        failing.wait(patient(10))
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", fail)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.processes import ROOT
+from tests.machine import patient
 
 PROGRAM = "import sys; from sarathi_pp.cli.main import main; sys.argv[0] = 'sarathi-pp'; main()"
 
@@ -22,7 +23,7 @@ def ask(instruction: str, words: str = "", at: int = 0) -> str:
         env={**os.environ, "PYTHONPATH": paths, **asked},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
     return done.stdout
@@ -59,5 +60,5 @@ def test_bash_completes_by_the_script(tmp_path: Path) -> None:
     """
     paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": paths}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=patient(60))
     assert done.stdout.split() == ["--strict"], done.stderr

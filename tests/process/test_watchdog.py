@@ -19,6 +19,7 @@ from sarathi_pp.process.signals import Signals
 from sarathi_pp.process.watchdog import Watchdog
 from tests import thinning
 from tests.commands.processes import environment, full_pipe
+from tests.machine import patient
 
 PROGRAM = """
 import sys, time
@@ -46,7 +47,7 @@ def test_a_standard_error_that_nobody_reads_does_not_keep_it_from_ending(how: st
     os.close(writer)
     try:
         began_s = time.monotonic()
-        assert process.wait(3 * 5.0) == 75
+        assert process.wait(patient(3 * 5.0)) == 75
         assert time.monotonic() - began_s > 2.0
         assert left.read_text() == "75"
     finally:
@@ -57,7 +58,7 @@ def test_a_standard_error_that_nobody_reads_does_not_keep_it_from_ending(how: st
 
 def test_the_stacks_are_shown_behind_the_message(tmp_path: Path) -> None:
     command = (sys.executable, "-c", PROGRAM, str(tmp_path / "left"), "speaks")
-    done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=patient(60))
     assert done.returncode == 75
     assert done.stderr.startswith("lost\n") and "most recent call first" in done.stderr and "line 13" in done.stderr
 

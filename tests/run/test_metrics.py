@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.run.metrics import MetricsServer
+from tests.machine import patient
 
 SNAPSHOT = Progress(
     elapsed_s=12.0,
@@ -33,7 +34,7 @@ SNAPSHOT = Progress(
 
 def scrape(port: int):
     """The metric families by name."""
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patient(10)) as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=")
         return {family.name: family for family in text_string_to_metric_families(response.read().decode())}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.processes import environment
+from tests.machine import patient
 from tests.model.families import write_checkpoint
 
 # Prints what torch's import finds in the environment, and stops there.
@@ -49,6 +50,6 @@ def test_it_is_told_to_sleep_unless_a_user_wants_otherwise(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=patient(90),
     )
     assert done.stdout.splitlines()[-1:] == [found], done.stderr

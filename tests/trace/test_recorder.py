@@ -15,10 +15,11 @@ import pytest
 from sarathi_pp.errors import InputError, MissingError, OutputError
 from sarathi_pp.trace.events import Cut, Event, Returned, SendWait, Totals, TraceEnd, encode
 from sarathi_pp.trace.recorder import MOST_WAITING, Recorder, read_trace, trace_name
+from tests.machine import patient
 
 
 def wait_for_lines(path: Path, count: int) -> list[Event]:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + patient(10)
     while len(events := list(read_trace(path))) < count and time.monotonic() < give_up:
         time.sleep(0.01)
     return events
@@ -83,7 +84,7 @@ def test_killed_process_leaves_a_readable_trace(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(root)}
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], env=env)
     try:
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + patient(30)
         while not path.exists() and time.monotonic() < give_up:
             time.sleep(0.01)
         wait_for_lines(path, 100)
@@ -179,20 +180,20 @@ def test_where_the_disk_stands_still_the_queue_is_bounded_and_the_loss_is_told(
 
     def encode_late(event: Event) -> str:
         stalled.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(patient(60))
         return encode(event)
 
     monkeypatch.setattr("sarathi_pp.trace.recorder.encode", encode_late)
     monkeypatch.setattr("sarathi_pp.trace.recorder._PATIENCE_S", 0.01)
     with Recorder(path, flush_interval_s=0.001) as recorder:
         recorder.record(Returned(0, 1.0))
-        assert stalled.wait(60)
+        assert stalled.wait(patient(60))
         for index in range(1, 3 * MOST_WAITING):
             recorder.record(Returned(index, 1.0))
             assert len(recorder._events) <= MOST_WAITING + 1
         recorder.record(TOTALS)
         goes_on.set()
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + patient(60)
         while recorder._events and time.monotonic() < give_up:
             time.sleep(0.01)
         recorder.record(Returned(4 * MOST_WAITING, 1.0))  # with a hole before it, it would be of no use

@@ -7,6 +7,7 @@ from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.channel import NumberCheck, QueueChannel
 from sarathi_pp.wire.codec import Goodbye, Heartbeat
 from sarathi_pp.wire.delay import DelayedReceiver
+from tests.machine import patient
 
 
 def test_messages_come_out_in_order_with_their_payload():
@@ -28,7 +29,7 @@ def test_reserve_waits_for_a_released_buffer():
     thread.start()
     assert not reserved.wait(0.05)
     channel.receive().release()
-    assert reserved.wait(5)
+    assert reserved.wait(patient(5))
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -22,6 +22,7 @@ from sarathi_pp_kernels.cpu.simd import compile as compiling
 from sarathi_pp_kernels.cpu.simd.compile import compiled, identity_of
 
 from tests.kernels.cpu.kernel_cache_states import FACTORS, forked, make, operations_of, run, use
+from tests.machine import patient
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +39,7 @@ def test_a_crash_or_damage_at_any_place_changes_no_kernel(options, tmp_path) -> 
     """Each prefix of a writer, killed or without room, next to another writer; and each kind of damaged file."""
     command = (sys.executable, "-m", "tests.kernels.cpu.kernel_cache_states", str(tmp_path), *options)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(880))
     states = done.stdout.splitlines()
     assert done.returncode == 0 and len(states) >= 20, done.stderr
     assert [state for state in states if not state.endswith(" ok")] == [], done.stderr[-2000:]

@@ -10,6 +10,8 @@ import torch
 from sarathi_pp_kernels.cpu import threads
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 
+from tests.machine import patient
+
 
 @pytest.fixture(params=[1, 2, 5])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
@@ -31,7 +33,7 @@ def test_ranges_are_consecutive_and_of_like_length(num_threads: int, step: int) 
 
 def test_the_first_piece_runs_here_and_the_others_beside_it(num_threads: int) -> None:
     ran: list[str] = []
-    together = threading.Barrier(num_threads, timeout=30)
+    together = threading.Barrier(num_threads, timeout=patient(30))
 
     def piece() -> None:
         together.wait()

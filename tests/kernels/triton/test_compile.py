@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import patient
+
 ROOT = Path(__file__).parents[3]
 
 # In a process of its own: here kernels are the interpreter's. A type is a pointer's, a number's, or the value of a
@@ -237,6 +239,6 @@ def _compiled(cache: Path, program: str, *arguments: str) -> str:
     path = os.pathsep.join((str(ROOT / "kernels"), environment.get("PYTHONPATH", "")))
     environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
     command = (sys.executable, "-P", "-c", program, *arguments)
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(280))
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout

@@ -29,6 +29,7 @@ from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from tests.kernels.triton.bounds import checked_addresses
+from tests.machine import patient
 from tests.thinning import examples
 
 ROOT = Path(__file__).parents[3]
@@ -468,7 +469,7 @@ def test_it_compiles_for_gpus_and_fits(dtype: str, shapes: list[tuple[int, bool,
     del environment["TRITON_INTERPRET"]
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "kernels"), environment.get("PYTHONPATH", "")))
     command = (sys.executable, "-P", "-c", _COMPILE, dtype, json.dumps(shapes))
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(280))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == 2 * len(shapes), "kernels for chunks and decodes, and those that merge"

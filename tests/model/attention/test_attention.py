@@ -31,6 +31,7 @@ from sarathi_pp.model.attention import choose_backend, sdpa
 from sarathi_pp.model.attention.numba import NumbaAttention, split_by_keys
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from tests.machine import patient
 from tests.model.microbatches import CPU, Case, spec_for, visible
 
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])
@@ -181,7 +182,7 @@ def test_decodes_are_compiled_for_processors_without_bfloat16(cpu: str, tmp_path
         pytest.skip("this processor cannot run what is compiled for that one")
     settings = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
     command = (sys.executable, "-c", _ON_A_LESSER_PROCESSOR)
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=patient(110))
     assert done.returncode == 0, done.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from sarathi_pp.errors import InputError, MissingError, UnsupportedModelError
 from sarathi_pp.model.checkpoint.fetch import find_model
+from tests.machine import patient
 from tests.model.checkpoint.hub import COMMIT, NAME, serving
 
 CONFIG: dict[str, Any] = {
@@ -60,7 +61,7 @@ def find(home: Path, endpoint: str, *, offline: str = "0") -> tuple[int, str]:
     )
     hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": offline}
     command = [sys.executable, "-c", code, NAME]
-    done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=patient(120))
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout.strip().splitlines()[-1]
 

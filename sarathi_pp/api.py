@@ -38,6 +38,7 @@ from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import Place, find_place, mesh_of
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.start_watch import watching_start
+from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.inputs.parse import ParsedLine
@@ -175,7 +176,7 @@ class LLM:
         checked, run = rank.checked, rank.run
         checked.run_dir.write_run(rank.describe())
         tokenizer = checked.tokenizer()
-        driver = rank.driver(tokenizer, lambda snapshot: None, _log.warning)
+        driver = rank.driver(tokenizer, _Logged())
         limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
         if (small := limits.small_kv_cache()) is not None:
             _log.warning(small)
@@ -298,19 +299,20 @@ class LLM:
     def _answer(
         self, lines: list[ParsedLine], params: Sequence[SamplingParams | None], call: Call[list[RequestOutput]]
     ) -> list[RequestOutput]:
-        def go_on() -> None:
-            call.check()
-            self._check_open()
-
         assert self._answering is not None, "rank 0 alone answers"
         rows = []
         for line, one in zip(lines, params, strict=True):
-            go_on()
+            self._check_going_on(call)
             rows.append(self._row(self._answering.maker, line, one))
         sink = MemorySink(self._answering.tokenizer)
-        self._answering.driver.run(MemorySource(rows), sink, go_on)
+        self._answering.driver.run(MemorySource(rows), sink, _Calling(self, call))
         finished = {ended.row.line: ended for ended in sink.finished}
         return [_output(line, finished[row.line]) for line, row in zip(lines, rows, strict=True)]
+
+    def _check_going_on(self, call: Call[list[RequestOutput]]) -> None:
+        """Raise if the caller was interrupted, or another thread closes this LLM."""
+        call.check()
+        self._check_open()
 
     def _check_open(self) -> None:
         if self._closing:
@@ -361,6 +363,26 @@ def _check(model: str, stages: int | None, options: dict[str, Any], place: Place
     if config.run_dir is not None and (place is None or place.rank == 0):
         RunDirectory.check(config.run_dir, overwrite=False)
     return Preflight(config, model_dir, None, facts, defaults, run_dir)
+
+
+class _Logged:
+    """A run's reports: warnings go to the log."""
+
+    def report_progress(self, progress: Progress) -> None: ...
+
+    def warn(self, text: str) -> None:
+        _log.warning(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Calling:
+    """A call is never asked to stop: it is ended by an error."""
+
+    llm: LLM
+    call: Call[list[RequestOutput]]
+
+    def asked(self) -> None:
+        self.llm._check_going_on(self.call)
 
 
 def _compute_here(num_threads: int, device: torch.device) -> None:

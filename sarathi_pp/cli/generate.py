@@ -146,7 +146,7 @@ def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
     checked = identify(job, preflight(job))
     if (code := end_if_finished(job, checked, display)) is not None:
         return code
-    check_lines(job, checked, display.warn)
+    check_lines(job, checked, display)
     check_weights(job)
     mesh, descriptors = mesh_of(job.config), descriptors_of(job.input_path, job.output_path)
     code = launch(mesh, sys.argv[1:], display, max_restarts=max_restarts, descriptors=descriptors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,15 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli import stdout
-from sarathi_pp.engine.progress import Progress
+from sarathi_pp.engine.progress import Progress, RunListener
 from sarathi_pp.errors import OutputError
 from sarathi_pp.outputs.sink import OutputClosedError
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.table import render
 
 if TYPE_CHECKING:
-    from sarathi_pp.run.rank import FinishedRun
+    from sarathi_pp.run.finished_run import FinishedRun
+    from sarathi_pp.run.metrics import MetricsServer
 
 _STDERR = 2
 
@@ -70,27 +71,21 @@ class BatchDisplay:
             click.echo(text.rstrip(), err=True)
 
     @contextmanager
-    def progress(self, num_stages: int) -> Iterator[Callable[[Progress], None]]:
+    def progress(self, num_stages: int) -> Iterator[RunListener]:
         with ExitStack() as stack:
-            watchers: list[Callable[[Progress], None]] = []
+            views: list[MetricsServer | ProgressDisplay] = []
             if self._metrics_port is not None:
                 from sarathi_pp.run.metrics import MetricsServer
 
                 server = MetricsServer(self._metrics_port, num_stages)
                 stack.callback(server.close)
-                watchers.append(server.update)
+                views.append(server)
                 if not self._quiet:
                     with suppress(OSError):
                         self._console.print(f"metrics on http://127.0.0.1:{server.port}/metrics", highlight=False)
             if not self._quiet:
-                watchers.append(stack.enter_context(ProgressDisplay(self._console, total=None)).update)
-
-            def show(progress: Progress) -> None:
-                for watch in watchers:
-                    with suppress(OSError):
-                        watch(progress)
-
-            yield show
+                views.append(stack.enter_context(ProgressDisplay(self._console, total=None)))
+            yield _Views(self, views)
 
     def nothing_left(self, num_rows: int, num_errors: int) -> None:
         """Say that the output already has a line for each row of the input."""
@@ -128,3 +123,16 @@ class BatchDisplay:
             stdout.forget()
             elsewhere = "; report.json holds it" if self._kept else ""
             raise OutputError(f"standard output does not take the report: {error.strerror}{elsewhere}") from error
+
+
+class _Views:
+    """Shows the progress of a run in each view. What cannot be shown is not."""
+
+    def __init__(self, display: BatchDisplay, views: Sequence[MetricsServer | ProgressDisplay]) -> None:
+        self._views = views
+        self.warn = display.warn
+
+    def report_progress(self, progress: Progress) -> None:
+        for view in self._views:
+            with suppress(OSError):
+                view.update(progress)

@@ -9,7 +9,7 @@ The main thread runs replica 0's engine. A run that has ended gives nothing more
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
@@ -21,7 +21,7 @@ from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import Source
 from sarathi_pp.outputs.sink import Sink
-from sarathi_pp.process.signals import Asked
+from sarathi_pp.process.signals import Asked, StopRequests
 from sarathi_pp.trace.clock import Clock
 
 # How often rank 0 looks for events that notify nobody: new rows, a signal, the deadline of a stop.
@@ -34,7 +34,7 @@ class DispatchedRun:
     """Shares the source's rows out while its `with` block runs.
 
     Args:
-        asked: returns the signal to stop, if there was one. See Engine.run.
+        stop: see Engine.run.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DispatchedRun:
         clock: Clock,
         source: Source,
         sink: Sink,
-        asked: Callable[[], Asked | None],
+        stop: StopRequests,
     ) -> None:
         self.replicas = replicas
         self._ledger = replicas.ledger
@@ -51,7 +51,7 @@ class DispatchedRun:
         self._clock = clock
         self._source = source
         self._sink = sink
-        self._asked = asked
+        self._requests = stop
         self._stop: Asked | None = None
         self._all_read = False
         self._ended = False
@@ -76,9 +76,9 @@ class DispatchedRun:
             return True
         return self._all_read and self._ledger.needs_only_replica_0
 
-    def check_stop(self) -> Asked | None:
+    def asked(self) -> Asked | None:
         """Return the signal to stop, if there was one; no replica starts a request after it."""
-        stop = self._asked()
+        stop = self._requests.asked()
         # The deadline of the last signal counts.
         if stop is not None and (self._stop is None or stop.until_s != self._stop.until_s):
             with self._changed:

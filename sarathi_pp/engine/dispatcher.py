@@ -10,8 +10,7 @@ RowLedger decides which replica gets which row. The threads ask it, one at a tim
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from sarathi_pp.engine.dispatched_run import LOOK_S, REACTION_S, DispatchedRun, LocalSink, LocalSource
 from sarathi_pp.engine.engine import Engine
@@ -22,7 +21,7 @@ from sarathi_pp.engine.row_ledger import RowLedger
 from sarathi_pp.errors import MemoryLostError, PeerLostError, ProtocolError, SarathiError, StoppedError
 from sarathi_pp.inputs.source import Source
 from sarathi_pp.outputs.sink import Sink
-from sarathi_pp.process.signals import Asked
+from sarathi_pp.process.signals import NEVER_ASKED, Asked, StopRequests
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.byte_stream import Remote
 
@@ -37,32 +36,28 @@ class Dispatcher:
     `run` raises PeerLostError. After any other exception of `run` the next call starts again.
 
     Args:
-        make_engine: makes the engine of replica 0; its argument receives the engine's progress.
+        engine: of replica 0. It reports its progress to `progress`.
         remotes: connections to the leaders of the other replicas.
         most: requests that a replica may hold. See LoadBalancer.
         most_tokens: prompt tokens at which a replica gets no further request. See LoadBalancer.
-        on_progress: receives the progress of all replicas.
-        warn: reports a lost replica to the user.
+        progress: of all replicas.
     """
 
     def __init__(
         self,
-        make_engine: Callable[[Callable[[Progress], None]], Engine],
+        engine: Engine,
         remotes: Sequence[Remote],
         most: int,
         most_tokens: int,
-        num_stages: int,
+        progress: ReplicaProgress,
         clock: Clock,
-        *,
-        on_progress: Callable[[Progress], None],
-        warn: Callable[[str], None],
     ) -> None:
         num_replicas = 1 + len(remotes)
         self._ledger = RowLedger(num_replicas, most, most_tokens)
-        self._replicas = RemoteReplicas(remotes, self._ledger, warn)
+        self._replicas = RemoteReplicas(remotes, self._ledger, progress.listener)
         self._clock = clock
-        self._progress = ReplicaProgress(num_replicas, num_stages, on_progress)
-        self._engine = make_engine(partial(self._progress.update, 0))
+        self._progress = progress
+        self._engine = engine
         self._run: DispatchedRun | None = None  # the last one; None before the first call of `run`
         self._listeners = {
             replica: threading.Thread(
@@ -83,9 +78,9 @@ class Dispatcher:
         """Whether no replica is left."""
         return not self._ledger.has_replicas
 
-    def run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None] = lambda: None) -> Asked | None:
+    def run(self, source: Source, sink: Sink, stop: StopRequests = NEVER_ASKED) -> Asked | None:
         """Answer every row of the source. See Engine.run."""
-        self._run = DispatchedRun(self._replicas, self._clock, source, sink, asked)
+        self._run = DispatchedRun(self._replicas, self._clock, source, sink, stop)
         try:
             with self._run as run:
                 return self._drive(run)
@@ -110,7 +105,7 @@ class Dispatcher:
         source, sink = LocalSource(run), LocalSink(run)
         if 0 not in self.lost:
             try:
-                return self._engine.run(source, sink, run.check_stop)
+                return self._engine.run(source, sink, run)
             except (PeerLostError, MemoryLostError, ProtocolError) as error:
                 # An error of the run's source or sink is no loss of replica 0.
                 if error is self._ledger.failure or not self._replicas.lose(0, error):
@@ -120,7 +115,7 @@ class Dispatcher:
     def _drive_without_engine(self, run: DispatchedRun, source: LocalSource, sink: LocalSink) -> Asked | None:
         """Write the rows that cannot run, until the other replicas have answered all others."""
         while True:
-            stop = run.check_stop()
+            stop = run.asked()
             for row in source.take(_REFUSED_ROWS):
                 assert row.error is not None, "replica 0 is lost and gets no requests"
                 sink.fail(row, row.error)

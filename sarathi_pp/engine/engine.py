@@ -24,12 +24,12 @@ from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.plan import MicroBatch, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Completion, Request
-from sarathi_pp.engine.progress import Progress
+from sarathi_pp.engine.progress import IgnoreReports, Progress, RunListener
 from sarathi_pp.errors import PeerLostError, ProtocolError, RowError, StoppedError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import Source, kv_cache_exhausted
 from sarathi_pp.outputs.sink import Sink
-from sarathi_pp.process.signals import Asked
+from sarathi_pp.process.signals import NEVER_ASKED, Asked, StopRequests
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import Issued, RequestArrived, Returned, RowRefused, Starved, Totals
@@ -90,10 +90,9 @@ class Engine:
         *,
         eos_token_ids: Collection[int],
         stop_checkers: StopCheckers,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        listener: RunListener | None = None,
         cost: CostModel | None = None,
         heads: HeadPlacement | None = None,
-        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._coordinator = Coordinator(
             limits,
@@ -109,8 +108,7 @@ class Engine:
         self._recorder = recorder
         self._clock = clock
         self._stop_checkers = stop_checkers
-        self._on_progress = on_progress
-        self._warn = warn
+        self._listener = listener or IgnoreReports()
         self._live: dict[int, _Live] = {}
         self._token_s = 0.0  # when the result came that the coordinator is taking in
         self._starved: IdleReason | None = None
@@ -123,22 +121,21 @@ class Engine:
         self._first_issue_s = math.inf
         self._last_result_s = 0.0
         self._longest_wait_s = 0.0  # between two results
-        self._shrunk_at = 0  # microbatches from here on were issued after it
+        self._shrunk_at = self._chunks_done = 0  # microbatches from the first on were issued after it
         self._inflight: deque[MicroBatch] = deque()  # those that were really sent
         self._cause: BaseException | None = None
-        self._chunks_done = 0
 
-    def run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None] = lambda: None) -> Asked | None:
+    def run(self, source: Source, sink: Sink, stop: StopRequests = NEVER_ASKED) -> Asked | None:
         """Answer every row of the source. Raises what ended the run early: a lost peer, a full disk.
 
-        asked: whether, and when, the run was told to stop. Nothing is begun then, and what runs is finished, unless
+        stop: whether, and when, the run was told to stop. Nothing is begun then, and what runs is finished, unless
         that takes longer than there is time for: StoppedError. Returned where it was.
         """
         if self._cause is not None:
             what = f"{type(self._cause).__name__}: {self._cause}"
             raise PeerLostError(f"this pipeline was lost in an earlier call ({what}); start a new one") from self._cause
         try:
-            return self._run(source, sink, asked)
+            return self._run(source, sink, stop)
         except BaseException as error:
             self._abort(error)
             raise
@@ -156,10 +153,10 @@ class Engine:
         self._starved = None
         self._coordinator.abort(self._inflight)
 
-    def _run(self, source: Source, sink: Sink, asked: Callable[[], Asked | None]) -> Asked | None:
+    def _run(self, source: Source, sink: Sink, stop: StopRequests) -> Asked | None:
         told: Asked | None = None
         while True:
-            before, told = told, asked()
+            before, told = told, stop.asked()
             if told is not None:
                 if before is None:
                     self._withdraw(source)
@@ -333,7 +330,7 @@ class Engine:
         if result.short and result.index >= self._shrunk_at:
             limits = self._coordinator.shrink()
             self._shrunk_at = self._coordinator.num_issued
-            self._warn(
+            self._listener.warn(
                 f"a stage had no memory for microbatch {result.index} at first; from here on chunks of "
                 f"{limits.chunk_size} tokens, where the policy has any, and {limits.max_num_seqs} running sequences"
             )
@@ -382,7 +379,7 @@ class Engine:
             total - before for total, before in zip(self._stage_compute_s, self._reported_compute_s, strict=True)
         ]
         self._reported_s, self._reported_compute_s = now, self._stage_compute_s
-        self._on_progress(
+        self._listener.report_progress(
             Progress(
                 elapsed_s=now - self._started_s,
                 requests_done=self._requests_done,

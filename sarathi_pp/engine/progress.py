@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,20 +95,50 @@ class Progress:
         return tuple(max(0.0, 1 - compute_s / self.window_s) for compute_s in self.stage_compute_s)
 
 
+class RunListener(Protocol):
+    """Follows a run while it goes on. Any thread may call it."""
+
+    def report_progress(self, progress: Progress) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
+class IgnoreReports:
+    """Does nothing with them."""
+
+    def report_progress(self, progress: Progress) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
 class ReplicaProgress:
     """The last progress of each replica. Any thread may update it.
 
     Args:
-        on_progress: receives the progress of all replicas each time one replica has reported its own.
+        listener: receives the progress of all replicas each time one replica has reported its own.
     """
 
-    def __init__(self, num_replicas: int, num_stages: int, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, num_replicas: int, num_stages: int, listener: RunListener) -> None:
+        self.listener = listener
         self._replicas = [Progress.nothing(num_stages)] * num_replicas
-        self._on_progress = on_progress
         self._lock = threading.Lock()
 
     def update(self, replica: int, progress: Progress) -> None:
         """Report the progress of all replicas, this one included."""
         with self._lock:
             self._replicas[replica] = progress
-            self._on_progress(Progress.of_replicas(self._replicas))
+            self.listener.report_progress(Progress.of_replicas(self._replicas))
+
+    def of_replica(self, replica: int) -> RunListener:
+        """Return the listener of one replica's engine."""
+        return _ReplicaListener(self, replica)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplicaListener:
+    progress: ReplicaProgress
+    replica: int
+
+    def report_progress(self, progress: Progress) -> None:
+        self.progress.update(self.replica, progress)
+
+    def warn(self, text: str) -> None:
+        self.progress.listener.warn(text)

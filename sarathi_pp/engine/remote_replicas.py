@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sarathi_pp.engine.messages import Abort, Stop, Submit, encode
+from sarathi_pp.engine.progress import RunListener
 from sarathi_pp.engine.row_ledger import RowLedger
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.wire.byte_stream import Remote
@@ -16,14 +17,14 @@ class RemoteReplicas:
 
     Args:
         remotes: connections to the leaders.
-        warn: reports a lost replica to the user.
+        listener: is warned of a lost replica.
     """
 
-    def __init__(self, remotes: Sequence[Remote], ledger: RowLedger, warn: Callable[[str], None]) -> None:
+    def __init__(self, remotes: Sequence[Remote], ledger: RowLedger, listener: RunListener) -> None:
         self.remotes = dict(enumerate(remotes, start=1))
         self.ledger = ledger
         self.changed = threading.Condition()  # guards the ledger
-        self._warn = warn
+        self._listener = listener
 
     @property
     def present(self) -> list[int]:
@@ -59,7 +60,7 @@ class RemoteReplicas:
             self.changed.notify_all()
         if num_rows is not None and has_replicas:
             become = "wait for --resume, since the run was told to stop" if stopping else "go to the other replicas"
-            self._warn(f"replica {replica} was lost: {error}; its {num_rows} unfinished requests {become}")
+            self._listener.warn(f"replica {replica} was lost: {error}; its {num_rows} unfinished requests {become}")
         return has_replicas
 
     def fail(self, error: BaseException) -> BaseException:

@@ -103,5 +103,8 @@ class RemoteSink:
     def report_progress(self, progress: Progress) -> None:
         self._outgoing.write(encode(progress))
 
+    def warn(self, text: str) -> None:
+        """Do nothing: rank 0 has the user."""
+
     def close(self) -> None:
         self._outgoing.close()

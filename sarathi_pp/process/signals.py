@@ -16,11 +16,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Literal
+from typing import Literal, Protocol
 
 from sarathi_pp.errors import StoppedError
 from sarathi_pp.process.watchdog import Watchdog
@@ -45,6 +45,25 @@ class Asked:
     number: int
     at_s: float
     until_s: float
+
+
+class StopRequests(Protocol):
+    """Says whether a run was asked to stop."""
+
+    def asked(self) -> Asked | None: ...
+
+
+class _NeverAsked:
+    def asked(self) -> None: ...
+
+
+NEVER_ASKED = _NeverAsked()
+
+
+class Announcer(Protocol):
+    """Tells the user that a signal was noticed."""
+
+    def say(self, asked: Asked) -> None: ...
 
 
 @contextmanager
@@ -103,7 +122,7 @@ class Signals:
         self._watchdog = watchdog
         self._clock = SystemClock()
         self._asked: Asked | None = None
-        self._announce: Callable[[Asked], None] | None = None
+        self._announcer: Announcer | None = None
         self._phase: Literal["starting", "running", "ending"] = "starting"
 
     def asked(self) -> Asked | None:
@@ -115,11 +134,11 @@ class Signals:
         """Whether there has been anything to finish."""
         return self._phase != "starting"
 
-    def announce(self, say: Callable[[Asked], None]) -> None:
-        """Call `say` at the first signal, on a thread of its own: standard error may take nothing."""
-        self._announce = say
+    def announce(self, announcer: Announcer) -> None:
+        """Call the announcer at the first signal, on a thread of its own: standard error may take nothing."""
+        self._announcer = announcer
         if self._asked is not None:
-            say(self._asked)
+            announcer.say(self._asked)
 
     def pause(self) -> None:
         """For whoever waits for somebody else: a moment, or StoppedError where there was a signal."""
@@ -182,8 +201,8 @@ class Signals:
                 return
         if self._asked is None:
             self._asked = Asked(number, now_s, math.inf if patient else now_s + DRAIN_S)
-            if self._announce is not None:
-                threading.Thread(target=self._announce, args=(self._asked,), name="announce", daemon=True).start()
+            if self._announcer is not None:
+                threading.Thread(target=self._announcer.say, args=(self._asked,), name="announce", daemon=True).start()
         else:
             self._asked = replace(self._asked, until_s=min(self._asked.until_s, now_s))
         if self._phase == "running":

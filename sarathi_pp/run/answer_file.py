@@ -13,9 +13,8 @@ from sarathi_pp.inputs.source import FileSource, Limits, RequestMaker, is_stream
 from sarathi_pp.outputs.journal import Journal, LateJournal
 from sarathi_pp.outputs.sink import FileSink
 from sarathi_pp.process.signals import Asked, Signals
-from sarathi_pp.run.display import Display
+from sarathi_pp.run.display import Display, StopNotice
 from sarathi_pp.run.preflight import BatchJob
-from sarathi_pp.run.stop_notice import StopNotice
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
@@ -32,13 +31,13 @@ def answer_file(job: BatchJob, rank: Rank, display: Display, signals: Signals) -
         _opened_output(job, rank, signals) as journal,
         closing(FileSink(journal, tokenizer=tokenizer, clock=clock, model=run.model)) as sink,
         closing(_open_source(job, rank, maker, journal)) as source,
-        display.progress(run.num_stages * run.replicas) as observe,
+        display.progress(run.num_stages * run.replicas) as listener,
     ):
-        notice = StopNotice(observe, display.note)
-        with rank.driving(tokenizer, notice.observe, display.warn) as driver:
-            signals.announce(notice.say)
+        notice = StopNotice(listener, display)
+        with rank.driving(tokenizer, notice) as driver:
+            signals.announce(notice)
             try:
-                asked = driver.run(source, sink, signals.asked)
+                asked = driver.run(source, sink, signals)
             except StoppedError as error:
                 error.args = (f"{error}; {job.how_to_resume}",)
                 raise

@@ -83,7 +83,7 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
     with _refusing(job, rank, again):
         if rank.rank != 0:
             return job, follow(job)
-        job = as_restarted(job, rank, display.warn)  # the output is its own; other hosts may not even see it
+        job = as_restarted(job, rank, display)  # the output is its own; other hosts may not even see it
         # A host that was lost may hold its locks for a while.
         if again or is_continuation(job, rank):
             job = replace(job, lock_patience_s=job.config.peer_timeout_s)
@@ -98,7 +98,7 @@ def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked:
         checked = identify(job, checked)
     if rank.store is None and not again:  # otherwise our launcher, or the first start, has done it
         if rank.rank == 0:
-            check_lines(job, checked, display.warn)
+            check_lines(job, checked, display)
         if rank.local_rank == 0:
             check_weights(job)
     return checked

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sarathi_pp.distributed.control_plane import ControlPlane
@@ -11,33 +12,51 @@ from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.wire.mesh import Coordinate
 
 
+@dataclass(frozen=True, slots=True)
+class CollectedTraces:
+    """Traces on rank 0's disk, one per stage of each replica, and the replicas that brought none."""
+
+    traces: list[list[Path]]
+    lost: Mapping[int, SarathiError]
+
+
 def gather(
     plane: ControlPlane,
     run_dir: RunDirectory,
     replicas: Sequence[int],
-    give_up: Callable[[int, SarathiError], None],
     *,
     sends: bool,
-) -> list[list[Path]]:
-    """On rank 0 the traces of each of these replicas, one a stage; nothing on other ranks.
+    may_lose: bool,
+) -> CollectedTraces:
+    """Bring the traces of these replicas to rank 0. Every rank of theirs calls it once it has closed its trace.
 
-    Every rank of theirs calls it once it has closed its trace. give_up: told of a replica that does not bring its own.
-    sends: this rank's is not in rank 0's directory.
+    Args:
+        sends: this rank's trace is not in rank 0's directory.
+        may_lose: return replicas that do not bring their traces as lost instead of raising.
+
+    Returns:
+        On rank 0, the traces; nothing on other ranks.
+
+    Raises:
+        PeerLostError, ProtocolError: a rank does not send its trace.
     """
     rank, coordinate = plane.place.rank, plane.mesh.coordinate(plane.place.rank)
     found: list[list[Path]] = []
+    lost: dict[int, SarathiError] = {}
     if rank == 0:
         for replica in replicas:
             try:
                 coordinates = [Coordinate(replica, stage, 0) for stage in range(plane.mesh.stages)]
                 found.append([_fetch(plane, run_dir, each) for each in coordinates])
             except (PeerLostError, ProtocolError) as error:
-                give_up(replica, error)
+                if not may_lose:
+                    raise
+                lost[replica] = error
     elif coordinate.shard == 0:
         plane.send_numbers([float(sends)], 0)
         if sends:
             plane.send_file(run_dir.trace_path(plane.mesh, coordinate), 0)
-    return found
+    return CollectedTraces(found, lost)
 
 
 def _fetch(plane: ControlPlane, run_dir: RunDirectory, coordinate: Coordinate) -> Path:

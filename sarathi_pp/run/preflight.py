@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.outputs.run_identity import Identity, differences, grown_input, identity_of, output_name
 from sarathi_pp.outputs.sink import check_output
 from sarathi_pp.run.auto_options import profile_mismatch, tuned
+from sarathi_pp.run.display import Display
 from sarathi_pp.text.tokenizer import Tokenizer, has_tokenizer
 
 
@@ -173,7 +174,7 @@ def finished_before(job: BatchJob) -> Done | None:
     return done if has_every_row(job.input_path, done, job.input_format) else None
 
 
-def check_lines(job: BatchJob, checked: Preflight, warn: Callable[[str], None]) -> None:
+def check_lines(job: BatchJob, checked: Preflight, display: Display) -> None:
     """Tell what is wrong with the lines of an input file, once and before anything is loaded.
 
     Raises InputError if no line can run, for what is no file of lines, and under --strict for any line.
@@ -193,7 +194,7 @@ def check_lines(job: BatchJob, checked: Preflight, warn: Callable[[str], None]) 
     text = f"--input {job.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: {problems}"
     if job.strict:
         raise InputError(f"{text}. Without --strict the others are run")
-    warn(f"{text}. Their lines in the output tell more")
+    display.warn(f"{text}. Their lines in the output tell more")
 
 
 def check_weights(job: BatchJob) -> None:
@@ -223,7 +224,7 @@ def is_continuation(job: BatchJob, place: Place) -> bool:
     return rendezvous_of(jobs[-1]) == rendezvous and run_dir.is_unfinished()
 
 
-def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> BatchJob:
+def as_restarted(job: BatchJob, place: Place, display: Display) -> BatchJob:
     """A run that is started again goes on with what it has answered, however it was started at first.
 
     Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
@@ -245,7 +246,7 @@ def as_restarted(job: BatchJob, place: Place, warn: Callable[[str], None]) -> Ba
     begun = run_dir.read_run() or {}
     if begun.get("identity") is not None and begun.get("job") in run_dir.jobs():
         if continued:
-            warn(
+            display.warn(
                 f"{job.output_path} is gone on with: an earlier start of the rendezvous {rendezvous_of(place.job)} was "
                 f"lost; a run of its own needs another --rdzv-id (RDZV_ID)"
             )

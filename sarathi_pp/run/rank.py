@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sarathi_pp.config import ResolvedRun
@@ -19,13 +17,13 @@ from sarathi_pp.distributed.clock_sync import sync_clocks
 from sarathi_pp.distributed.fingerprint import software
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.engine.progress import Progress
+from sarathi_pp.engine.progress import ReplicaProgress, RunListener
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
 from sarathi_pp.outputs.profile_file import read_profile
-from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.run.collect_traces import gather
+from sarathi_pp.run.finished_run import FinishedRun
 from sarathi_pp.run.setup import (
     LoadedStage,
     Member,
@@ -44,34 +42,6 @@ from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.events import TraceEnd
 
 Driver = Engine | Dispatcher
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRun:
-    """What rank 0 has once every rank has closed its trace.
-
-    traces: of each replica that is left, one a stage. facts: what the report is to say besides. lost: replicas that
-    have ended before the run did.
-    """
-
-    traces: Sequence[Sequence[Path]]
-    facts: Mapping[str, Any]
-    run_dir: RunDirectory
-    lost: Mapping[int, SarathiError]
-
-    def keep(self, reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Write each report, of which one says more than the one before, and return the last.
-
-        Each is written before the next is asked for: whoever ends the process by then has that one.
-        """
-        last: dict[str, Any] | None = None
-        for last in reports:
-            if self.lost:
-                # Answers are counted as they are written; those of a lost replica are requests that no trace tells of.
-                last["requests"] = max(last["requests"], last["completed"] + last["failed"])
-            self.run_dir.write_report(last)
-        assert last is not None, "a fold of traces gives one report at least"
-        return last
 
 
 class Rank:
@@ -105,15 +75,14 @@ class Rank:
     def driving(
         self,
         tokenizer: Tokenizer,
-        observe: Callable[[Progress], None],
-        warn: Callable[[str], None] = lambda text: None,
+        listener: RunListener,
     ) -> Iterator[Driver]:
         """On rank 0: what answers rows, for as long as the block lasts; then all stages are sent home.
 
         Of an error in the block this thread ends the run itself, however long its last writes take.
         """
         try:
-            driver = self.driver(tokenizer, observe, warn)
+            driver = self.driver(tokenizer, listener)
             yield driver
             driver.close()
         except BaseException:
@@ -123,22 +92,20 @@ class Rank:
     def driver(
         self,
         tokenizer: Tokenizer,
-        observe: Callable[[Progress], None],
-        warn: Callable[[str], None] = lambda text: None,
+        listener: RunListener,
     ) -> Driver:
         """Return rank 0's: of the pipeline, or of all replicas of it."""
         mesh = self._member.mesh
         if mesh.replicas == 1:
-            return self._engine(tokenizer, observe, warn)
+            return self._engine(tokenizer, listener)
+        progress = ReplicaProgress(mesh.replicas, mesh.stages, listener)
         self._dispatcher = Dispatcher(
-            lambda seen: self._engine(tokenizer, seen, warn),
+            self._engine(tokenizer, progress.of_replica(0)),
             self._pipeline.remotes,
             most_held(self.run.max_num_seqs),
             most_held_tokens(self.run.num_pages * self.run.page_size),
-            mesh.stages,
+            progress,
             self._member.clock,
-            on_progress=observe,
-            warn=warn,
         )
         return self._dispatcher
 
@@ -154,11 +121,11 @@ class Rank:
         (rank0,) = self._pipeline.remotes
         source = RemoteSource(rank0.incoming, self._member.clock, self._trace.offset.offset_s)
         sink = RemoteSink(rank0.outgoing)
-        engine = self._engine(tokenizer, sink.report_progress)
+        engine = self._engine(tokenizer, sink)
         aborted = True
         while aborted:
             try:
-                engine.run(source, sink, source.asked)
+                engine.run(source, sink, source)
                 aborted = False
             except AbortedError:
                 pass
@@ -168,8 +135,7 @@ class Rank:
     def _engine(
         self,
         tokenizer: Tokenizer,
-        observe: Callable[[Progress], None],
-        warn: Callable[[str], None] = lambda text: None,
+        listener: RunListener,
     ) -> Engine:
         run = self.run
         return Engine(
@@ -181,10 +147,9 @@ class Rank:
             self._member.clock,
             eos_token_ids=self.checked.defaults.eos_token_ids,
             stop_checkers=tokenizer.stop_checker,
-            on_progress=observe,
+            listener=listener,
             cost=self._known_cost() if wants_cost(run.policy) else None,
             heads=HeadPlacement(self._known_cost()) if run.moves_head else None,
-            warn=warn,
         )
 
     def _known_cost(self) -> CostModel:
@@ -227,14 +192,16 @@ class Rank:
         if self._dispatcher is not None:
             self._lost.update(self._dispatcher.lost)
         self._end_trace()
-        traces = gather(member.plane, run_dir, self._present(), self._give_up, sends=self._trace.sends)
+        may_lose = member.mesh.replicas > 1
+        collected = gather(member.plane, run_dir, self._present(), sends=self._trace.sends, may_lose=may_lose)
+        self._lost.update(collected.lost)
         if self.place.rank != 0:
             return None
         for replica in self._lost:
             run_dir.forget(replica)
-        if not traces:
+        if not collected.traces:
             raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
-        return FinishedRun(traces, {**self._report_facts(), **(facts or {})}, run_dir, dict(self._lost))
+        return FinishedRun(collected.traces, {**self._report_facts(), **(facts or {})}, run_dir, dict(self._lost))
 
     def _end_trace(self) -> None:
         member, stage, recorder = self._member, self._stage, self._trace.recorder
@@ -254,12 +221,6 @@ class Rank:
             )
         )
         recorder.close()
-
-    def _give_up(self, replica: int, error: SarathiError) -> None:
-        """Raises it where there is no other."""
-        if self._member.mesh.replicas == 1:
-            raise error
-        self._lost.setdefault(replica, error)
 
     def _present(self) -> list[int]:
         return [replica for replica in range(self._member.mesh.replicas) if replica not in self._lost]

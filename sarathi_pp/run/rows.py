@@ -25,7 +25,8 @@ from sarathi_pp.run.joining import joined, ready
 from sarathi_pp.run.preflight import Preflight, open_model
 
 if TYPE_CHECKING:
-    from sarathi_pp.run.rank import FinishedRun, Rank
+    from sarathi_pp.run.finished_run import FinishedRun
+    from sarathi_pp.run.rank import Rank
 
 
 class RowMaker(Protocol):
@@ -74,7 +75,7 @@ def _answer_rows(rank: Rank, maker: RowMaker, sink: Sink, display: Display) -> N
     checked.run_dir.begin(rank.describe())
     tokenizer = checked.tokenizer()
     with (
-        display.progress(run.num_stages) as observe,
-        rank.driving(tokenizer, observe) as driver,
+        display.progress(run.num_stages) as listener,
+        rank.driving(tokenizer, listener) as driver,
     ):
         driver.run(MemorySource(maker.rows(run, checked.facts)), sink)

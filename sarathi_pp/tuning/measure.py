@@ -50,7 +50,7 @@ from sarathi_pp.tuning.fit import (
 )
 
 if TYPE_CHECKING:
-    from sarathi_pp.run.rank import FinishedRun
+    from sarathi_pp.run.finished_run import FinishedRun
 
 _HELD_OUT = 5
 # Below this share of its span the computing thread was kept from a core.

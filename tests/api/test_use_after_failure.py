@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,7 +121,7 @@ class Pipeline:
             faults.watch("clock", Clock(), "now"),
             eos_token_ids=(),
             stop_checkers=faults.watched("stop_checkers", lambda stop: faults.watch("stop", Stop(), "push")),
-            on_progress=faults.watched("on_progress", lambda progress: None),
+            listener=Mock(report_progress=faults.watched("on_progress", lambda progress: None)),
         )
         self.next_index = 0
         faults.calls.clear()
@@ -132,7 +133,7 @@ class Pipeline:
             "source", Source(request_rows(first, PROMPTS, NEW_TOKENS, ("stop",))), "take", "wait", "is_exhausted"
         )
         sink = self.faults.watch("sink", ListSink(), "finish", "fail")
-        self.engine.run(source, sink, self.faults.watched("asked", lambda: None))
+        self.engine.run(source, sink, Mock(asked=self.faults.watched("asked", lambda: None)))
         return {index - first: completion.token_ids for index, completion in sink.completions.items()}
 
     def close(self) -> None:

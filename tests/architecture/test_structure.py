@@ -18,6 +18,8 @@ from tests.architecture.structure import (
 
 MOST_SHARE = 0.16
 MOST_FILES = 17
+MOST_CONSTRUCTOR_LINES = 45
+MOST_CALLABLES_PER_1000_LINES = 1.5
 
 
 def test_no_package_and_no_folder_is_the_place_for_everything() -> None:
@@ -28,6 +30,16 @@ def test_no_package_and_no_folder_is_the_place_for_everything() -> None:
 
 def test_no_import_goes_in_a_circle() -> None:
     assert cycles(modules(ROOT)) == []
+
+
+def test_objects_are_whole_when_they_are_made() -> None:
+    assert late_attributes(modules(ROOT)) == []
+    assert [place for size, place in constructors(modules(ROOT)) if size > MOST_CONSTRUCTOR_LINES] == []
+
+
+def test_control_flow_is_plain_calls() -> None:
+    """A function that gets functions hides who calls whom; a generator or an object with methods shows it."""
+    assert measure(ROOT)["callable_parameters_per_1000_lines"] <= MOST_CALLABLES_PER_1000_LINES
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import find_place
+from sarathi_pp.engine.progress import IgnoreReports
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.row import Row
@@ -61,7 +62,7 @@ def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
             Row(index + 1, index, "own", Request(index, tuple(prompt), params, clock.now()))
             for index, prompt in enumerate(case["prompts"])
         ]
-        engine = rank.driver(checked.tokenizer(), lambda snapshot: None)
+        engine = rank.driver(checked.tokenizer(), IgnoreReports())
         engine.run(ListSource(rows), sink)
         engine.close()
     finished = rank.finish()

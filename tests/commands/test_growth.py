@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def answer(folder: Path, num_rows: int, measure: Any, *, named: bool) -> tuple[S
         runner = StageRunner(stage, edge, recorder, clock, HostTimer(clock))
         engine = Engine(
             EngineLimits(1, 256, SEATS, 512, 4, PAGES, 2), make_policy("sarathi"), runner, edge, recorder, clock,
-            eos_token_ids=(), stop_checkers=lambda stop: None, on_progress=sampler.sample,
+            eos_token_ids=(), stop_checkers=lambda stop: None, listener=Mock(report_progress=sampler.sample),
         )  # fmt: skip
         journal = Journal.open(str(folder / "out.jsonl"))
         sink = FileSink(journal, tokenizer=tokenizer, clock=clock, model="m")

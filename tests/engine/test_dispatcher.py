@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ import torch
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.dispatcher import Dispatcher
-from sarathi_pp.engine.progress import Progress
+from sarathi_pp.engine.progress import Progress, ReplicaProgress
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.errors import OutputError, PeerLostError, RowError, StoppedError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
-from sarathi_pp.process.signals import Asked
+from sarathi_pp.process.signals import NEVER_ASKED, Asked
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender, Remote
 from sarathi_pp.wire.channel import QueueChannel
@@ -67,9 +68,9 @@ class Engine:
     begun: threading.Event = field(default_factory=threading.Event)
     last: object = None
 
-    def run(self, source, sink, asked=lambda: None):
+    def run(self, source, sink, stop=NEVER_ASKED):
         while True:
-            told = asked()
+            told = stop.asked()
             taken = [] if told is not None else source.take(self.a_turn)
             if told is not None:
                 source.close()
@@ -115,7 +116,7 @@ class Leader:
         try:
             while True:
                 try:
-                    self.engine.run(source, sink, source.asked)
+                    self.engine.run(source, sink, source)
                     break
                 except AbortedError:
                     self.aborted += 1
@@ -142,15 +143,18 @@ class _Mortal(ByteStreamReceiver):
 
 def dispatcher(first: Engine, *others: Engine, most: int = 8, said: list[str] | None = None, seen=None, offset_s=0.0):
     leaders = [Leader(engine, offset_s) for engine in others]
+    listener = Mock(
+        report_progress=(seen if seen is not None else []).append, warn=(said if said is not None else []).append
+    )
+    progress = ReplicaProgress(1 + len(others), 2, listener)
+    first.listener = progress.of_replica(0)
     made = Dispatcher(
-        lambda on_progress: first,
+        first,
         [leader.remote for leader in leaders],
         most,
         10**9,
-        2,
+        progress,
         CLOCK,
-        on_progress=(seen if seen is not None else []).append,
-        warn=(said if said is not None else []).append,
     )
     return made, leaders
 
@@ -265,7 +269,7 @@ def test_told_to_stop_nothing_more_is_begun_anywhere_and_what_runs_is_finished()
             self.closed = True
             super().close()
 
-    told = made.run(Endless(rows(1000)), sink, asked)
+    told = made.run(Endless(rows(1000)), sink, Mock(asked=asked))
     assert told is not None and told.number == 15
     assert len(sink.lines) == sum(engine.answered for engine in engines) < 100
     made.close()
@@ -284,7 +288,7 @@ def test_a_replica_that_goes_on_for_too_long_is_not_waited_for_without_end():
         return Asked(15, asked_at, asked_at + 0.5) if CLOCK.now() > asked_at and endless.begun.is_set() else None
 
     began_s = CLOCK.now()
-    made.run(MemorySource(rows(50)), sink, asked)
+    made.run(MemorySource(rows(50)), sink, Mock(asked=asked))
     assert CLOCK.now() - began_s < 15
 
 
@@ -296,7 +300,7 @@ def test_without_its_own_engine_rank_0_gives_up_when_the_time_for_stopping_is_ov
         return Asked(15, CLOCK.now(), CLOCK.now()) if endless.begun.is_set() and 0 in made.lost else None
 
     with pytest.raises(StoppedError, match="unfinished"):
-        made.run(MemorySource(rows(50)), sink, asked)
+        made.run(MemorySource(rows(50)), sink, Mock(asked=asked))
 
 
 def test_it_runs_again_with_more_rows_also_without_the_replica_that_was_lost():
@@ -335,7 +339,7 @@ def test_after_an_exception_no_replica_goes_on_with_what_was_asked_before(where)
 
     for turn in range(2):
         with pytest.raises(FaultError, match=where):
-            made.run(Failing(rows(2000, first=10000 * turn)), FailingSink(), lambda: fail(where == "asked"))
+            made.run(Failing(rows(2000, first=10000 * turn)), FailingSink(), Mock(asked=lambda: fail(where == "asked")))
         sink, answered = Sink(), [engine.answered for engine in engines]
         made.run(MemorySource(rows(60, first=10000 * turn + 5000)), sink)
         assert sink.ids() == sorted((f"id {10000 * turn + 5000 + index}" for index in range(60)), key=str)
@@ -357,10 +361,10 @@ def test_who_watches_sees_the_stages_of_all_replicas():
     seen: list[Progress] = []
 
     class Watched(Engine):
-        def run(self, source, sink, asked=lambda: None):
+        def run(self, source, sink, stop=NEVER_ASKED):
             if hasattr(sink, "report_progress"):
                 sink.report_progress(replace(Progress.nothing(2), running=7))
-            return super().run(source, sink, asked)
+            return super().run(source, sink, stop)
 
     made, _ = dispatcher(Engine(0, slow_s=0.002), Watched(1), seen=seen)
     made.run(MemorySource(rows(60)), Sink())
@@ -395,7 +399,7 @@ def test_a_replica_that_is_lost_when_all_is_answered_holds_nobody_up():
     class Late(Engine):
         """Loses another replica between its last answer and its look at whether there is more."""
 
-        def run(self, source, sink, asked=lambda: None):
+        def run(self, source, sink, stop=NEVER_ASKED):
             class Watched:
                 @property
                 def exhausted(self):
@@ -406,7 +410,7 @@ def test_a_replica_that_is_lost_when_all_is_answered_holds_nobody_up():
                 def __getattr__(self, name):
                     return getattr(source, name)
 
-            return super().run(Watched(), sink, asked)
+            return super().run(Watched(), sink, stop)
 
     sink = Sink()
     made, _ = dispatcher(Late(0, slow_s=0.001), Engine(1, slow_s=0.001))
@@ -424,7 +428,7 @@ def test_what_waits_for_room_keeps_its_order_when_a_replica_is_lost():
     taken = []
 
     class Noting(Engine):
-        def run(self, source, sink, asked=lambda: None):
+        def run(self, source, sink, stop=NEVER_ASKED):
             class Noted:
                 def take(self, limit):
                     given = source.take(limit)
@@ -434,7 +438,7 @@ def test_what_waits_for_room_keeps_its_order_when_a_replica_is_lost():
                 def __getattr__(self, name):
                     return getattr(source, name)
 
-            return super().run(Noted(), sink, asked)
+            return super().run(Noted(), sink, stop)
 
     made, _ = dispatcher(Noting(0, a_turn=1), most=2)
     made.run(MemorySource(rows(0)), Sink())

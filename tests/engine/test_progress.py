@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from sarathi_pp.config import SamplingParams
@@ -55,7 +57,7 @@ def reports(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0)
         clock,
         eos_token_ids=(),
         stop_checkers=lambda stop: None,
-        on_progress=seen.append,
+        listener=Mock(report_progress=seen.append),
     )
     clock.sleep(issue_after_s)
     params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)

@@ -13,6 +13,7 @@ from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import Place
+from sarathi_pp.engine.progress import IgnoreReports
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -40,7 +41,7 @@ def first_cost(
     checked = Preflight(config, here, emulated, facts, GenerationDefaults(), run_dir)
     member = Member(checked, plane, Watchdog(None), SystemClock())
     rank = set_up(member, agree_on_start(member))
-    rank.driver(checked.tokenizer(), lambda snapshot: None)
+    rank.driver(checked.tokenizer(), IgnoreReports())
     rank.abandon()
     plane.leave()
     (cost,) = told

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def job(output, start="new"):
 
 
 def as_restarted(job, place, warn=lambda text: None):
-    return preflight.as_restarted(job, place, warn)
+    return preflight.as_restarted(job, place, Mock(warn=warn))
 
 
 def leave(output, *, by, identity=True, lines="line\n", begun_by=None, ended=None):

@@ -3,12 +3,13 @@
 import math
 import signal
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.process.signals import Asked
-from sarathi_pp.run.stop_notice import StopNotice
+from sarathi_pp.run.display import StopNotice
 
 CTRL_C, TERM = Asked(signal.SIGINT, 1.0, math.inf), Asked(signal.SIGTERM, 1.0, 21.0)
 
@@ -26,11 +27,11 @@ CTRL_C, TERM = Asked(signal.SIGINT, 1.0, math.inf), Asked(signal.SIGTERM, 1.0, 2
         ),
     ],
 )
-def test_it_counts_what_the_last_snapshot_has_running(running, asked, says):
+def test_it_counts_what_the_last_report_has_running(running, asked, says):
     seen, said = [], []
-    notice = StopNotice(seen.append, said.append)
-    snapshots = [] if running is None else [replace(Progress.nothing(1), running=count) for count in (5, running)]
-    for snapshot in snapshots:
-        notice.observe(snapshot)
+    notice = StopNotice(Mock(report_progress=seen.append), Mock(note=said.append))
+    reports = [] if running is None else [replace(Progress.nothing(1), running=count) for count in (5, running)]
+    for report in reports:
+        notice.report_progress(report)
     notice.say(asked)
-    assert (seen, said) == (snapshots, [says])
+    assert (seen, said) == (reports, [says])

@@ -31,7 +31,7 @@ import torch
 
 from sarathi_pp.config import RunConfig, SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import make_policy, wants_paragraphs
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.distributed.control_plane import Topology
 from sarathi_pp.distributed.environment import Place, find_place, mesh_of
@@ -111,7 +111,7 @@ class LLM:
         facts = check_model(model_dir)
         check_shards(model_dir, config.tensor_parallel_size)
         config = tuned(config, facts)
-        make_policy(config.policy)
+        parse_policy(config.policy)
         partition(facts.num_layers, config.stages, config.layer_split)
         self._defaults = read_generation_config(model_dir, config.override_generation_config).with_command(
             config.sampling_overrides
@@ -190,7 +190,7 @@ class LLM:
         if (small := limits.small_kv_cache()) is not None:
             _log.warning(small)
         self._maker = RequestMaker(
-            self._tokenizer, self._defaults, limits, config.seed, wants_paragraphs(config.policy)
+            self._tokenizer, self._defaults, limits, config.seed, parse_policy(config.policy).kind.wants_paragraphs
         )
 
     def generate(

@@ -46,8 +46,8 @@ class Coordinator:
     eos_token_ids: ids that end an output unless its request ignores them.
     stop_rule: told each new token of each request, in order; True ends the output there ("stop" strings).
     clock: read once per microbatch for `issued_s`. cost: what microbatches cost, as far as is known
-    beforehand; refined with each result, so given only where the policy asks (`wants_cost`). heads: where the head of
-    each microbatch goes; always to the last stage where there is none.
+    beforehand; refined with each result, so given only where the policy asks (`Policy.wants_cost`). heads: where the
+    head of each microbatch goes; always to the last stage where there is none.
     """
 
     def __init__(

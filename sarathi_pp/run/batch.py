@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sarathi_pp.analysis.replicas import figures
 from sarathi_pp.analysis.summary import Analyse
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.policy import wants_paragraphs
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.environment import Place, find_place, mesh_of, stopped_mark
 from sarathi_pp.distributed.failure_cause import is_echo, report_cause
 from sarathi_pp.distributed.network_interface import exposure
@@ -361,7 +361,8 @@ def _answer(job: BatchJob, checked: Preflight, rank: Job, display: Display, sign
     limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
     if (small := limits.small_kv_cache()) is not None:
         display.warn(small)
-    maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
+    paragraphs = parse_policy(config.policy).kind.wants_paragraphs
+    maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, paragraphs)
     with ExitStack() as stack:
         facts = {**rank.describe(), "identity": checked.identity, "job": rank.place.job}
         begun = False

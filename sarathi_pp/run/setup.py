@@ -26,7 +26,7 @@ from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.head_placement import HeadPlacement, moves_head
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import make_policy, wants_cost
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.agreement import Agreement
 from sarathi_pp.distributed.clock_sync import Offset, align
 from sarathi_pp.distributed.control_plane import Topology
@@ -220,9 +220,10 @@ class Job:
         observe: Callable[[Snapshot], None],
         warn: Callable[[str], None] = lambda text: None,
     ) -> Engine:
+        policy = parse_policy(self.run.policy)
         return Engine(
             limits_of(self.run),
-            make_policy(self.run.policy),
+            policy.make(),
             self._runner,
             self._upstream,
             self._recorder,
@@ -230,7 +231,7 @@ class Job:
             eos_token_ids=eos_token_ids,
             stop_checkers=stop_checkers,
             observe=observe,
-            cost=self._known_cost() if wants_cost(self.run.policy) else None,
+            cost=self._known_cost() if policy.kind.wants_cost else None,
             heads=HeadPlacement(self._known_cost()) if self.run.moves_head else None,
             warn=warn,
         )

@@ -153,9 +153,12 @@ def test_the_policies_that_ask_what_microbatches_cost_are_listed(spec):
             asked.append(name)
             return getattr(self.view, name)
 
-    class Watching:
+    class Watching(Policy):
         def pick(self, view):
             return policy.pick(Watched(view))
+
+        def max_tokens(self, limits):
+            return policy.max_tokens(limits)
 
     requests = [Request(i, (1,) * 20 * i, SamplingParams(max_new_tokens=4, seed=0)) for i in range(1, 6)]
     drive(Coordinator(Limits(2, 16, 4, 256, 16, 64, 3), Watching()), requests, [0] * 5)

@@ -16,7 +16,7 @@ import click
 from sarathi_pp.cli.options import naming_options
 from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Real
 from sarathi_pp.config import ATTENTIONS, DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, stages_among
-from sarathi_pp.core.policy import POLICIES, parse_policy
+from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 from sarathi_pp.inputs.input_format import INPUT_FORMATS
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop",
     default="balanced",
     show_default=True,
     metavar="NAME[:key=value,...]",
-    help=f"One of {', '.join(sorted(POLICIES))}.",
+    help=f"One of {', '.join(sorted(POLICIES))}, or a class as package.module:Class.",
 )
 @click.option(
     "--chunk-size",
@@ -343,7 +343,7 @@ def _config(options: dict[str, Any], world_size: int | None) -> RunConfig:
             stages=stages,
             replicas=replicas,
             tensor_parallel_size=shards,
-            policy=str(parse_policy(options["policy"]).with_tbt_slo(bound_s)) if bound_s else options["policy"],
+            policy=with_tbt_slo(options["policy"], bound_s) if bound_s else options["policy"],
             chunk_size=options["chunk_size"],
             max_num_seqs=options["max_num_seqs"],
             max_model_len=options["max_model_len"],

@@ -54,7 +54,7 @@ policies_option = click.option(
     default=("balanced",),
     show_default=True,
     metavar="NAME[:key=value,...]",
-    help=f"May be given several times. One of {', '.join(sorted(POLICIES))}.",
+    help=f"May be given several times. One of {', '.join(sorted(POLICIES))}, or a class as package.module:Class.",
 )
 
 

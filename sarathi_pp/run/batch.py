@@ -318,6 +318,7 @@ def serve_llm(config: RunConfig, say: Callable[[str], None]) -> int:
     place = find_place()
     if place is None:
         raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
+    parse_policy(config.policy)
     model_dir = find_model(config.model)
     # Rank 0 names the real one.
     anywhere = RunDirectory(Path()) if config.run_dir else RunDirectory.unnamed(Path())

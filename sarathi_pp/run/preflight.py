@@ -259,6 +259,7 @@ def run_directory(job: BatchJob) -> RunDirectory:
 
 def follow(job: BatchJob) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
+    parse_policy(job.config.policy)  # a policy of the user's own may be missing on this host alone
     config, model_dir, profile, facts = open_model(job.config)
     defaults = _generation_defaults(config, model_dir)
     return Preflight(config, model_dir, profile, facts, defaults, run_directory(job))

@@ -4,7 +4,7 @@ import pytest
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
-from sarathi_pp.core.policy import POLICIES, Policy, PolicySpec, make_policy, parse_policy, parse_recorded
+from sarathi_pp.core.policy import POLICIES, Policy, PolicySpec, make_policy, parse_policy, parse_recorded, with_tbt_slo
 from sarathi_pp.core.policy.balanced import Balanced
 from sarathi_pp.core.policy.chunkllm import ChunkLLM
 from sarathi_pp.core.policy.parameter import parameter, read_parameter
@@ -103,6 +103,11 @@ def test_a_bound_is_given_once_and_to_a_policy_that_keeps_it():
         assert not parse_policy(spec).keeps_tbt_slo
     with pytest.raises(ConfigError, match="--tbt-slo 0.5: sglang keeps no bound"):
         parse_policy("sglang:dynamic=1").with_tbt_slo(0.5)
+    with pytest.raises(ConfigError, match="--tbt-slo 0.5: sglang keeps no bound"):
+        with_tbt_slo("sglang", 0.5)
+    assert with_tbt_slo("balanced", 0.5) == "balanced:tbt_slo=0.5"
+    for text in ("nonsense", "balanced:odd=1", "on_other_hosts_only:Mine"):
+        assert with_tbt_slo(text, 0.5) == text, "what checks the configuration refuses it"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.registry import POLICIES
-from sarathi_pp.core.policy.spec import PolicySpec, parse_policy, parse_recorded
+from sarathi_pp.core.policy.spec import PolicySpec, parse_policy, parse_recorded, with_tbt_slo
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, SequenceView, View
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "parameter",
     "parse_policy",
     "parse_recorded",
+    "with_tbt_slo",
 ]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
+from sarathi_pp.core.policy.outside import choose_installed, installed_policies, load_class, search_current_directory
 from sarathi_pp.core.policy.view import Policy
 from sarathi_pp.errors import ConfigError
 
@@ -33,9 +32,19 @@ def is_built_in(name: str) -> bool:
 
 
 def find_class(name: str) -> type[Policy]:
-    """Return the class of the policy of that name. Raises ConfigError with the choices if there is none."""
-    if not is_built_in(name):
-        raise ConfigError(f"--policy {name!r} is not known; choose one of {', '.join(sorted(POLICIES))}")
-    module, _, attribute = (POLICIES | UNLISTED)[name].partition(":")
-    kind: type[Policy] = getattr(importlib.import_module(module), attribute)
-    return kind
+    """Return the class of a policy: built in, module:Class, or an entry point that a distribution registers.
+
+    Raises ConfigError with the choices for a name that is none of these, and as `load_class`.
+    """
+    if is_built_in(name):
+        return load_class((POLICIES | UNLISTED)[name], name)
+    if ":" in name:
+        search_current_directory()
+        return load_class(name, name)
+    installed = installed_policies()
+    if name not in installed:
+        choices = ", ".join(sorted({*POLICIES, *installed}))
+        raise ConfigError(
+            f"--policy {name!r} is not known; choose one of {choices}, or give a class of yours as package.module:Class"
+        )
+    return load_class(choose_installed(name, installed[name]), name)

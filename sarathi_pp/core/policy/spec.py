@@ -1,4 +1,10 @@
-"""A policy as it is given, `NAME[:key=value,...]`, parsed once."""
+"""A policy as it is given, parsed once.
+
+sarathi                                a policy of this package, or an entry point of an installed one
+sarathi:even=1                         with parameters: key=value, separated by commas
+package.module:Class                   a class that can be imported
+package.module:Class:key=value         with parameters
+"""
 
 from __future__ import annotations
 
@@ -74,16 +80,36 @@ class PolicySpec:
 
 @cache
 def parse_policy(text: str) -> PolicySpec:
-    """Return the policy that `NAME` or `NAME:key=value,...` names. Raises ConfigError as PolicySpec, or for the name.
+    """Return the policy that the text names. Raises ConfigError as PolicySpec and `find_class`.
 
     A configuration holds the text. Every call for the same text returns the value of the first, which checked it.
     """
     name, _, parameters = text.partition(":")
+    if not is_built_in(name):
+        attribute, _, rest = parameters.partition(":")
+        if attribute and "=" not in attribute:
+            name, parameters = f"{name}:{attribute}", rest
     return PolicySpec(name, find_class(name), tuple(filter(None, parameters.split(","))))
 
 
+def with_tbt_slo(text: str, seconds: float) -> str:
+    """Return the text of the policy held to a bound on the time between tokens. Raises ConfigError if it keeps none.
+
+    A policy that is not found is left as it is. Options are read before a rank can tell the others why it will not take
+    part, and the check of its configuration refuses it.
+    """
+    try:
+        policy = parse_policy(text)
+    except ConfigError:
+        return text
+    return str(policy.with_tbt_slo(seconds))
+
+
 def parse_recorded(text: str) -> PolicySpec | None:
-    """Return the policy that a trace or a report names, or None if it is not one of this package."""
+    """Return the policy that a trace or a report names, or None if it is not one of this package.
+
+    A trace is data, from anywhere: no module is imported because it names one.
+    """
     if not is_built_in(text.partition(":")[0]):
         return None
     try:

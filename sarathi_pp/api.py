@@ -32,7 +32,7 @@ import torch
 from sarathi_pp.analysis.replicas import figures
 from sarathi_pp.config import RunConfig, SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import make_policy, wants_paragraphs
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import Place, find_place, mesh_of
@@ -181,7 +181,9 @@ class LLM:
         if (small := limits.small_kv_cache()) is not None:
             _log.warning(small)
         config = checked.config
-        maker = RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
+        maker = RequestMaker(
+            tokenizer, checked.defaults, limits, config.seed, parse_policy(config.policy).kind.wants_paragraphs
+        )
         self._thread.call(partial(_compute_here, torch.get_num_threads(), rank.device))
         return _Answering(tokenizer, driver, maker)
 
@@ -355,7 +357,7 @@ def _check(model: str, stages: int | None, options: dict[str, Any], place: Place
     facts = check_model(model_dir)
     check_shards(model_dir, config.tensor_parallel_size)
     config = tuned(config, facts)
-    make_policy(config.policy)
+    parse_policy(config.policy)
     partition(facts.num_layers, config.stages, config.layer_split)
     defaults = read_generation_config(model_dir, config.override_generation_config)
     defaults = defaults.with_command(config.sampling_overrides)

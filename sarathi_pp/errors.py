@@ -9,6 +9,7 @@
     +-- InputError                   65   a file that is there and cannot be used
     +-- MissingError                 66   a file, shard or tensor that is not there
     +-- ProtocolError                70   a wire message that is not what its header says
+    +-- PolicyError                  70   a policy that breaks the rules of scheduling
     +-- OutputError                  74   output that cannot be written
     +-- PeerLostError                75   a stage died or fell silent; the run can be resumed
     |   +-- StalledError             75   a stage lives and stays in one layer; 2 if the start before ended like this
@@ -83,6 +84,10 @@ class MissingError(SarathiError, FileNotFoundError):
 
 
 class ProtocolError(SarathiError):
+    exit_code = 70
+
+
+class PolicyError(SarathiError):
     exit_code = 70
 
 

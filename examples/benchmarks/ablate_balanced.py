@@ -26,10 +26,9 @@ from compare_policies import SLOW, figures, zipf
 from record import Record
 
 from sarathi_pp.core.cost.profile import Profile
-from sarathi_pp.core.policy import auto_chunk_size, balanced
+from sarathi_pp.core.policy import balanced, parse_policy
 from sarathi_pp.core.policy.view import Limits, View
 from sarathi_pp.outputs.profile_file import read_profile
-from sarathi_pp.sim import experiment
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
@@ -62,8 +61,8 @@ def _experiment(
     return Experiment(
         profile=profile,
         workload=parse_workload(spec),
-        policy="balanced",
-        chunk_size=auto_chunk_size("balanced"),
+        policy=parse_policy("balanced"),
+        chunk_size=parse_policy("balanced").kind.default_chunk_size,
         jitter_cv=jitter_cv,
         slow=slow or {},
         seed=SEED,
@@ -80,10 +79,6 @@ def _prior_ratio(view: View) -> float:
 
 def _never(*arguments: Any) -> float:
     return 0.0
-
-
-def _no_more_than_stages(policy: str, num_stages: int) -> int:
-    return num_stages
 
 
 def _as_many_as_allowed(limits: Limits) -> int:
@@ -103,7 +98,7 @@ def _fixed(size: int) -> Callable[..., balanced._Cycle]:
 # What makes a variant of the policy for as long as it is entered.
 VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "all of it": nullcontext,
-    "no microbatch to spare": lambda: patch.object(experiment, "auto_inflight", _no_more_than_stages),
+    "no microbatch to spare": lambda: patch.object(balanced.Balanced, "spare_microbatches", 0),
     "always one to spare": lambda: patch.object(balanced, "_fewest", _as_many_as_allowed),
     "one to spare also where seats are short": lambda: patch.object(balanced, "_SPARE_COST", 1.0),
     "one to spare beside a slow stage too": lambda: patch.object(balanced, "_AHEAD", 1.0),

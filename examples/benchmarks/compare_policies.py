@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import click
 from record import Record
 
-from sarathi_pp.core.policy import POLICIES, auto_chunk_size
+from sarathi_pp.core.policy import POLICIES, parse_policy
 from sarathi_pp.core.policy.gllm import GLLM
 from sarathi_pp.report.policies import bubble_floor
 from sarathi_pp.sim.experiment import Experiment, report_of
@@ -66,7 +66,7 @@ def run(case: Case) -> dict[str, Any]:
     experiment = Experiment(
         profile=preset("gpt3-a100-tp8pp8"),
         workload=parse_workload(case.spec),
-        policy=case.policy,
+        policy=parse_policy(case.policy),
         chunk_size=case.chunk_size,
         jitter_cv=case.jitter_cv,
         slow=SLOW if case.slow else {},
@@ -97,14 +97,14 @@ def noise(jitter_cv: float) -> str:
 def swept(*rivals: str) -> list[tuple[str, int]]:
     """`balanced` as it is, and the rivals at every size."""
     return [
-        ("balanced", auto_chunk_size("balanced")),
+        ("balanced", parse_policy("balanced").kind.default_chunk_size),
         *(of_size(policy, size) for policy in rivals for size in CHUNK_SIZES),
     ]
 
 
 def of_size(policy: str, size: int) -> tuple[str, int]:
     """Policy and chunk size; gLLM's most prompt tokens is a parameter."""
-    return (f"gllm:maxp={size}", auto_chunk_size("gllm")) if policy == "gllm" else (policy, size)
+    return (f"gllm:maxp={size}", parse_policy("gllm").kind.default_chunk_size) if policy == "gllm" else (policy, size)
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -124,7 +124,9 @@ def offline_cases(requests: int, seeds: range) -> list[Case]:
     for name, specs in works.items():
         cases += [Case(name, specs[seed], *run, seed) for seed in seeds for run in swept(*TUNED)]
     for name, specs in {**works, CHANGE: change}.items():
-        cases += [Case(name, specs[first], policy, auto_chunk_size(policy), first) for policy in POLICIES]
+        cases += [
+            Case(name, specs[first], policy, parse_policy(policy).kind.default_chunk_size, first) for policy in POLICIES
+        ]
         cases += [Case(name, specs[first], policy, size, first) for policy, size in OWN_SIZES.items()]
     for seed in seeds:
         steady = works["P:D 10"][seed]
@@ -161,7 +163,9 @@ def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             runs = [result for result in here if name_of(result) == policy]
             kinds = {
                 "default": [
-                    run for run in runs if (run["policy"], run["chunk_size"]) == (policy, auto_chunk_size(policy))
+                    run
+                    for run in runs
+                    if (run["policy"], run["chunk_size"]) == (policy, parse_policy(policy).kind.default_chunk_size)
                 ],
                 "own default": [run for run in runs if size_of(run) == OWN_SIZES.get(policy)],
             }
@@ -281,7 +285,7 @@ def measure_capacity(seed: int) -> float:
     """Requests a second of `balanced` where none is waited for."""
     spec = zipf(CAPACITY_REQUESTS, 10, seed)
     lengths = [sum(pair) for pair in parse_workload(spec).lengths()]
-    found = run(Case("capacity", spec, "balanced", auto_chunk_size("balanced"), seed))
+    found = run(Case("capacity", spec, "balanced", parse_policy("balanced").kind.default_chunk_size, seed))
     return float(found["tokens_per_s"]) / statistics.fmean(lengths)
 
 

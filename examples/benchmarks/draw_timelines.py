@@ -18,7 +18,7 @@ from photograph import photograph
 from record import Record
 
 from sarathi_pp.bench.contest import write_prompts
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.report.page import PageRun, render_page
 from sarathi_pp.report.run_reader import read_run
 from sarathi_pp.sim.workload import parse_workload
@@ -31,7 +31,14 @@ WIDTH, HEIGHT = 1100, 900
 
 def run_for_page(work: Work, policy: str) -> PageRun:
     prompts, answers = work.prompts(RATIO), work.dir / f"picture-{policy}.jsonl"
-    options = ("--policy", policy, "--chunk-size", str(auto_chunk_size(policy)), "--input", str(prompts))
+    options = (
+        "--policy",
+        policy,
+        "--chunk-size",
+        str(parse_policy(policy).kind.default_chunk_size),
+        "--input",
+        str(prompts),
+    )
     process = start(work, "generate", STAGES, answers.with_suffix(".printed"), *options, "--output", str(answers))
     if process.wait():
         raise click.ClickException(f"the run of {policy} ended with code {process.returncode}")

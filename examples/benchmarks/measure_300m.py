@@ -41,7 +41,7 @@ from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.bench.machine import stolen
 from sarathi_pp.core.cost.profile import Profile
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.report.run_reader import find_traces
 from sarathi_pp.sim.experiment import Experiment, report_of
@@ -134,7 +134,7 @@ class Case:
 
     def start(self, work: Work) -> list[subprocess.Popen[bytes]]:
         given = ["--input", str(work.prompts(self.ratio)), "--policy", self.policy]
-        given += ["--chunk-size", str(auto_chunk_size(self.policy))]
+        given += ["--chunk-size", str(parse_policy(self.policy).kind.default_chunk_size)]
         if self.stages > 1:
             given += ["--profile", str(work.dir / FIRST_PROFILE), "--layer-split", "even"]
         return [
@@ -181,8 +181,8 @@ def predict(profile: Profile, policy: str, workload: str) -> Report:
     experiment = Experiment(
         profile=profile,
         workload=parse_workload(workload),
-        policy=policy,
-        chunk_size=auto_chunk_size(policy),
+        policy=parse_policy(policy),
+        chunk_size=parse_policy(policy).kind.default_chunk_size,
         max_num_seqs=SEQS,
     )
     reports = [report_of(replace(experiment, seed=seed)) for seed in range(SEEDS)]

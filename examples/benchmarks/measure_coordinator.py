@@ -28,7 +28,7 @@ from record import Record
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
-from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
+from sarathi_pp.core.policy import PolicySpec, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.sim.experiment import Experiment, run, simulate
@@ -50,12 +50,12 @@ def requests() -> Iterator[Request]:
         index += 1
 
 
-def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
+def time_steps(policy: PolicySpec, running: int, steps: int) -> dict[str, float]:
     """Median and 99th percentile of milliseconds, over `steps` microbatches with `running` sequences in seats."""
-    chunk_size, inflight_most = max(256, 4 * running // STAGES), auto_inflight(policy, STAGES)
+    chunk_size, inflight_most = max(256, 4 * running // STAGES), policy.inflight(STAGES)
     limits = Limits(STAGES, chunk_size, running, 4096, 16, running * 64, inflight_most)
-    cost = preset("gpt3-a100-tp8pp8").cost if wants_cost(policy) else None
-    coordinator = Coordinator(limits, make_policy(policy), cost=cost)
+    cost = preset("gpt3-a100-tp8pp8").cost if policy.kind.wants_cost else None
+    coordinator = Coordinator(limits, policy.make(), cost=cost)
     arriving, inflight = requests(), deque[MicroBatch]()
     step_ms: list[float] = []
     result_ms: list[float] = []
@@ -86,11 +86,11 @@ def time_steps(policy: str, running: int, steps: int) -> dict[str, float]:
     }
 
 
-def time_simulator(policy: str, num_requests: int) -> dict[str, float]:
+def time_simulator(policy: PolicySpec, num_requests: int) -> dict[str, float]:
     spec = f"zipf:n={num_requests},min=1024,max=4096,theta=0.4,pd=10,seed=31"
     profile = preset("gpt3-a100-tp8pp8")
     experiment = Experiment(
-        profile=profile, workload=parse_workload(spec), policy=policy, chunk_size=auto_chunk_size(policy)
+        profile=profile, workload=parse_workload(spec), policy=policy, chunk_size=policy.kind.default_chunk_size
     )
     began = time.perf_counter()
     timeline = simulate(experiment)
@@ -115,7 +115,10 @@ def peak_bytes(num_requests: int) -> int:
     """Most memory that Python held while simulating, events told and not kept."""
     spec = f"poisson:rate=4,zipf:n={num_requests},min=1024,max=4096,theta=0.4,pd=20,seed=31"
     experiment = Experiment(
-        profile=preset("gpt3-a100-tp8pp8"), workload=parse_workload(spec), policy="sarathi", chunk_size=256
+        profile=preset("gpt3-a100-tp8pp8"),
+        workload=parse_workload(spec),
+        policy=parse_policy("sarathi"),
+        chunk_size=256,
     )
     gc.collect()
     tracemalloc.start()
@@ -136,9 +139,9 @@ def main(policies: tuple[str, ...], steps: int, num_requests: int, output: Path 
     for policy in policies:
         step_rows[policy] = {}
         for running in RUNNING:
-            row = step_rows[policy][str(running)] = time_steps(policy, running, steps)
+            row = step_rows[policy][str(running)] = time_steps(parse_policy(policy), running, steps)
             print(f"{policy:10} {running:5} running  " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
-    simulator = {policy: time_simulator(policy, num_requests) for policy in policies}
+    simulator = {policy: time_simulator(parse_policy(policy), num_requests) for policy in policies}
     for policy, row in simulator.items():
         print(f"{policy:10} simulated  " + "  ".join(f"{k} {v:.0f}" for k, v in row.items()), flush=True)
     memory = {str(count): peak_bytes(count) for count in (100, 200, 400)}

@@ -27,7 +27,7 @@ from record import Record
 from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.core.cost.profile import Profile
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.report.run_reader import find_traces
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import preset
@@ -70,7 +70,16 @@ def emulate(work_dir: Path, profile: Profile, policy: str, spec: str) -> Report:
     write_prompts(work_dir / "prompts.jsonl", parse_workload(spec).requests())
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--emulate", str(work_dir / "profile.json")]
     command += ["--input", str(work_dir / "prompts.jsonl"), "--output", str(work_dir / "answers.jsonl"), "--overwrite"]
-    command += ["--stages", "8", "--policy", policy, "--chunk-size", str(auto_chunk_size(policy)), "--quiet", "--json"]
+    command += [
+        "--stages",
+        "8",
+        "--policy",
+        policy,
+        "--chunk-size",
+        str(parse_policy(policy).kind.default_chunk_size),
+        "--quiet",
+        "--json",
+    ]
     command += ["--max-num-seqs", str(SEQS), "--layer-split", "even"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
     report: Report = json.loads(done.stdout.splitlines()[-1])
@@ -83,8 +92,8 @@ def predict(profile: Profile, policy: str, spec: str) -> Report:
         Experiment(
             profile=profile,
             workload=parse_workload(spec),
-            policy=policy,
-            chunk_size=auto_chunk_size(policy),
+            policy=parse_policy(policy),
+            chunk_size=parse_policy(policy).kind.default_chunk_size,
             max_num_seqs=SEQS,
         )
     )

@@ -37,7 +37,7 @@ from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.bench.machine import stolen
 from sarathi_pp.core.cost.profile import EdgeLink, Profile
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.report.run_reader import find_traces
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
@@ -116,7 +116,12 @@ def emulate(hosts: Hosts, work_dir: Path, profile: Profile, policy: str, spec: s
         command = [*hosts.torchrun(host, STAGES // len(hosts.names)), str(script), "generate"]
         command += ["--emulate", str(work_dir / "profile.json"), "--input", str(work_dir / "prompts.jsonl")]
         command += ["--output", str(work_dir / "answers.jsonl"), "--overwrite", "--quiet", "--policy", policy]
-        command += ["--run-dir", str(work_dir / f"run-of-host{host}"), "--chunk-size", str(auto_chunk_size(policy))]
+        command += [
+            "--run-dir",
+            str(work_dir / f"run-of-host{host}"),
+            "--chunk-size",
+            str(parse_policy(policy).kind.default_chunk_size),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": hosts.interface(host)}
         agents.append(subprocess.Popen(command, env=environment))
     try:
@@ -149,8 +154,8 @@ def predict(profile: Profile, policy: str) -> Figures:
     experiment = Experiment(
         profile=profile,
         workload=parse_workload(WORKLOAD),
-        policy=policy,
-        chunk_size=auto_chunk_size(policy),
+        policy=parse_policy(policy),
+        chunk_size=parse_policy(policy).kind.default_chunk_size,
         max_num_seqs=SEQS,
     )
     timeline = simulate(experiment)

@@ -44,7 +44,7 @@ from sarathi_pp.bench.machine import stolen
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, Load
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
-from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
+from sarathi_pp.core.policy import PolicySpec, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.report.run_reader import find_traces
 from sarathi_pp.sim.presets import preset
@@ -145,11 +145,11 @@ class Sample(NamedTuple):
     decodes: int
 
 
-def samples(policy: str, num_ranks: int) -> Iterator[Sample]:
+def samples(policy: PolicySpec, num_ranks: int) -> Iterator[Sample]:
     """Of each microbatch, without end, once nine of ten seats are taken."""
     seats, cost = SEATS_A_STAGE * num_ranks, stages_like_the_presets(num_ranks)
-    limits = Limits(num_ranks, auto_chunk_size(policy), seats, 4096, 16, seats * 64, auto_inflight(policy, num_ranks))
-    coordinator = Coordinator(limits, make_policy(policy), cost=cost if wants_cost(policy) else None)
+    limits = Limits(num_ranks, policy.kind.default_chunk_size, seats, 4096, 16, seats * 64, policy.inflight(num_ranks))
+    coordinator = Coordinator(limits, policy.make(), cost=cost if policy.kind.wants_cost else None)
     arriving, ring, inflight = requests(), Ring(num_ranks), deque[MicroBatch]()
     step_s = 0.0
     while True:
@@ -180,7 +180,7 @@ def samples(policy: str, num_ranks: int) -> Iterator[Sample]:
 
 def time_coordinator(policy: str, ranks: Sequence[int], turns: int, steps: int) -> dict[int, dict[str, float]]:
     """By ranks, milliseconds a microbatch; stage_ms: what stages like the preset's take for one."""
-    sources = {num_ranks: samples(policy, num_ranks) for num_ranks in ranks}
+    sources = {num_ranks: samples(parse_policy(policy), num_ranks) for num_ranks in ranks}
     for source in sources.values():
         next(source)
     gc.collect()

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from record import Record
 
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
@@ -30,8 +30,8 @@ def run(policy: str) -> dict[str, Any]:
     experiment = Experiment(
         profile=preset("gpt3-a100-tp8pp8"),
         workload=parse_workload(WORKLOAD),
-        policy=policy,
-        chunk_size=auto_chunk_size(policy),
+        policy=parse_policy(policy),
+        chunk_size=parse_policy(policy).kind.default_chunk_size,
     )
     report = report_of(experiment)
     return {**{name: report[name] for name in KEPT}, "request_bubble_p50_s": report["request_bubble_s"]["p50"]}

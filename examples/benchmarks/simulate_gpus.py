@@ -26,6 +26,7 @@ from sarathi_pp.core.cost.estimate import DeviceSpeed, estimate_cost
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.partition import partition_by_time
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import parse_workload
 
@@ -114,7 +115,9 @@ def row(name: str, stages: int, link: str, spec: str, speed: DeviceSpeed, memory
     if profile is None:
         return {**found, "fits": False}
     reports = {
-        size: report_of(Experiment(profile=profile, workload=parse_workload(spec), policy="balanced", chunk_size=size))
+        size: report_of(
+            Experiment(profile=profile, workload=parse_workload(spec), policy=parse_policy("balanced"), chunk_size=size)
+        )
         for size in CHUNK_SIZES
     }
     best = max(reports, key=lambda size: reports[size]["total_tokens_per_s"])

@@ -15,7 +15,7 @@ from sarathi_pp.bench.machine import MachineRates, measure_rates, wait_until_qui
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.core.cost.estimate import DeviceSpeed
-from sarathi_pp.core.policy import make_policy, uses_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
@@ -94,14 +94,13 @@ def _entrants(setting: Setting) -> Iterator[Entrant]:
         given += ["--layer-split", split if isinstance(split, str) else ",".join(map(str, split))]
     if setting.kv_cache_memory is not None:
         given += ["--kv-cache-memory", str(setting.kv_cache_memory)]
-    for policy in setting.policies:
-        make_policy(policy)  # for what it raises
+    policies = [parse_policy(text) for text in setting.policies]
     for stages in setting.stages:
-        for policy in setting.policies:
-            for size in (setting.chunk_sizes or (None,)) if uses_chunk_size(policy) else (None,):
+        for policy in policies:
+            for size in (setting.chunk_sizes or (None,)) if policy.kind.uses_chunk_size else (None,):
                 sized = ["--chunk-size", str(size)] if size is not None else []
                 label = f"{policy}{f' {size}' if size else ''}, {stages} stage{'s' * (stages > 1)}"
-                yield OurRun(label, ("--stages", str(stages), "--policy", policy, *sized, *given))
+                yield OurRun(label, ("--stages", str(stages), "--policy", str(policy), *sized, *given))
     for text in setting.peers:
         choice = parse_peer(text)
         choice.python(setting.peers_dir)

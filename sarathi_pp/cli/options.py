@@ -182,7 +182,7 @@ SCHEDULE = OptionGroup(
         "--policy",
         default="balanced",
         metavar="NAME[:key=value,...]",
-        help=f"One of {', '.join(sorted(POLICIES))}.",
+        help=f"One of {', '.join(sorted(POLICIES))}, or a class as package.module:Class.",
     ),
     Option(
         "--chunk-size",

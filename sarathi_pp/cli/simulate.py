@@ -14,7 +14,7 @@ from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.cli.option_group import Option, OptionGroup, SectionedCommand
 from sarathi_pp.cli.options import PARALLELISM, RUN, SCHEDULE, WORKLOAD
 from sarathi_pp.cli.values import Real
-from sarathi_pp.core.policy import auto_chunk_size, keeps_tbt_slo, with_tbt_slo
+from sarathi_pp.core.policy import PolicySpec, parse_policy
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.sim.experiment import Experiment, report_of
@@ -87,7 +87,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
             profile=profile,
             workload=workload,
             policy=_bound(policy, options["tbt_slo"]),
-            chunk_size=chunk_size or auto_chunk_size(policy),
+            chunk_size=chunk_size or policy.kind.default_chunk_size,
             stages=options["stages"],
             replicas=options["replicas"],
             max_num_seqs=options["max_num_seqs"],
@@ -97,7 +97,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
             seed=options["seed"],
             head=options["head"],
         )
-        for policy in policies
+        for policy in map(parse_policy, policies)
         for chunk_size in chunk_sizes or (None,)
     ]
     reports = [_report(experiment, options["tbt_slo"]) for experiment in experiments]
@@ -108,9 +108,9 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
         Console().print(render_policies(document))
 
 
-def _bound(policy: str, tbt_slo_s: float | None) -> str:
-    """A policy that can be held to the bound is."""
-    return with_tbt_slo(policy, tbt_slo_s) if tbt_slo_s and keeps_tbt_slo(policy) else policy
+def _bound(policy: PolicySpec, tbt_slo_s: float | None) -> PolicySpec:
+    """Hold a policy to the bound if it can keep one."""
+    return policy.with_tbt_slo(tbt_slo_s) if tbt_slo_s and policy.keeps_tbt_slo else policy
 
 
 def _report(experiment: Experiment, tbt_slo_s: float | None) -> Report:

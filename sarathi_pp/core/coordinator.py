@@ -24,6 +24,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 from sarathi_pp.core.request import Completion, ErrorCode, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
+from sarathi_pp.errors import PolicyError
 
 IdleReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 StopRule = Callable[[Request, int], bool]
@@ -46,8 +47,8 @@ class Coordinator:
     eos_token_ids: ids that end an output unless its request ignores them.
     stop_rule: told each new token of each request, in order; True ends the output there ("stop" strings).
     clock: read once per microbatch for `issued_s`. cost: what microbatches cost, as far as is known
-    beforehand; refined with each result, so given only where the policy asks (`wants_cost`). heads: where the head of
-    each microbatch goes; always to the last stage where there is none.
+    beforehand; refined with each result, so given only where the policy asks (`Policy.wants_cost`). heads: where the
+    head of each microbatch goes; always to the last stage where there is none.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Coordinator:
         self.num_preemptions = 0
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
+        # Of the first limits, which sized the wire's buffers; `shrink` makes microbatches smaller, never larger.
+        self._most_tokens = policy.max_tokens(limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_rule = stop_rule
         self._clock = clock
@@ -172,14 +175,23 @@ class Coordinator:
         return min(self.limits.max_model_len, self.pool.num_tokens)
 
     def next_microbatch(self) -> MicroBatch | None:
-        """The next microbatch to run, or None with `idle_reason` saying why there is none."""
+        """The next microbatch to run, or None with `idle_reason` saying why there is none.
+
+        Raises PolicyError if the policy breaks a rule of scheduling.
+        """
         if len(self._inflight) >= self.limits.inflight:
             self.idle_reason = "full"
             return None
         chunks = self._choose()
         if not chunks:
+            if not self._inflight and (self._running or self._waiting):
+                raise self._broken("waits for a result with nothing in flight; it must grant some of what there is")
             return None
         microbatch = MicroBatch(self._next_index, chunks, tuple(self._freed), self._clock())
+        if microbatch.num_tokens > self._most_tokens:
+            raise self._broken(
+                f"made a microbatch of {microbatch.num_tokens} tokens; its max_tokens allows {self._most_tokens}"
+            )
         if self._heads is not None and self._heads.choose(microbatch):
             microbatch = MicroBatch(microbatch.index, chunks, microbatch.freed, microbatch.issued_s, head_on_first=True)
         self._next_index += 1
@@ -209,7 +221,7 @@ class Coordinator:
                 cost=self._cost.model if self._cost is not None else None,
             )
             preempted_before = self.num_preemptions
-            chunks = self._apply(self._policy.pick(view))
+            chunks = self._apply(self._policy.pick(view), admissible)
             if chunks or self.num_preemptions == preempted_before:
                 self.idle_reason = self._why_idle(admissible)
                 return chunks
@@ -312,32 +324,58 @@ class Coordinator:
             admissible.append(sequence)
         return tuple(admissible)
 
-    def _apply(self, grants: list[Grant]) -> tuple[Chunk, ...]:
+    def _apply(self, grants: list[Grant], admissible: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
         """Turn grants into chunks; pages go to the oldest request first, prefills stand before decodes.
 
         Once somebody was preempted nobody starts: the pages left are the older requests', who wait again.
+        Raises PolicyError for a grant that is not legal.
         """
         running, page_size = self._running, self.pool.page_size
         preempted_before = self.num_preemptions
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
-        for sequence, num_tokens, overlap in sorted(grants, key=_BY_ARRIVAL):
-            assert isinstance(sequence, Sequence)
-            if sequence.index not in running and self.num_preemptions > preempted_before:
+        before: Sequence | None = None
+        for sequence, num_tokens, overlap in self._by_arrival(grants):
+            is_running = running.get(sequence.index) is sequence
+            if not is_running and self.num_preemptions > preempted_before:
                 continue
+            if not is_running and sequence not in admissible:
+                raise self._broken(f"granted tokens of {sequence}; legal are sequences of the view that it was given")
+            if sequence is before:
+                raise self._broken(f"granted tokens of {sequence} twice; legal is one grant in a microbatch")
+            assert isinstance(sequence, Sequence)
+            before = sequence
             issued, known = sequence.issued, len(sequence.tokens)
-            assert 1 <= num_tokens <= known - issued and 0 <= overlap <= issued, (sequence, num_tokens)
+            # `overlap and` spares decodes, most of what is ever granted, the look at its type.
+            if not (isinstance(num_tokens, int) and 1 <= num_tokens <= known - issued) or (
+                overlap and not (isinstance(overlap, int) and 0 <= overlap <= issued)
+            ):
+                raise self._broken(
+                    f"granted {num_tokens!r} tokens of {sequence} with an overlap of {overlap!r}; it has "
+                    f"{known - issued} to grant and {issued} to repeat, and takes integers"
+                )
             new_pages: tuple[int, ...] = ()
             if issued + num_tokens > len(sequence.pages) * page_size:
                 if not self._make_room(sequence, issued + num_tokens):
                     continue
                 new_pages = self._take_pages(sequence, issued + num_tokens)
             if issued == known - 1 and issued >= sequence.num_prompt:
-                assert not overlap, f"a decode is one token: {sequence}, {overlap} again"
+                if overlap:
+                    raise self._broken(f"granted a decode of {sequence} an overlap of {overlap}; a decode is one token")
                 decodes.append(self._issue_decode(sequence, new_pages))
             else:
                 prefills.append(self._issue_chunk(sequence, num_tokens, overlap, new_pages))
         return (*prefills, *decodes)
+
+    def _by_arrival(self, grants: list[Grant]) -> list[Grant]:
+        try:
+            return sorted(grants, key=_BY_ARRIVAL)
+        except (AttributeError, TypeError):
+            raise self._broken(f"returned {grants!r:.200}; it must be a list of Grants") from None
+
+    def _broken(self, rule: str) -> PolicyError:
+        kind = type(self._policy)
+        return PolicyError(f"the policy {kind.__module__}:{kind.__qualname__} {rule}")
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Free pages until positions [0, end) of the sequence fit, newest request first.

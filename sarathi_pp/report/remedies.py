@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sarathi_pp.core.partition import partition_by_time
-from sarathi_pp.core.policy import auto_chunk_size, chooses_chunk_size, uses_chunk_size
+from sarathi_pp.core.policy import Policy, parse_policy, parse_recorded
 from sarathi_pp.sim.rerun import Change, most_seats
 
 # Chunk sizes are advised in multiples of this, the smallest tile of matrix units.
@@ -110,14 +110,15 @@ def run_whole(report: Report) -> Iterator[Remedy]:
 
 def _other_policy(report: Report, name: str, how: str) -> Remedy:
     """With the chunk size that it has by itself: the run's was chosen for another."""
-    size = auto_chunk_size(name)
-    if not uses_chunk_size(name):
-        return Remedy(f"--policy {name}", how, Change(policy=name))
-    if not chooses_chunk_size(name):
-        return Remedy(f"--policy {name} --chunk-size {size}", how, Change(policy=name, chunk_size=size))
-    if report["chunk_size"] != auto_chunk_size(policy_name(report)):
+    other, own = parse_policy(name), parse_recorded(policy_name(report))
+    size = other.kind.default_chunk_size
+    if not other.kind.uses_chunk_size:
+        return Remedy(f"--policy {name}", how, Change(policy=other))
+    if not other.kind.chooses_chunk_size:
+        return Remedy(f"--policy {name} --chunk-size {size}", how, Change(policy=other, chunk_size=size))
+    if report["chunk_size"] != (own.kind if own is not None else Policy).default_chunk_size:
         how += " (leave out --chunk-size)"
-    return Remedy(f"--policy {name}", how, Change(policy=name))
+    return Remedy(f"--policy {name}", how, Change(policy=other))
 
 
 def smaller_chunks(report: Report, size: float) -> Iterator[Remedy]:
@@ -188,12 +189,14 @@ def policy_name(report: Report) -> str:
 
 
 def is_chunked(report: Report) -> bool:
-    return uses_chunk_size(policy_name(report))
+    policy = parse_recorded(policy_name(report))
+    return policy is not None and policy.kind.uses_chunk_size
 
 
 def fills_chunks(report: Report) -> bool:
     """Whether --chunk-size says how long chunks are; some policies take it as the most there may be."""
-    return is_chunked(report) and not chooses_chunk_size(policy_name(report))
+    policy = parse_recorded(policy_name(report))
+    return policy is not None and policy.kind.uses_chunk_size and not policy.kind.chooses_chunk_size
 
 
 def in_tiles(tokens: float) -> int:

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from signal import Signals as Signal
 from typing import TYPE_CHECKING, Any
 
-from sarathi_pp.core.policy import wants_paragraphs
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import SarathiError, StoppedError
 from sarathi_pp.inputs.source import FileSource, Limits, RequestMaker, is_stream
 from sarathi_pp.outputs.journal import Journal, LateJournal
@@ -62,7 +62,8 @@ def _request_maker(rank: Rank, tokenizer: Tokenizer, display: Display) -> Reques
     if (small := limits.small_kv_cache()) is not None:
         display.warn(small)
     config = checked.config
-    return RequestMaker(tokenizer, checked.defaults, limits, config.seed, wants_paragraphs(config.policy))
+    paragraphs = parse_policy(config.policy).kind.wants_paragraphs
+    return RequestMaker(tokenizer, checked.defaults, limits, config.seed, paragraphs)
 
 
 def _open_source(job: BatchJob, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:

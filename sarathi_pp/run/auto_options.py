@@ -13,7 +13,7 @@ from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import stage_seconds
 from sarathi_pp.core.cost.sizing import inflight, saturation, typical_load
 from sarathi_pp.core.partition import partition_by_time
-from sarathi_pp.core.policy import chooses_chunk_size, uses_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.files import read_json
 from sarathi_pp.model.checkpoint.support import ConfigFile, ModelFacts
@@ -44,7 +44,7 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
         config,
         layer_split=config.layer_split or _split(profile, config),
         chunk_size=config.chunk_size or _chunk_size(profile, config),
-        inflight=config.inflight or inflight(profile, config.policy, config.stages),
+        inflight=config.inflight or inflight(profile, parse_policy(config.policy), config.stages),
     )
 
 
@@ -109,5 +109,5 @@ def _split(profile: Profile, config: RunConfig) -> tuple[int, ...]:
 
 def _chunk_size(profile: Profile, config: RunConfig) -> int | None:
     """None for a policy that makes no use of it, or that takes it as a ceiling below which it chooses by itself."""
-    taken = uses_chunk_size(config.policy) and not chooses_chunk_size(config.policy)
-    return saturation(profile.cost) if taken else None
+    policy = parse_policy(config.policy).kind
+    return saturation(profile.cost) if policy.uses_chunk_size and not policy.chooses_chunk_size else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sarathi_pp.config import RunConfig
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.environment import find_place
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.inputs.generation_config import read_generation_config
@@ -22,6 +23,7 @@ def serve_llm(config: RunConfig, console: Console) -> int:
     place = find_place()
     if place is None:
         raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
+    parse_policy(config.policy)
     model_dir = find_model(config.model)
     # On this host, as the program is; without a name rank 0 tells which.
     run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(Path())

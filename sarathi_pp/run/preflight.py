@@ -10,7 +10,7 @@ from pathlib import Path
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import make_policy, uses_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.environment import Place, rendezvous_of
 from sarathi_pp.errors import ConfigError, InputError
 from sarathi_pp.inputs.done import Done
@@ -92,7 +92,7 @@ class Preflight:
 def preflight(job: BatchJob) -> Preflight:
     """Refuse what can be refused quickly, without torch, before a worker starts and before a file is touched."""
     config = job.config
-    make_policy(config.policy)
+    policy = parse_policy(config.policy)
     check_input(job.input_path)
     if job.strict and not is_regular(job.input_path):
         raise ConfigError(
@@ -120,7 +120,7 @@ def preflight(job: BatchJob) -> Preflight:
     defaults = defaults.with_command(config.sampling_overrides)
     note = () if facts.note is None else (facts.note,)
     warnings = [*defaults.warnings, *note, *profile_mismatch(config, facts)]
-    if job.config.chunk_size is not None and not uses_chunk_size(config.policy):
+    if job.config.chunk_size is not None and not policy.kind.uses_chunk_size:
         warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
 
@@ -267,6 +267,7 @@ def run_directory(job: BatchJob) -> RunDirectory:
 
 def follow(job: BatchJob) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
+    parse_policy(job.config.policy)  # a policy of the user's own may be missing on this host alone
     config, model_dir, profile, facts = open_model(job.config)
     defaults = _generation_defaults(config, model_dir)
     return Preflight(config, model_dir, profile, facts, defaults, run_directory(job))

@@ -12,7 +12,7 @@ from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
-from sarathi_pp.core.policy import make_policy, wants_cost
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.clock_sync import sync_clocks
 from sarathi_pp.distributed.fingerprint import software
 from sarathi_pp.engine.dispatcher import Dispatcher
@@ -138,9 +138,10 @@ class Rank:
         listener: RunListener,
     ) -> Engine:
         run = self.run
+        policy = parse_policy(run.policy)
         return Engine(
             limits_of(run),
-            make_policy(run.policy),
+            policy.make(),
             self._pipeline.runner,
             self._pipeline.upstream,
             self._trace.recorder,
@@ -148,7 +149,7 @@ class Rank:
             eos_token_ids=self.checked.defaults.eos_token_ids,
             stop_checkers=tokenizer.stop_checker,
             listener=listener,
-            cost=self._known_cost() if wants_cost(run.policy) else None,
+            cost=self._known_cost() if policy.kind.wants_cost else None,
             heads=HeadPlacement(self._known_cost()) if run.moves_head else None,
         )
 

@@ -15,8 +15,7 @@ from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.head_placement import HeadPlacement, moves_head
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import auto_inflight, make_policy, wants_cost
-from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.policy import Limits, PolicySpec
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
@@ -38,7 +37,7 @@ class Experiment:
 
     profile: Profile
     workload: Workload
-    policy: str
+    policy: PolicySpec
     chunk_size: int
     stages: int | None = None
     replicas: int = 1
@@ -75,7 +74,7 @@ class Experiment:
             max_model_len=self.max_model_len or self.workload.max_tokens,
             page_size=self.profile.page_size,
             num_pages=self.profile.pages,
-            inflight=self.inflight or auto_inflight(self.policy, num_stages),
+            inflight=self.inflight or self.policy.inflight(num_stages),
         )
 
 
@@ -124,11 +123,11 @@ def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Re
         head_factor=experiment.slow.get(0, 1.0) / experiment.slow.get(len(true_stages) - 1, 1.0),
         host_s=experiment.profile.host_s,
     )
-    known = cost if wants_cost(experiment.policy) else None
+    known = cost if experiment.policy.kind.wants_cost else None
     profile = experiment.profile
     moves = moves_head(experiment.head, profile.device, len(true_stages), profile.tensor_parallel_size)
     heads = HeadPlacement(cost) if moves else None
-    return Simulation(limits, make_policy(experiment.policy), pipeline, record, known, heads)
+    return Simulation(limits, experiment.policy.make(), pipeline, record, known, heads)
 
 
 def _begun(experiment: Experiment, replica: int) -> Timeline:
@@ -170,7 +169,7 @@ def trace_starts(experiment: Experiment, replica: int = 0) -> list[TraceStart]:
             host="simulated",
             pid=0,
             device=experiment.profile.device,
-            policy=experiment.policy,
+            policy=str(experiment.policy),
             chunk_size=limits.chunk_size,
             inflight=limits.inflight,
             num_pages=limits.num_pages,

@@ -26,10 +26,8 @@ from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy, wants_cost
-from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.policy import Limits, PolicySpec, parse_recorded
 from sarathi_pp.core.request import Request
-from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.pipeline import Link, Links, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.events import Event, Issued, RequestFinished
@@ -53,7 +51,7 @@ class Change:
     layers: of each stage, and so how many stages. times: the same requests so many times over, one after the other.
     """
 
-    policy: str | None = None
+    policy: PolicySpec | None = None
     chunk_size: int | None = None
     max_num_seqs: int | None = None
     inflight: int | None = None
@@ -97,7 +95,7 @@ class Rerun:
 
     requests: tuple[_Asked, ...]
     limits: Limits
-    policy: str
+    policy: PolicySpec
     cost: CostModel
     links: Links
     host_s: tuple[float, ...]
@@ -121,7 +119,7 @@ class Rerun:
         pages_follow_layers: bool = True,
     ) -> Self | None:
         """None where there is nothing to be told: a run that goes on, was killed or answered nothing, a policy that is
-        not known here, a trace in which more was answered than computed.
+        not built in, a trace in which more was answered than computed.
 
         cost: of its microbatches. max_num_seqs, max_model_len: what it allowed; None for as much as there was.
         max_pages: that its memory could hold; None for no more than it had. request_rate: None where requests were
@@ -129,10 +127,11 @@ class Rerun:
         Raises CannotTry where that would take too long, or where the simulator does not find it as long as it was.
         """
         start = timeline.stages[0].start
+        policy = parse_recorded(start.policy)
         ended = sorted(timeline.finished, key=lambda request: request.index)
         answered = [r for r in ended if r.finish_reason != "error" and r.first_issue_s is not None]
         unfinished = len(ended) < len(timeline.arrived) or any(stage.end is None for stage in timeline.stages)
-        if not answered or unfinished or not _is_known(start.policy) or not _were_computed(answered, timeline):
+        if not answered or unfinished or policy is None or not _were_computed(answered, timeline):
             return None
         seats = max_num_seqs or len(ended)
         first, counted = _sample(timeline, len(answered), most_seats(seats, start.num_stages))
@@ -151,9 +150,7 @@ class Rerun:
         hosts_s = tuple(host_seconds(timeline))
         most_pages = max(max_pages or 0, start.num_pages)
         moves_head = len(timeline.stages[0].heads.microbatches) > 0
-        rerun = cls(
-            asked, limits, start.policy, cost, links, hosts_s, counted, most_pages, pages_follow_layers, moves_head
-        )
+        rerun = cls(asked, limits, policy, cost, links, hosts_s, counted, most_pages, pages_follow_layers, moves_head)
         measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
         found_s = rerun.wall_s(Change())
         if abs(found_s - measured_s) > _MOST_OFF * measured_s:
@@ -187,27 +184,27 @@ class Rerun:
     def _simulate(self, change: Change) -> _Times:
         policy, limits, cost = self._with(change)
         watch = _Watch(change.times * self.counted, len(cost.stages))
-        known = cost if wants_cost(policy) else None
+        known = cost if policy.kind.wants_cost else None
         heads = HeadPlacement(cost) if self.moves_head and len(cost.stages) > 1 else None
         pipeline = VirtualPipeline(self._with_hosts(cost), self._links(len(cost.stages)))
-        simulation = Simulation(limits, make_policy(policy), pipeline, watch.record, known, heads)
+        simulation = Simulation(limits, policy.make(), pipeline, watch.record, known, heads)
         with suppress(_Enough):
             simulation.run(self._requests(change.times))
         return watch.times
 
-    def _with(self, change: Change) -> tuple[str, Limits, CostModel]:
+    def _with(self, change: Change) -> tuple[PolicySpec, Limits, CostModel]:
         """What another policy, or another number of stages, brings with it is what it has by itself; but as many in
         flight as somebody chose stay as many.
         """
         policy, cost, limits = change.policy or self.policy, self.cost, self.limits
-        chosen = limits.inflight != auto_inflight(self.policy, limits.num_stages)
+        chosen = limits.inflight != self.policy.inflight(limits.num_stages)
         if change.layers is not None:
             cost = recut(cost, partition(sum(change.layers), len(change.layers), change.layers))
         limits = replace(limits, num_stages=len(cost.stages), num_pages=self._pages(change, cost))
         if change.policy is not None:
-            limits = replace(limits, chunk_size=auto_chunk_size(policy))
+            limits = replace(limits, chunk_size=policy.kind.default_chunk_size)
         if not chosen:
-            limits = replace(limits, inflight=auto_inflight(policy, limits.num_stages))
+            limits = replace(limits, inflight=policy.inflight(limits.num_stages))
         names = ("chunk_size", "max_num_seqs", "inflight", "num_pages")
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         return policy, replace(limits, **given), cost
@@ -247,14 +244,6 @@ class Rerun:
                 sampling = SamplingParams(max_new_tokens=asked.output_tokens, ignore_eos=True, seed=0)
                 number = time * len(self.requests) + index
                 yield Request(number, (0,) * asked.prompt_tokens, sampling, time * period_s + asked.arrival_s)
-
-
-def _is_known(policy: str) -> bool:
-    try:
-        make_policy(policy)
-    except ConfigError:
-        return False
-    return True
 
 
 def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> bool:

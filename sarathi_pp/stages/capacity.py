@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.policy import auto_chunk_size, auto_inflight, make_policy
-from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.policy import Limits, make_policy, parse_policy
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import KVShard, page_bytes
@@ -155,6 +154,7 @@ def resolve_limits(
     Args:
         pages: KV pages that each stage can hold; empty if they are not known, and then no microbatch is larger.
     """
+    policy = parse_policy(config.policy)
     max_model_len = facts.max_model_len(config.max_model_len)
     max_num_seqs = config.max_num_seqs or _SEQS_PER_STAGE * num_stages
     useful = max_num_seqs * -(-max_model_len // page_size)
@@ -162,12 +162,12 @@ def resolve_limits(
     return Limits(
         num_stages=num_stages,
         # Every token computed has a place in the pool, so no microbatch is larger than that.
-        chunk_size=min(config.chunk_size or auto_chunk_size(config.policy), num_pages * page_size),
+        chunk_size=min(config.chunk_size or policy.kind.default_chunk_size, num_pages * page_size),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         page_size=page_size,
         num_pages=num_pages,
-        inflight=config.inflight or auto_inflight(config.policy, num_stages),
+        inflight=config.inflight or policy.inflight(num_stages),
     )
 
 

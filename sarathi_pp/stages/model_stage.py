@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
-from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -171,7 +171,7 @@ class ModelStages:
         """
         facts, device = self._facts, self._device
         limits = self._limits()
-        largest = LargestMicrobatch.of(self._config.policy, limits)
+        largest = LargestMicrobatch.of(parse_policy(self._config.policy), limits)
         assert self._loaded is not None, "load comes first"
         try:
             kv = KVShard(layers, 1, self.page_size, facts.num_kv_heads, facts.head_dim, self._dtype, device, spare=True)
@@ -196,7 +196,7 @@ class ModelStages:
         return resolve_limits(self._config, self._facts, self._config.stages, (), self.page_size)
 
     def _no_working_memory(self, layers: tuple[int, int], why: str) -> CapacityError:
-        policy, limits = self._config.policy, self._limits()
+        policy, limits = parse_policy(self._config.policy), self._limits()
         largest = LargestMicrobatch.of(policy, limits)
         return CapacityError(
             f"layers [{layers[0]}, {layers[1]}) have no memory for the largest microbatch of --policy {policy}, of "

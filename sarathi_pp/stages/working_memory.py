@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sarathi_pp.core.plan import SamplingRow
-from sarathi_pp.core.policy import make_policy
-from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.policy import Limits, PolicySpec
 from sarathi_pp.model.graphs import StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
@@ -40,8 +39,8 @@ class LargestMicrobatch:
     max_model_len: int
 
     @classmethod
-    def of(cls, policy: str, limits: Limits) -> LargestMicrobatch:
-        num_tokens = make_policy(policy).max_tokens(limits)
+    def of(cls, policy: PolicySpec, limits: Limits) -> LargestMicrobatch:
+        num_tokens = policy.make().max_tokens(limits)
         return cls(num_tokens, min(limits.max_num_seqs, num_tokens), limits.max_model_len)
 
     def spans(self, page_size: int) -> list[Span]:
@@ -57,14 +56,14 @@ class LargestMicrobatch:
         return [*decodes, *(Span(end - count, count, table, prompt=True) for count in counts)]
 
 
-def smaller_options(policy: str, limits: Limits) -> str:
+def smaller_options(policy: PolicySpec, limits: Limits) -> str:
     """Return the options that make the largest microbatch smaller, for an error message."""
     halves = {
         "--chunk-size": replace(limits, chunk_size=max(1, limits.chunk_size // 2)),
         "--max-model-len": replace(limits, max_model_len=max(1, limits.max_model_len // 2)),
     }
-    num_tokens = make_policy(policy).max_tokens(limits)
-    smaller = [option for option, half in halves.items() if make_policy(policy).max_tokens(half) < num_tokens]
+    num_tokens = policy.make().max_tokens(limits)
+    smaller = [option for option, half in halves.items() if policy.make().max_tokens(half) < num_tokens]
     return " or ".join((*smaller, "--max-num-seqs"))
 
 

@@ -27,6 +27,7 @@ from sarathi_pp.core.cost.repartition import recut, stage_seconds
 from sarathi_pp.core.cost.sizing import MOST_TOKENS, inflight, saturation, whole_tiles
 from sarathi_pp.core.head_placement import moves_head
 from sarathi_pp.core.partition import Layers, partition, partition_by_time
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.devices import choose_device
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.errors import ConfigError
@@ -229,7 +230,7 @@ def _cut(model: _Model, basis: _Basis, demand: Demand, chunk_size: int) -> _Cut:
         replace(
             config,
             chunk_size=chunk_size,
-            inflight=config.inflight or inflight(basis.profile, config.policy, config.stages),
+            inflight=config.inflight or inflight(basis.profile, parse_policy(config.policy), config.stages),
         ),
         facts,
         layers,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.cost.model import Load
 from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import Workload
 
@@ -76,7 +77,7 @@ def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Predictio
     experiment = Experiment(
         profile=replace(profile, pages=run.num_pages, page_size=run.page_size),
         workload=sample,
-        policy=run.policy,
+        policy=parse_policy(run.policy),
         chunk_size=run.chunk_size,
         max_num_seqs=run.max_num_seqs,
         max_model_len=max(run.max_model_len, sample.max_tokens),

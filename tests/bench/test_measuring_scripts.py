@@ -20,7 +20,7 @@ import click
 import pytest
 
 from sarathi_pp.bench.contest import Run, Work
-from sarathi_pp.core.policy import POLICIES
+from sarathi_pp.core.policy import POLICIES, parse_policy
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.workload import parse_workload
@@ -83,7 +83,7 @@ def test_every_variant_of_balanced_runs_and_differs_where_it_must(load: Load) ->
 def test_the_variant_about_short_seats_differs_where_seats_are_short(load: Load) -> None:
     def issued() -> int:
         workload = parse_workload("uniform:n=24,min=64,max=128,pd=20,seed=1")
-        facts = {"policy": "balanced", "chunk_size": 2048, "max_num_seqs": 12}
+        facts = {"policy": parse_policy("balanced"), "chunk_size": 2048, "max_num_seqs": 12}
         return len(simulate(Experiment(profile=preset("gpt3-a100-tp8pp8"), workload=workload, **facts)).issued)
 
     whole = issued()

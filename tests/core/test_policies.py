@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
-from sarathi_pp.core.policy import POLICIES, make_policy, uses_chunk_size
+from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits, View
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
@@ -364,7 +364,7 @@ def test_the_chunk_size_matters_to_those_that_are_said_to_use_it(spec):
     small, large = (
         run_golden(spec, stages=2, chunk_size=size, prompts=(40, 9), outputs=(3, 3), page_size=4) for size in (8, 64)
     )
-    assert (small != large) == uses_chunk_size(spec)
+    assert (small != large) == parse_policy(spec).kind.uses_chunk_size
 
 
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 6))  # prompt and output

@@ -4,7 +4,7 @@ import pytest
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
-from sarathi_pp.core.policy import POLICIES, keeps_tbt_slo, make_policy, wants_cost, with_tbt_slo
+from sarathi_pp.core.policy import POLICIES, Policy, PolicySpec, make_policy, parse_policy, parse_recorded, with_tbt_slo
 from sarathi_pp.core.policy.balanced import Balanced
 from sarathi_pp.core.policy.chunkllm import ChunkLLM
 from sarathi_pp.core.policy.parameter import parameter, read_parameter
@@ -71,29 +71,77 @@ def test_unknown_names_keys_and_values_are_errors(spec, says):
 
 
 @dataclass
-class Punctual:
+class Punctual(Policy):
     tbt_slo: float = parameter(0.0, least=0)
     ears: int = 2
+
+    def pick(self, view):
+        return []
+
+    def max_tokens(self, limits):
+        return 1
 
 
 @pytest.mark.parametrize(
     ("spec", "expected"),
-    [("balanced", Balanced(1 / 3)), ("punctual", Punctual(1 / 3, 2)), ("punctual:ears=3", Punctual(1 / 3, 3))],
+    [
+        (parse_policy("balanced"), Balanced(1 / 3)),
+        (PolicySpec("punctual", Punctual), Punctual(1 / 3, 2)),
+        (PolicySpec("punctual", Punctual, ("ears=3",)), Punctual(1 / 3, 3)),
+    ],
+    ids=str,
 )
-def test_a_bound_on_the_time_between_tokens_is_added_to_what_a_policy_was_told(spec, expected, monkeypatch):
-    monkeypatch.setitem(POLICIES, "punctual", Punctual)
-    assert keeps_tbt_slo(spec)
-    assert make_policy(with_tbt_slo(spec, 1 / 3)) == expected
+def test_a_bound_on_the_time_between_tokens_is_added_to_what_a_policy_was_told(spec, expected):
+    assert spec.keeps_tbt_slo
+    assert spec.with_tbt_slo(1 / 3).make() == expected
 
 
 def test_a_bound_is_given_once_and_to_a_policy_that_keeps_it():
-    with pytest.raises(ConfigError, match="tbt_slo is given twice"):
-        make_policy(with_tbt_slo("balanced:tbt_slo=0.5", 0.5))
-    for spec in ("sglang", "sglang:dynamic=1", "nonsense"):
-        assert not keeps_tbt_slo(spec)
+    with pytest.raises(ConfigError, match="--policy balanced:tbt_slo=0.5,tbt_slo=0.5: tbt_slo is given twice"):
+        parse_policy("balanced:tbt_slo=0.5").with_tbt_slo(0.5)
+    for spec in ("sglang", "sglang:dynamic=1"):
+        assert not parse_policy(spec).keeps_tbt_slo
     with pytest.raises(ConfigError, match="--tbt-slo 0.5: sglang keeps no bound"):
-        with_tbt_slo("sglang:dynamic=1", 0.5)
-    assert with_tbt_slo("nonsense", 0.5) == "nonsense"  # make_policy says what there is
+        parse_policy("sglang:dynamic=1").with_tbt_slo(0.5)
+    with pytest.raises(ConfigError, match="--tbt-slo 0.5: sglang keeps no bound"):
+        with_tbt_slo("sglang", 0.5)
+    assert with_tbt_slo("balanced", 0.5) == "balanced:tbt_slo=0.5"
+    for text in ("nonsense", "balanced:odd=1", "on_other_hosts_only:Mine"):
+        assert with_tbt_slo(text, 0.5) == text, "what checks the configuration refuses it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*POLICIES, "calibration:seed=3", "sarathi:even=1", "chunkllm:threshold=512,overlap=0.20", "balanced:tbt_slo=2"],
+)
+def test_a_policy_prints_as_it_was_given(text):
+    """Reports, traces and run.json hold this text."""
+    spec = parse_policy(text)
+    assert str(spec) == text and parse_policy(str(spec)) == spec
+    assert isinstance(spec.make(), Policy) and type(spec.make()) is spec.kind
+
+
+@pytest.mark.parametrize(("text", "canonical"), [("sarathi:", "sarathi"), ("sarathi:even=1,", "sarathi:even=1")])
+def test_separators_that_separate_nothing_are_left_out(text, canonical):
+    assert str(parse_policy(text)) == canonical and parse_policy(text) == parse_policy(canonical)
+
+
+def test_a_policy_that_keeps_state_is_made_anew_for_each_coordinator():
+    spec = parse_policy("balanced")
+    assert spec.make() is not spec.make()
+
+
+def test_most_in_flight_are_the_stages_and_what_the_policy_has_to_spare():
+    balanced, sarathi = parse_policy("balanced"), parse_policy("sarathi")
+    assert [balanced.inflight(stages) for stages in (1, 2, 8)] == [1, 3, 9]
+    assert [sarathi.inflight(stages) for stages in (1, 2, 8)] == [1, 2, 8]
+
+
+@pytest.mark.parametrize("text", ["of-tomorrow", "sarathi:odd=1", "antigravity:fly", "this"])
+def test_what_a_trace_names_is_built_in_or_nothing(text, capsys):
+    assert parse_recorded(text) is None
+    assert not capsys.readouterr().out, "nothing is imported for a trace"
+    assert parse_recorded("sarathi:even=1") == parse_policy("sarathi:even=1")
 
 
 @pytest.mark.parametrize("spec", [*POLICIES, "sglang:dynamic=1", "calibration"])
@@ -110,11 +158,16 @@ def test_the_policies_that_ask_what_microbatches_cost_are_listed(spec):
             asked.append(name)
             return getattr(self.view, name)
 
-    class Watching:
+    class Watching(Policy):
         def pick(self, view):
             return policy.pick(Watched(view))
+
+        def max_tokens(self, limits):
+            return policy.max_tokens(limits)
 
     requests = [Request(i, (1,) * 20 * i, SamplingParams(max_new_tokens=4, seed=0)) for i in range(1, 6)]
     drive(Coordinator(Limits(2, 16, 4, 256, 16, 64, 3), Watching()), requests, [0] * 5)
     assert asked
-    assert wants_cost(spec) == ("cost" in asked or spec == "sglang"), "only with `dynamic` does sglang ask"
+    assert parse_policy(spec).kind.wants_cost == ("cost" in asked or spec == "sglang"), (
+        "only with `dynamic` does sglang ask"
+    )

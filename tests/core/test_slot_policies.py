@@ -18,6 +18,7 @@ from sarathi_pp.core.policy.sglang import SGLang, dynamic_chunk_size
 from sarathi_pp.core.policy.view import Grant, Limits, View
 from sarathi_pp.core.request import Request
 from sarathi_pp.core.sequence import Sequence
+from sarathi_pp.errors import PolicyError
 from tests.core.driving import EOS, StandInPipeline, check_answer, drive, run_golden
 from tests.thinning import examples
 
@@ -389,7 +390,7 @@ def test_the_coordinator_takes_overlap_for_prompts_and_none_for_decodes():
         microbatch = coordinator.next_microbatch()
         assert str(microbatch) == expected
         coordinator.complete(pipeline.run(microbatch))
-    with pytest.raises(AssertionError, match="a decode is one token"):
+    with pytest.raises(PolicyError, match="a decode is one token"):
         coordinator.next_microbatch()
 
 

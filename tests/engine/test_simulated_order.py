@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sarathi_pp.analysis.bubbles import measure_bubbles
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.report.policies import bubble_floor
 from sarathi_pp.sim.experiment import Experiment, report_of, simulate
@@ -28,7 +29,9 @@ WORKLOAD = "fixed:n=9,prompt=48,output=4"
 def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> None:
     workload = parse_workload(WORKLOAD)
     path = write_profile(tmp_path / "profile.json", STAGES, **COSTS)
-    experiment = Experiment(profile=read_profile(path), workload=workload, policy=policy, chunk_size=48, max_num_seqs=6)
+    experiment = Experiment(
+        profile=read_profile(path), workload=workload, policy=parse_policy(policy), chunk_size=48, max_num_seqs=6
+    )
     timeline = simulate(experiment)
     predicted = measure_bubbles(timeline)
 
@@ -59,7 +62,9 @@ def test_replicas_of_a_gloo_run_and_of_its_simulation_agree(tmp_path: Path) -> N
     workload = parse_workload("fixed:n=16,prompt=48,output=4")
     path = write_profile(tmp_path / "profile.json", 2, **COSTS)
     seats = {"chunk_size": 48, "max_num_seqs": 3}
-    experiment = Experiment(profile=read_profile(path), workload=workload, policy="sarathi", replicas=2, **seats)
+    experiment = Experiment(
+        profile=read_profile(path), workload=workload, policy=parse_policy("sarathi"), replicas=2, **seats
+    )
     predicted = report_of(experiment)
 
     def measure(folder: Path) -> dict[str, Any]:

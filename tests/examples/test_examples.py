@@ -22,6 +22,11 @@ SAYS = {
         r"windows none: relative error \de-0[0-3]",
         r"windows by_type: relative error \de-0[67], 45 of 45 greedy tokens",
     ],
+    "add_a_policy.py": [
+        r"simulated, sarathi: \d+ tokens/s, median time to first token 2\.\d+ s",
+        r"simulated, add_a_policy:ShortestFirst:among=64: \d+ tokens/s, median time to first token 1\.\d+ s",
+        r"24 of 24 answers have the same tokens",
+    ],
     "batch_and_resume.sh": [r"stopped with code 75 before all of 240", r"resumed: 240 answers to 240 rows"],
     "chunk_sizes.sh": [r"sarathi +128 ", r"sarathi +1024 ", r"balanced +\d+ "],
     "compare_policies.sh": [r"\borca\b", r"\bsarathi\b", r"\bbalanced\b", r"starvation s"],

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from sarathi_pp.config import SamplingParams
-from sarathi_pp.core.policy import wants_paragraphs
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.row import Row
@@ -185,7 +185,7 @@ def test_requests_say_where_paragraphs_end_only_if_asked_and_known(tmp_path):
 
 @pytest.mark.parametrize(("spec", "wants"), [("chunkllm", True), ("chunkllm:overlap=0.1", True), ("sarathi", False)])
 def test_chunkllm_asks_for_paragraphs(spec, wants):
-    assert wants_paragraphs(spec) == wants
+    assert parse_policy(spec).kind.wants_paragraphs == wants
 
 
 def test_the_reader_stays_within_its_capacity(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sarathi_pp.analysis.summary import summarise
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.report.advice import Advice, ComparedRun, advise, advise_comparison
 from sarathi_pp.sim.rerun import Change
 from tests.analysis.schedules import start
@@ -111,8 +112,8 @@ def only(found: list[Advice]) -> Advice:
 
 
 INPUT = Change(times=2)
-BALANCED, ORCA = (Change(policy=policy) for policy in ("balanced", "orca"))
-SARATHI = Change(policy="sarathi", chunk_size=256)
+BALANCED, ORCA = (Change(policy=parse_policy(policy)) for policy in ("balanced", "orca"))
+SARATHI = Change(policy=parse_policy("sarathi"), chunk_size=256)
 
 
 def test_a_good_run_needs_no_advice() -> None:

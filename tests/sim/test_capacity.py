@@ -5,6 +5,7 @@ import pytest
 
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim.capacity import find_capacity
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.workload import Workload, parse_workload
@@ -13,7 +14,7 @@ from sarathi_pp.sim.workload import Workload, parse_workload
 def one_stage(work: str, *, seats: int = 1, a0: float, a1: float = 0.0) -> Experiment:
     cost = CostModel(1, (StageCost((0, 1), a0, a1, a2=0.0, a3=0.0, a4=0.0),))
     profile = Profile("m", "d", "float32", 1, 1, cost, 0.0, 1e30, 0.0, 1000, seats)
-    return Experiment(profile=profile, workload=parse_workload(work), policy="vllm", chunk_size=8)
+    return Experiment(profile=profile, workload=parse_workload(work), policy=parse_policy("vllm"), chunk_size=8)
 
 
 def test_the_capacity_of_a_single_server_is_where_half_wait_2_s() -> None:

@@ -14,7 +14,7 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.load_balancer import most_held
-from sarathi_pp.core.policy import POLICIES, make_policy
+from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.sim.arrivals import Inbox
@@ -35,7 +35,7 @@ def cost(num_stages: int = 1, seconds: float = 1.0) -> CostModel:
 
 def experiment(spec: str, **options: object) -> Experiment:
     profile = Profile("m", "d", "float32", 1, 3, cost(3), 0.0, 1e30, 0.0, pages=1000, max_num_seqs=6)
-    defaults = {"profile": profile, "policy": "sarathi", "chunk_size": 16, "replicas": 2}
+    defaults = {"profile": profile, "policy": parse_policy("sarathi"), "chunk_size": 16, "replicas": 2}
     return Experiment(workload=parse_workload(spec), **defaults | options)  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ def test_every_request_is_answered_once_and_no_replica_holds_too_many(
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_what_went_in_comes_out_under_every_policy(policy: str) -> None:
-    run_ = experiment("poisson:rate=0.5,uniform:n=24,min=3,max=60,pd=4", policy=policy, jitter_cv=0.05)
+    run_ = experiment("poisson:rate=0.5,uniform:n=24,min=3,max=60,pd=4", policy=parse_policy(policy), jitter_cv=0.05)
     timelines = simulate_replicas(run_)
     done = sorted((f.index, f.prompt_tokens, f.output_tokens) for one in timelines for f in one.finished)
     assert done == [(i, prompt, output) for i, (prompt, output) in enumerate(run_.workload.lengths())]

@@ -8,7 +8,7 @@ import pytest
 from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.core.cost.profile import EdgeLink
 from sarathi_pp.core.cost.repartition import recut
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim import rerun as module
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.pipeline import links_of
@@ -24,8 +24,8 @@ def experiment(spec: str = BATCH, policy: str = "sarathi", **options: int) -> Ex
     return Experiment(
         profile=PROFILE,
         workload=parse_workload(spec),
-        policy=policy,
-        chunk_size=auto_chunk_size(policy),
+        policy=parse_policy(policy),
+        chunk_size=parse_policy(policy).kind.default_chunk_size,
         **{"stages": 4, "max_num_seqs": 12, **options},  # type: ignore[arg-type]
     )
 
@@ -67,12 +67,13 @@ def test_so_does_one_whose_first_stage_computes_heads(policy: str) -> None:
     assert seconds(run) != seconds(replace(run, profile=PROFILE))
 
 
+BALANCED = parse_policy("balanced")
 CHANGES = {
     "chunk size": (Change(chunk_size=64), {"chunk_size": 64}),
     "seats": (Change(max_num_seqs=6), {"max_num_seqs": 6}),
     "in flight": (Change(inflight=2), {"inflight": 2}),
     "pages": (Change(num_pages=40), {"profile": replace(PROFILE, pages=40)}),
-    "policy": (Change(policy="balanced"), {"policy": "balanced", "chunk_size": auto_chunk_size("balanced")}),
+    "policy": (Change(policy=BALANCED), {"policy": BALANCED, "chunk_size": BALANCED.kind.default_chunk_size}),
     "twice": (Change(times=2), {"workload": parse_workload(f"then:{BATCH}+{BATCH}")}),
 }
 
@@ -91,7 +92,7 @@ def test_a_change_takes_as_long_as_a_run_with_it(name: str) -> None:
 def test_another_policy_has_the_chunk_size_that_it_has_by_itself() -> None:
     small = replace(experiment(), chunk_size=32)
     expected = seconds(experiment(policy="sarathi-serve"))
-    assert recorded(small).wall_s(Change(policy="sarathi-serve")) == pytest.approx(expected, rel=1e-9)
+    assert recorded(small).wall_s(Change(policy=parse_policy("sarathi-serve"))) == pytest.approx(expected, rel=1e-9)
 
 
 def test_arrivals_come_as_they_came_though_some_had_to_wait() -> None:
@@ -181,21 +182,21 @@ def test_a_trial_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 def test_the_first_token_of_a_prompt_that_runs_whole_comes_sooner() -> None:
     run = experiment("fixed:n=3,prompt=2000,output=50", stages=1, max_num_seqs=1)
-    rerun, whole = recorded(run), Change(policy="orca")
+    rerun, whole = recorded(run), Change(policy=parse_policy("orca"))
 
     def first_token_s(run: Experiment) -> float:
         finished = simulate(run).finished
         return sum(r.first_token_s - r.first_issue_s for r in finished) / len(finished)  # type: ignore[operator]
 
-    expected = 1 - first_token_s(replace(run, policy="orca")) / first_token_s(run)
+    expected = 1 - first_token_s(replace(run, policy=parse_policy("orca"))) / first_token_s(run)
     assert rerun.sooner(whole) == pytest.approx(expected) and expected > 2 * rerun.saved(whole) > 0
 
 
 def test_what_somebody_chose_to_have_in_flight_stays_with_another_policy() -> None:
     for inflight in (2, 4):  # as many as stages are what sarathi has by itself
         rerun = recorded(experiment(inflight=inflight))
-        kept = Change(policy="balanced", inflight=2 if inflight == 2 else 5)
-        assert rerun.wall_s(Change(policy="balanced")) == rerun.wall_s(kept)
+        kept = Change(policy=BALANCED, inflight=2 if inflight == 2 else 5)
+        assert rerun.wall_s(Change(policy=BALANCED)) == rerun.wall_s(kept)
 
 
 def test_pages_that_seats_can_take_grow_with_the_seats() -> None:

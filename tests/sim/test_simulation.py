@@ -12,7 +12,7 @@ from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink, Profile
 from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.plan import Chunk, MicroBatch
-from sarathi_pp.core.policy import POLICIES, make_policy
+from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
@@ -22,6 +22,8 @@ from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished
+
+BALANCED, SARATHI = parse_policy("balanced"), parse_policy("sarathi")
 
 
 def flat(num_stages, seconds=1.0):
@@ -86,9 +88,7 @@ def test_links_are_those_of_the_profiles_stages_and_others_have_the_one_link():
 def test_m_equal_microbatches_have_the_textbook_bubble(num_stages):
     """m single-token requests, one a microbatch: (P - 1) / (m + P - 1)."""
     workload = parse_workload("fixed:n=10,prompt=1,output=1")
-    timeline = simulate(
-        Experiment(profile=profile(flat(num_stages)), workload=workload, policy="sarathi", chunk_size=1)
-    )
+    timeline = simulate(Experiment(profile=profile(flat(num_stages)), workload=workload, policy=SARATHI, chunk_size=1))
     bubbles = measure_bubbles(timeline)
     assert bubbles.bubble_ratio == pytest.approx((num_stages - 1) / (10 + num_stages - 1))
 
@@ -96,7 +96,7 @@ def test_m_equal_microbatches_have_the_textbook_bubble(num_stages):
 def test_a_decode_waits_for_its_token_to_come_back():
     """One request alone: P stages and the way back for each token, nothing overlaps."""
     workload = parse_workload("fixed:n=1,prompt=4,output=3")
-    experiment = Experiment(profile=profile(flat(4)), workload=workload, policy="sarathi", chunk_size=8)
+    experiment = Experiment(profile=profile(flat(4)), workload=workload, policy=SARATHI, chunk_size=8)
     finished = simulate(experiment).finished[0]
     assert (finished.first_token_s, finished.finished_s) == (4.0, 12.0)
     assert list(finished.gaps_us) == [4_000_000, 4_000_000]
@@ -106,7 +106,7 @@ def test_results_are_seen_when_the_first_stage_is_free_as_in_a_real_run():
     """Stage 0 is busy with m1 until 2 s; the result of m0, there at 1.1 s, is taken in then, not before."""
     cost = CostModel(1, (StageCost((0, 1), 1, 0, 0, 0, 0), StageCost((1, 2), 0.1, 0, 0, 0, 0)))
     workload = parse_workload("fixed:n=2,prompt=1,output=2")
-    timeline = simulate(Experiment(profile=profile(cost), workload=workload, policy="sarathi", chunk_size=1))
+    timeline = simulate(Experiment(profile=profile(cost), workload=workload, policy=SARATHI, chunk_size=1))
     assert [(event.at_s, event.text) for event in timeline.issued] == [
         (0.0, "m0[s0:0+1]"),
         (1.0, "m1[s1:0+1]"),
@@ -130,7 +130,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     def spans(seed):
         workload = parse_workload("uniform:n=8,min=4,max=30,pd=3")
         experiment = Experiment(
-            profile=profile(flat(3)), workload=workload, policy="balanced", chunk_size=16, jitter_cv=0.1, seed=seed
+            profile=profile(flat(3)), workload=workload, policy=BALANCED, chunk_size=16, jitter_cv=0.1, seed=seed
         )
         return list(simulate(experiment).stages[2].ends)
 
@@ -139,7 +139,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 def test_a_slow_stage_is_slow_and_policies_are_not_told():
     workload = parse_workload("fixed:n=4,prompt=1,output=1")
-    experiment = Experiment(profile=profile(flat(2)), workload=workload, policy="sarathi", chunk_size=1, slow={1: 1.5})
+    experiment = Experiment(profile=profile(flat(2)), workload=workload, policy=SARATHI, chunk_size=1, slow={1: 1.5})
     timeline = simulate(experiment)
     lengths = [e - b for stage in timeline.stages for b, e in zip(stage.starts, stage.ends, strict=True)]
     assert lengths == [1.0] * 4 + [1.5] * 4
@@ -149,7 +149,9 @@ def test_a_slow_stage_is_slow_and_policies_are_not_told():
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_answers_every_request_at_its_length(policy):
     workload = parse_workload("poisson:rate=0.3,uniform:n=12,min=3,max=60,pd=4")
-    timeline = simulate(Experiment(profile=profile(flat(3)), workload=workload, policy=policy, chunk_size=16))
+    timeline = simulate(
+        Experiment(profile=profile(flat(3)), workload=workload, policy=parse_policy(policy), chunk_size=16)
+    )
     done = sorted((f.index, f.prompt_tokens, f.output_tokens) for f in timeline.finished)
     assert done == [(i, prompt, output) for i, (prompt, output) in enumerate(workload.lengths())]
 
@@ -180,7 +182,7 @@ def test_more_stages_leave_the_head_to_the_last():
     experiment = Experiment(
         profile=replace(profile(costs), num_layers=8),
         workload=parse_workload("fixed:n=1,prompt=4,output=1"),
-        policy="sarathi",
+        policy=SARATHI,
         chunk_size=8,
         stages=4,
     )
@@ -190,7 +192,7 @@ def test_more_stages_leave_the_head_to_the_last():
 
 def test_the_report_of_an_experiment_is_that_of_its_timeline():
     experiment = Experiment(
-        profile=profile(flat(2)), workload=parse_workload("fixed:n=6,prompt=4,output=1"), policy="sarathi", chunk_size=4
+        profile=profile(flat(2)), workload=parse_workload("fixed:n=6,prompt=4,output=1"), policy=SARATHI, chunk_size=4
     )
     report = report_of(experiment)
     assert (report["stages"], report["requests"], report["microbatches"]) == (2, 6, 6)
@@ -199,7 +201,7 @@ def test_the_report_of_an_experiment_is_that_of_its_timeline():
 
 def test_a_slow_stage_that_is_not_there_is_refused():
     workload = parse_workload("fixed:n=1,prompt=1,output=1")
-    run = Experiment(profile=profile(flat(2)), workload=workload, policy="sarathi", chunk_size=1, slow={2: 1.5})
+    run = Experiment(profile=profile(flat(2)), workload=workload, policy=SARATHI, chunk_size=1, slow={2: 1.5})
     with pytest.raises(ConfigError, match="slow stage 2: there are stages 0 to 1"):
         simulate(run)
 
@@ -208,15 +210,15 @@ def test_pages_are_of_the_profile_s_size():
     workload = parse_workload("fixed:n=4,prompt=100,output=4")
     few = profile(flat(1), pages=3)
     with pytest.raises(ConfigError, match="holds 48"):
-        simulate(Experiment(profile=few, workload=workload, policy="sarathi", chunk_size=64))
-    simulate(Experiment(profile=replace(few, page_size=64), workload=workload, policy="sarathi", chunk_size=64))
+        simulate(Experiment(profile=few, workload=workload, policy=SARATHI, chunk_size=64))
+    simulate(Experiment(profile=replace(few, page_size=64), workload=workload, policy=SARATHI, chunk_size=64))
 
 
 def test_a_workload_that_never_fits_is_refused():
     experiment = Experiment(
         profile=profile(flat(2), pages=2),
         workload=parse_workload("fixed:n=1,prompt=40,output=1"),
-        policy="sarathi",
+        policy=SARATHI,
         chunk_size=8,
     )
     with pytest.raises(ConfigError, match="up to 41 tokens; the KV pool of m holds 32"):
@@ -227,7 +229,9 @@ def test_balanced_leaves_little_bubble_where_sarathi_of_the_wrong_size_leaves_mu
     def steady(policy, chunk_size):
         workload = parse_workload("zipf:n=60,min=256,max=512,theta=0.4,pd=5,seed=2")
         limits = dict(chunk_size=chunk_size, max_num_seqs=40, stages=4)
-        experiment = Experiment(profile=preset("gpt3-a100-tp8pp8"), workload=workload, policy=policy, **limits)
+        experiment = Experiment(
+            profile=preset("gpt3-a100-tp8pp8"), workload=workload, policy=parse_policy(policy), **limits
+        )
         return measure_bubbles(simulate(experiment)).bubble_ratio_steady
 
     assert steady("balanced", 2048) < 0.03
@@ -259,7 +263,7 @@ def test_equal_stages_with_a_head_that_moves_are_as_good_as_equal():
             Experiment(
                 profile=profile(with_head(0.125), device=device),
                 workload=parse_workload("fixed:n=8,prompt=1,output=101"),
-                policy="sarathi",
+                policy=SARATHI,
                 chunk_size=4,
                 max_num_seqs=8,
             )
@@ -277,7 +281,7 @@ def test_results_are_heeded_in_their_order_though_a_head_waits():
     run = Experiment(
         profile=profile(with_head(0.5), device="cpu"),
         workload=parse_workload("uniform:n=9,min=3,max=60,output=6"),
-        policy="balanced",
+        policy=BALANCED,
         chunk_size=64,
     )
     timeline = simulate(run)
@@ -295,14 +299,14 @@ def test_a_head_takes_the_time_of_the_stage_that_computes_it():
     workload = parse_workload("fixed:n=4,prompt=1,output=9")
     for slow, seconds in (({1: 3.0}, 0.5), ({0: 3.0}, 1.5)):
         run = Experiment(
-            profile=profile(with_head(0.5), device="cpu"), workload=workload, policy="sarathi", chunk_size=1, slow=slow
+            profile=profile(with_head(0.5), device="cpu"), workload=workload, policy=SARATHI, chunk_size=1, slow=slow
         )
         heads = simulate(run).stages[0].heads.seconds()
         assert {round(head_s, 9) for head_s in heads.values() if head_s} == {seconds}, "but of prompts alone"
 
 
 def test_heads_stay_where_they_are_where_that_was_asked_for():
-    asked = dict(profile=profile(with_head(0.5), device="cpu"), policy="sarathi", chunk_size=4)
+    asked = dict(profile=profile(with_head(0.5), device="cpu"), policy=SARATHI, chunk_size=4)
     workload = parse_workload("fixed:n=4,prompt=1,output=9")
     auto, last = (simulate(Experiment(workload=workload, head=head, **asked)) for head in ("auto", "last"))
     assert auto.stages[0].heads.microbatches and not last.stages[0].heads.microbatches

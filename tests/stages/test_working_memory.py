@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.core.policy import POLICIES, make_policy
+from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.stages.working_memory import LargestMicrobatch, smaller_options
 
@@ -22,7 +22,7 @@ from sarathi_pp.stages.working_memory import LargestMicrobatch, smaller_options
 def test_it_has_all_tokens_in_sequences_of_legal_lengths(policy, stages, chunk_size, seqs, longest, page_size):
     pages = seqs * -(-longest // page_size)
     limits = Limits(stages, chunk_size, seqs, longest, page_size, pages, stages)
-    largest = LargestMicrobatch.of(policy, limits)
+    largest = LargestMicrobatch.of(parse_policy(policy), limits)
     assert largest.num_tokens == make_policy(policy).max_tokens(limits)
     assert largest.num_rows == min(seqs, largest.num_tokens)
     spans = largest.spans(page_size)
@@ -41,4 +41,4 @@ def test_it_has_all_tokens_in_sequences_of_legal_lengths(policy, stages, chunk_s
     ],
 )
 def test_only_options_that_help_are_named(policy, options):
-    assert smaller_options(policy, Limits(2, 256, 8, 100_000, 16, 50_000, 2)) == options
+    assert smaller_options(parse_policy(policy), Limits(2, 256, 8, 100_000, 16, 50_000, 2)) == options

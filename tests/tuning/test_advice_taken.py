@@ -16,7 +16,7 @@ from sarathi_pp.analysis.summary import summarise_timeline
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.repartition import recut
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import auto_chunk_size
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.report.advice import Advice, advise
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
@@ -49,8 +49,8 @@ class Work:
         return Experiment(
             profile=profile,
             workload=parse_workload(self.spec),
-            policy=policy,
-            chunk_size=auto_chunk_size(policy),
+            policy=parse_policy(policy),
+            chunk_size=parse_policy(policy).kind.default_chunk_size,
             max_num_seqs=self.seats,
         )
 
@@ -87,7 +87,8 @@ TAKE: dict[str, Callable[[Experiment, str], Experiment]] = {
 
 
 def with_policy(experiment: Experiment, policy: str, chunk_size: str | None = None) -> Experiment:
-    return replace(experiment, policy=policy, chunk_size=int(chunk_size or auto_chunk_size(policy)))
+    spec = parse_policy(policy)
+    return replace(experiment, policy=spec, chunk_size=int(chunk_size or spec.kind.default_chunk_size))
 
 
 def twice(spec: str) -> str:

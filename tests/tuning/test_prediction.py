@@ -8,6 +8,7 @@ from sarathi_pp.analysis.bubbles import measure_bubbles
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.tuning.prediction import Demand, predict
@@ -108,7 +109,7 @@ def test_a_long_workload_goes_on_as_it_begins() -> None:
     workload = parse_workload("uniform:n=900,min=100,max=300,pd=8")
     costs = profile(2, a2=2e-7, a3=5e-7, a4=1e-4)
     found = predict(costs, workload, run_of(2))
-    timeline = simulate(Experiment(profile=costs, workload=workload, policy="sarathi", chunk_size=256))
+    timeline = simulate(Experiment(profile=costs, workload=workload, policy=parse_policy("sarathi"), chunk_size=256))
     assert found.wall_s == pytest.approx(measure_bubbles(timeline).wall_s, rel=0.03)
     assert found.microbatches == pytest.approx(len(timeline.issued), rel=0.1)
 

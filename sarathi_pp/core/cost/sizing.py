@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sarathi_pp.core.cost.model import CostModel, Load
 from sarathi_pp.core.cost.profile import Profile
-from sarathi_pp.core.policy import auto_inflight
+from sarathi_pp.core.policy import PolicySpec
 
 # Saturated: this share of the best tokens a second (SARATHI, arXiv 2308.16369, section 3.1, reads it off such a curve).
 _SATURATED = 0.9
@@ -42,10 +42,10 @@ def whole_tiles(cost: CostModel, num_tokens: float) -> tuple[int, int]:
     return below, below + cost.tile if below < num_tokens else below
 
 
-def inflight(profile: Profile, policy: str, num_stages: int) -> int:
-    """Microbatches at once. policy: as `make_policy` takes it."""
+def inflight(profile: Profile, policy: PolicySpec, num_stages: int) -> int:
+    """Return the most microbatches at once."""
     jittery = profile.jitter_cv > _JITTERY and num_stages > _FEW_STAGES
-    return max(auto_inflight(policy, num_stages), num_stages + jittery)
+    return max(policy.inflight(num_stages), num_stages + jittery)
 
 
 def typical_load(chunk_size: int) -> Load:

@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import fill
-from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, SequenceView, View
 
 # Where nothing is known of the stages: time goes with tokens, and a little with what they read.
 _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4=0.0),))
@@ -57,8 +57,14 @@ _PRIOR_RATIO = 8.0
 
 
 @dataclass(slots=True)
-class Balanced:
+class Balanced(Policy):
     """tbt_slo: most seconds between two tokens of a request, 0 for no bound."""
+
+    chooses_chunk_size: ClassVar[bool] = True
+    default_chunk_size: ClassVar[int] = 2048
+    # For others a microbatch to spare costs throughput.
+    spare_microbatches: ClassVar[int] = 1
+    wants_cost: ClassVar[bool] = True
 
     tbt_slo: float = parameter(0.0, 0.0)
     _cycle: _Cycle | None = field(default=None, init=False)

@@ -24,8 +24,9 @@ import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import ClassVar
 
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 # Prompt tokens of microbatches that are measured twice. Larger ones take most of the time; smaller ones come from the
 # tails of prompts and are rare where microbatches are filled.
@@ -71,8 +72,11 @@ def make_timetable(limits: Limits, seed: int = 0) -> Timetable:
 
 
 @dataclass(slots=True)
-class Calibration:
+class Calibration(Policy):
     """Follows the timetable of the run's limits, whose requests are to be the timetable's."""
+
+    # Its timetable is made for one chunk size.
+    uses_chunk_size: ClassVar[bool] = False
 
     seed: int = 0
     _steps: Iterator[Step] | None = field(default=None, init=False)

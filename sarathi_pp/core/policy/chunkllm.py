@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import longest_prompt
-from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, SequenceView, View
 
 _LEAST_BATCH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLLM:
+class ChunkLLM(Policy):
     """threshold: most tokens of a chunk; 0: a quarter of max_model_len. overlap: share of a chunk that is repeated."""
+
+    uses_chunk_size: ClassVar[bool] = False
+    wants_paragraphs: ClassVar[bool] = True
 
     threshold: int = parameter(0, least=0)
     overlap: float = parameter(0.0, least=0, most=0.3)

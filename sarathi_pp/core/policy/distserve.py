@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import longest_prompt
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 _KV_RESERVE = 0.1
 
 
 @dataclass(slots=True)
-class DistServe:
+class DistServe(Policy):
     """low: percent of the sequences of a decode phase that are left when prompts are let in again. L_m: chunk size."""
 
     low: int = parameter(50, least=0, most=100)

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from sarathi_pp.core.policy.prompts import longest_prompt, whole_prompts
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(slots=True)
-class FasterTransformer:
+class FasterTransformer(Policy):
+    uses_chunk_size: ClassVar[bool] = False
+
     _batches: list[list[int]] = field(default_factory=list, init=False)  # requests by index, a batch for each stage
 
     def pick(self, view: View) -> list[Grant]:

@@ -13,15 +13,18 @@ balanced by itself, so their sum differs between microbatches, and decodes weigh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import fill
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
-class GLLM:
+class GLLM(Policy):
     """iterp: #T. maxp, minp: #MaxP and #MinP. kvthresh: KV_thresh in percent."""
+
+    uses_chunk_size: ClassVar[bool] = False
 
     iterp: int = parameter(8, least=1)
     maxp: int = parameter(2048, least=1)

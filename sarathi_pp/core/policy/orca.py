@@ -9,13 +9,16 @@ longest output of each request; here pages are taken as they are needed, which i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sarathi_pp.core.policy.prompts import longest_prompt
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
-class Orca:
+class Orca(Policy):
+    uses_chunk_size: ClassVar[bool] = False
+
     def pick(self, view: View) -> list[Grant]:
         grants = [Grant(s, 1) for s in view.decodes[: view.limits.max_decodes]]
         if len(grants) < view.limits.max_decodes:

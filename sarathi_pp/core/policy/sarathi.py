@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sarathi_pp.core.policy.parameter import parameter
-from sarathi_pp.core.policy.view import Grant, Limits, SequenceView, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, SequenceView, View
 
 
 @dataclass(frozen=True, slots=True)
-class Sarathi:
+class Sarathi(Policy):
     """even: 1 splits each prompt into chunks of equal size, none above C; 0 fills C and leaves a short tail."""
 
     even: int = parameter(0, least=0, most=1)

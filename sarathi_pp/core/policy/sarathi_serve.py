@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sarathi_pp.core.policy.prompts import fill
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
-class SarathiServe:
+class SarathiServe(Policy):
     def pick(self, view: View) -> list[Grant]:
         decodes = [Grant(sequence, 1) for sequence in view.decodes]
         budget = max(0, view.limits.chunk_size - len(decodes))

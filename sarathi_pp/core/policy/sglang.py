@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.policy.parameter import parameter
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 _SMOOTHING = 0.75
 _ALIGNMENT = 64
 
 
 @dataclass(slots=True)
-class SGLang:
+class SGLang(Policy):
     """dynamic: 1 shrinks chunks as above where the stages' cost is known; 0 keeps C."""
+
+    wants_cost: ClassVar[bool] = True
 
     dynamic: int = parameter(0, least=0, most=1)
     _slots: dict[int, int] = field(default_factory=dict, init=False)  # of each running sequence

@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sarathi_pp.core.policy.prompts import fill
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
-class SplitFuse:
+class SplitFuse(Policy):
     def pick(self, view: View) -> list[Grant]:
         return fill((*view.decodes, *view.prefills, *view.waiting), view.limits.chunk_size)
 

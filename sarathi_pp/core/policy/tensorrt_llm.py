@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sarathi_pp.core.policy.parameter import parameter
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRTLLM:
+class TensorRTLLM(Policy):
     """equal: 1 is EQUAL_PROGRESS, 0 is FIRST_COME_FIRST_SERVED."""
 
     equal: int = parameter(0, least=0, most=1)

@@ -14,15 +14,18 @@ idle that could run a prompt. This is the rule for models that TGI runs without 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import fill, longest_prompt, whole_prompts
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(slots=True)
-class TGI:
+class TGI(Policy):
     """ratio: waiting_served_ratio in percent. max_waiting_tokens: tokens for each running request between prompts."""
+
+    uses_chunk_size: ClassVar[bool] = False
 
     ratio: int = parameter(30, least=0)
     max_waiting_tokens: int = parameter(20, least=0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from sarathi_pp.core.cost.model import CostModel
 
@@ -61,8 +62,8 @@ class View(NamedTuple):
     tokens of all that wait, those that cannot start yet included. slot: index of the next microbatch modulo P.
     free_tokens: KV positions in free pages. num_past_prompt, tokens_past_prompt: how many of the running ones have all
     of their prompt issued, and their known tokens. finished: prompt and output tokens of the latest requests that
-    finished, oldest first. cost: None where nothing is known about the stages, or the policy is not listed as one that
-    asks (`wants_cost`).
+    finished, oldest first. cost: None where nothing is known about the stages, or the policy does not ask for it
+    (`Policy.wants_cost`).
     """
 
     prefills: Sequence[SequenceView]
@@ -88,11 +89,32 @@ class Grant(NamedTuple):
     overlap: int = 0
 
 
-class Policy(Protocol):
-    def pick(self, view: View) -> list[Grant]:
-        """The next microbatch; empty where this policy would rather wait for a result."""
-        ...
+class Policy(ABC):
+    """A rule that chooses the next microbatch.
 
+    The class attributes say what a policy needs from the runtime. A policy sets those that differ from here. Its
+    parameters are its int and float fields, if it is a dataclass.
+    """
+
+    __slots__ = ()
+
+    # The chunk size makes a difference. If False, a --chunk-size is answered with a warning.
+    uses_chunk_size: ClassVar[bool] = True
+    # The chunk size is a ceiling: the policy chooses its sizes below it.
+    chooses_chunk_size: ClassVar[bool] = False
+    # Tokens, unless the user or a profile says.
+    default_chunk_size: ClassVar[int] = 256
+    # Microbatches in flight beyond one per stage, unless the user or a profile says. None if there is one stage.
+    spare_microbatches: ClassVar[int] = 0
+    # View.cost is set. Learning what microbatches cost takes time with each of them.
+    wants_cost: ClassVar[bool] = False
+    # SequenceView.paragraph_ends is set. Finding paragraphs takes time with each prompt.
+    wants_paragraphs: ClassVar[bool] = False
+
+    @abstractmethod
+    def pick(self, view: View) -> list[Grant]:
+        """Return the next microbatch; an empty one to wait for a result, of which one must be in flight."""
+
+    @abstractmethod
     def max_tokens(self, limits: Limits) -> int:
-        """The most tokens one microbatch can hold under these limits; sizes the wire's buffers."""
-        ...
+        """Return the most tokens that one microbatch can hold under these limits; sizes the wire's buffers."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sarathi_pp.core.policy.prompts import fill
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
-class VLLM:
+class VLLM(Policy):
     def pick(self, view: View) -> list[Grant]:
         in_order = sorted((*view.prefills, *view.decodes), key=lambda sequence: sequence.index)
         return fill((*in_order, *view.waiting), view.limits.chunk_size)

@@ -17,13 +17,16 @@ of them as there are seats, the decodes have a turn.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from sarathi_pp.core.policy.prompts import fill, longest_prompt, whole_prompts
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 
 @dataclass(slots=True)
-class VLLMv0:
+class VLLMv0(Policy):
+    uses_chunk_size: ClassVar[bool] = False
+
     _started: int = field(default=0, init=False)  # requests since the last decodes
 
     def pick(self, view: View) -> list[Grant]:

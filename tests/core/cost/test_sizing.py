@@ -6,6 +6,7 @@ import pytest
 
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.sizing import inflight, saturation, typical_load, whole_tiles
+from sarathi_pp.core.policy import parse_policy
 from tests.core.cost.test_profile import PROFILE
 
 
@@ -42,10 +43,12 @@ def test_whole_tiles_around_a_number(tile: int, tokens: float, tiles: tuple[int,
 
 @pytest.mark.parametrize(("jitter_cv", "more"), [(0.0, 0), (0.03, 0), (0.031, 1)])
 def test_jitter_asks_for_one_microbatch_more(jitter_cv: float, more: int) -> None:
-    assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "sarathi", 4) == 4 + more
-    assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "balanced", 4) == 5  # which uses it where it serves
-    assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "balanced", 1) == 1
-    assert inflight(replace(PROFILE, jitter_cv=jitter_cv), "sarathi", 2) == 2  # a third cohort of decodes costs more
+    profile = replace(PROFILE, jitter_cv=jitter_cv)
+    sarathi, balanced = parse_policy("sarathi"), parse_policy("balanced")
+    assert inflight(profile, sarathi, 4) == 4 + more
+    assert inflight(profile, balanced, 4) == 5  # which uses it where it serves
+    assert inflight(profile, balanced, 1) == 1
+    assert inflight(profile, sarathi, 2) == 2  # a third cohort of decodes costs more
 
 
 def test_the_typical_microbatch_has_ten_prompt_tokens_a_decode() -> None:

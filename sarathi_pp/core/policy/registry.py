@@ -1,0 +1,50 @@
+"""The policies of this package. To add one, write its file in this folder and give it a line here."""
+
+from __future__ import annotations
+
+from sarathi_pp.core.policy.outside import choose_installed, installed_policies, load_class, search_current_directory
+from sarathi_pp.core.policy.view import Policy
+from sarathi_pp.errors import ConfigError
+
+# Name on the command line -> module:Class. A policy is imported when it is asked for.
+POLICIES: dict[str, str] = {
+    "balanced": "sarathi_pp.core.policy.balanced:Balanced",
+    "chunkllm": "sarathi_pp.core.policy.chunkllm:ChunkLLM",
+    "distserve": "sarathi_pp.core.policy.distserve:DistServe",
+    "fastertransformer": "sarathi_pp.core.policy.fastertransformer:FasterTransformer",
+    "gllm": "sarathi_pp.core.policy.gllm:GLLM",
+    "orca": "sarathi_pp.core.policy.orca:Orca",
+    "sarathi": "sarathi_pp.core.policy.sarathi:Sarathi",
+    "sarathi-serve": "sarathi_pp.core.policy.sarathi_serve:SarathiServe",
+    "sglang": "sarathi_pp.core.policy.sglang:SGLang",
+    "splitfuse": "sarathi_pp.core.policy.splitfuse:SplitFuse",
+    "tensorrt-llm": "sarathi_pp.core.policy.tensorrt_llm:TensorRTLLM",
+    "tgi": "sarathi_pp.core.policy.tgi:TGI",
+    "vllm": "sarathi_pp.core.policy.vllm:VLLM",
+    "vllm-v0": "sarathi_pp.core.policy.vllm_v0:VLLMv0",
+}
+# Not to serve with, so not among the choices: `sarathi-pp profile` runs it.
+UNLISTED = {"calibration": "sarathi_pp.core.policy.calibration:Calibration"}
+
+
+def is_built_in(name: str) -> bool:
+    return name in POLICIES or name in UNLISTED
+
+
+def find_class(name: str) -> type[Policy]:
+    """Return the class of a policy: built in, module:Class, or an entry point that a distribution registers.
+
+    Raises ConfigError with the choices for a name that is none of these, and as `load_class`.
+    """
+    if is_built_in(name):
+        return load_class((POLICIES | UNLISTED)[name], name)
+    if ":" in name:
+        search_current_directory()
+        return load_class(name, name)
+    installed = installed_policies()
+    if name not in installed:
+        choices = ", ".join(sorted({*POLICIES, *installed}))
+        raise ConfigError(
+            f"--policy {name!r} is not known; choose one of {choices}, or give a class of yours as package.module:Class"
+        )
+    return load_class(choose_installed(name, installed[name]), name)

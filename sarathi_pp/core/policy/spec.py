@@ -1,0 +1,118 @@
+"""A policy as it is given, parsed once.
+
+sarathi                                a policy of this package, or an entry point of an installed one
+sarathi:even=1                         with parameters: key=value, separated by commas
+package.module:Class                   a class that can be imported
+package.module:Class:key=value         with parameters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+
+from sarathi_pp.core.policy.parameter import parameters_of, read_parameter
+from sarathi_pp.core.policy.registry import find_class, is_built_in
+from sarathi_pp.core.policy.view import Policy
+from sarathi_pp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A policy with legal parameters. `str` gives the text back.
+
+    Args:
+        kind: the policy's class, whose class attributes say what it needs.
+        parameters: each as given, key=value.
+
+    Raises:
+        ConfigError: with the key that is given twice, or the key or value that is not legal, and the choices.
+    """
+
+    name: str
+    kind: type[Policy]
+    parameters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._values()
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join(self.parameters)}" if self.parameters else self.name
+
+    def make(self) -> Policy:
+        """Return a new policy: it may keep state, so each coordinator has its own."""
+        return self.kind(**self._values())
+
+    def inflight(self, num_stages: int) -> int:
+        """Return the most microbatches at once, unless the user or a profile says."""
+        return num_stages + (self.kind.spare_microbatches if num_stages > 1 else 0)
+
+    @property
+    def keeps_tbt_slo(self) -> bool:
+        """Whether the policy can be held to a bound on the time between tokens."""
+        return "tbt_slo" in parameters_of(self.kind)
+
+    def with_tbt_slo(self, seconds: float) -> PolicySpec:
+        """Return the policy held to a bound on the time between tokens. Raises ConfigError if it keeps none."""
+        if not self.keeps_tbt_slo:
+            raise ConfigError(
+                f"--tbt-slo {seconds:g}: {self.name} keeps no bound on the time between tokens; balanced does"
+            )
+        return dataclasses.replace(self, parameters=(*self.parameters, f"tbt_slo={seconds!r}"))
+
+    def _values(self) -> dict[str, float]:
+        fields = parameters_of(self.kind)
+        values: dict[str, float] = {}
+        for pair in self.parameters:
+            key, _, value = pair.partition("=")
+            if key not in fields:
+                takes = ", ".join(sorted(fields)) or "none"
+                raise ConfigError(f"--policy {self}: {self.name} has no parameter {key!r}; it takes: {takes}")
+            if key in values:
+                raise ConfigError(f"--policy {self}: {key} is given twice")
+            try:
+                values[key] = read_parameter(fields[key], value)
+            except ValueError as error:
+                raise ConfigError(f"--policy {self}: {key} is {value!r}; it must be {error}") from None
+        return values
+
+
+@cache
+def parse_policy(text: str) -> PolicySpec:
+    """Return the policy that the text names. Raises ConfigError as PolicySpec and `find_class`.
+
+    A configuration holds the text. Every call for the same text returns the value of the first, which checked it.
+    """
+    name, _, parameters = text.partition(":")
+    if not is_built_in(name):
+        attribute, _, rest = parameters.partition(":")
+        if attribute and "=" not in attribute:
+            name, parameters = f"{name}:{attribute}", rest
+    return PolicySpec(name, find_class(name), tuple(filter(None, parameters.split(","))))
+
+
+def with_tbt_slo(text: str, seconds: float) -> str:
+    """Return the text of the policy held to a bound on the time between tokens. Raises ConfigError if it keeps none.
+
+    A policy that is not found is left as it is. Options are read before a rank can tell the others why it will not take
+    part, and the check of its configuration refuses it.
+    """
+    try:
+        policy = parse_policy(text)
+    except ConfigError:
+        return text
+    return str(policy.with_tbt_slo(seconds))
+
+
+def parse_recorded(text: str) -> PolicySpec | None:
+    """Return the policy that a trace or a report names, or None if it is not one of this package.
+
+    A trace is data, from anywhere: no module is imported because it names one.
+    """
+    if not is_built_in(text.partition(":")[0]):
+        return None
+    try:
+        return parse_policy(text)
+    except ConfigError:
+        return None

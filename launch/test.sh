@@ -124,9 +124,9 @@ reports() {
     has chromium chromium
     run_tests tests/report tests/bench tests/tuning tests/browser
 }
-# Tests with processes of their own wait most of the time, so twice as many run as there are cores. A file stays with one
+# Tests with processes of their own wait for much of their time, so as many run as there are cores. A file stays with one
 # worker, which makes its fixtures once. Bounds in seconds follow the load (tests/machine.py).
-waiting=(-n "$(($(getconf _NPROCESSORS_ONLN) * 2))" --dist loadfile)
+waiting=(-n auto --dist loadfile)
 runtime() {
     local bad=0 jobs=(-n auto)
     has ip iproute2  # hosts are network namespaces

@@ -11,7 +11,7 @@ from pathlib import Path
 from sarathi_pp.errors import OutputError
 
 
-def write_whole(path: Path, text: str, *, replace: bool = True, synced: bool = True) -> None:
+def atomic_write(path: Path, text: str, *, replace: bool = True, synced: bool = True) -> None:
     """Others may be writing it at the same moment, threads and hosts: the last one stays, without `replace` the first.
 
     synced: it survives a loss of power, for which a busy disk may take seconds. Raises OutputError. Where file systems

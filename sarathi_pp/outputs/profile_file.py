@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.errors import ConfigError, InputError, MissingError, OutputError
-from sarathi_pp.outputs.atomic_file import write_whole
+from sarathi_pp.outputs.atomic_file import atomic_write
 
 
 def read_profile(path: Path) -> Profile:
@@ -34,4 +34,4 @@ def check_profile_output(path: Path, *, overwrite: bool) -> None:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Whole or not at all. Raises OutputError."""
-    write_whole(path, json.dumps(profile.to_json(), indent=2) + "\n")
+    atomic_write(path, json.dumps(profile.to_json(), indent=2) + "\n")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, ConfigError, OutputError, PeerLostError
-from sarathi_pp.outputs.atomic_file import write_whole
+from sarathi_pp.outputs.atomic_file import atomic_write
 from sarathi_pp.process.host import host_id
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.recorder import MOST_BYTES, trace_name
@@ -280,7 +280,7 @@ class RunDirectory:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
-        write_whole(self.path / name, text, replace=replace, synced=synced)
+        atomic_write(self.path / name, text, replace=replace, synced=synced)
 
 
 def replica_name(replica: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.cost.model import CostModel
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
 from sarathi_pp.core.policy import parse_policy
@@ -160,7 +160,7 @@ class Rank:
         if profile is None and checked.config.profile is not None:
             profile = read_profile(checked.config.profile)
         if profile is not None:
-            return recut(profile.cost, run.layers)
+            return repartition(profile.cost, run.layers)
         assert checked.model_dir is not None, "stages without a model have a profile"
         return estimated_cost(
             checked.model_dir,

@@ -11,7 +11,7 @@ from sarathi_pp.analysis.summary import Report
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.head_placement import HeadPlacement, moves_head
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
 from sarathi_pp.core.partition import partition
@@ -54,7 +54,7 @@ class Experiment:
         cost = self.profile.cost
         if self.stages is None or self.stages == len(cost.stages):
             return cost
-        return recut(cost, partition(self.profile.num_layers, self.stages))
+        return repartition(cost, partition(self.profile.num_layers, self.stages))
 
     def limits(self) -> Limits:
         """Raises ConfigError where the workload has requests that never fit, or a slow stage is none of those there."""

@@ -23,7 +23,7 @@ from sarathi_pp.analysis.causes import host_seconds
 from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import Limits, PolicySpec, parse_recorded
@@ -199,7 +199,7 @@ class Rerun:
         policy, cost, limits = change.policy or self.policy, self.cost, self.limits
         chosen = limits.inflight != self.policy.inflight(limits.num_stages)
         if change.layers is not None:
-            cost = recut(cost, partition(sum(change.layers), len(change.layers), change.layers))
+            cost = repartition(cost, partition(sum(change.layers), len(change.layers), change.layers))
         limits = replace(limits, num_stages=len(cost.stages), num_pages=self._pages(change, cost))
         if change.policy is not None:
             limits = replace(limits, chunk_size=policy.kind.default_chunk_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost.model import Load
 from sarathi_pp.core.cost.profile import Profile
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch, SampledToken
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -61,7 +61,7 @@ class EmulatedStage:
     def __init__(
         self, profile: Profile, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype, clock: Clock
     ) -> None:
-        self._cost = recut(profile.cost, run.layers)
+        self._cost = repartition(profile.cost, run.layers)
         self._stage = run.layers.index(layers)
         self._head = layers[1] == profile.num_layers
         self._num_layers = layers[1] - layers[0]

@@ -23,7 +23,7 @@ import torch
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import NO_DRIFT, Profile
-from sarathi_pp.core.cost.repartition import recut, stage_seconds
+from sarathi_pp.core.cost.repartition import repartition, stage_seconds
 from sarathi_pp.core.cost.sizing import MOST_TOKENS, inflight, saturation, whole_tiles
 from sarathi_pp.core.head_placement import moves_head
 from sarathi_pp.core.partition import Layers, partition, partition_by_time
@@ -150,7 +150,7 @@ def _measured(model: _Model) -> _Basis:
     had_bytes = had_bytes or profile.pages * model.page_bytes(most)
     given = config.kv_cache_memory_bytes
     kv_bytes = had_bytes if given is None else given
-    return _Basis("profile", profile, lambda layers: recut(profile.cost, layers), lambda weights_bytes: kv_bytes)
+    return _Basis("profile", profile, lambda layers: repartition(profile.cost, layers), lambda weights_bytes: kv_bytes)
 
 
 def _estimated(model: _Model) -> _Basis:

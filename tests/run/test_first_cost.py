@@ -10,7 +10,7 @@ import pytest
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import Place
 from sarathi_pp.engine.progress import IgnoreReports
@@ -62,4 +62,4 @@ def test_without_a_profile_it_is_the_estimate_that_plan_makes(tmp_path: Path, mo
 def test_of_emulated_stages_it_is_their_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_profile(RunConfig(model=""), PROFILE)
     found = first_cost(config, Path(), tmp_path, monkeypatch, emulated=PROFILE)
-    assert found == recut(PROFILE.cost, [(0, 8)])
+    assert found == repartition(PROFILE.cost, [(0, 8)])

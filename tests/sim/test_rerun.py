@@ -7,7 +7,7 @@ import pytest
 
 from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.core.cost.profile import EdgeLink
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim import rerun as module
 from sarathi_pp.sim.experiment import Experiment, simulate
@@ -111,7 +111,7 @@ def test_other_layers_and_other_numbers_of_stages() -> None:
     uneven = Change(layers=(layers[0] + 2, layers[1] - 2, *layers[2:]))
     assert rerun.saved(uneven) < -0.02
     two = Change(layers=(layers[0] + layers[1], layers[2] + layers[3]))
-    cut = recut(run.cost(), ((0, sum(layers[:2])), (sum(layers[:2]), sum(layers))))
+    cut = repartition(run.cost(), ((0, sum(layers[:2])), (sum(layers[:2]), sum(layers))))
     on_two = replace(run, profile=replace(PROFILE, cost=cut), stages=None, inflight=2)
     assert rerun.wall_s(two) == pytest.approx(seconds(on_two), rel=1e-9)
 

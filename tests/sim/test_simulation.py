@@ -10,7 +10,7 @@ from sarathi_pp.analysis.causes import explain
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink, Profile
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
@@ -187,7 +187,7 @@ def test_more_stages_leave_the_head_to_the_last():
         stages=4,
     )
     assert [stage.a0 for stage in experiment.cost().stages] == [2.0, 2.0, 2.0, 2.0 + 8.0]
-    assert experiment.cost() == recut(costs, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert experiment.cost() == repartition(costs, [(0, 2), (2, 4), (4, 6), (6, 8)])
 
 
 def test_the_report_of_an_experiment_is_that_of_its_timeline():

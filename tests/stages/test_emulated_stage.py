@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.stages.emulated_stage import EmulatedStage
 from tests.core.cost.test_profile import PROFILE
@@ -44,7 +44,7 @@ def test_the_profiles_own_stages_take_exactly_what_it_says() -> None:
 
 def test_other_stages_are_cut_as_a_plan_cuts_them() -> None:
     layers = [(0, 6), (6, 7), (7, 8)]
-    cut, load = recut(HEAVY_HEAD, layers), Load(5, 0.0, 0, 0)
+    cut, load = repartition(HEAVY_HEAD, layers), Load(5, 0.0, 0, 0)
     found = [slept_s(layers, stage) for stage in range(3)]
     assert found == pytest.approx([6e-3, 1e-3, 9e-3])
     assert found == [cut.seconds(stage, load) for stage in range(3)]

@@ -14,7 +14,7 @@ import pytest
 from sarathi_pp.analysis.bubbles import measure_bubbles
 from sarathi_pp.analysis.summary import summarise_timeline
 from sarathi_pp.core.cost.model import CostModel, StageCost
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.report.advice import Advice, advise
@@ -99,7 +99,7 @@ def twice(spec: str) -> str:
 def split(experiment: Experiment, layers: list[int]) -> Experiment:
     """Stages share what memory they have among the layers that they hold."""
     profile = experiment.profile
-    cost = recut(profile.cost, partition(profile.num_layers, len(layers), layers))
+    cost = repartition(profile.cost, partition(profile.num_layers, len(layers), layers))
     most = max(end - first for first, end in (stage.layers for stage in profile.cost.stages))
     return replace(experiment, profile=replace(profile, cost=cost, pages=profile.pages * most // max(layers)))
 

@@ -9,7 +9,7 @@ from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.partition import StageSeconds
 
 
-def recut(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
+def repartition(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
     """The same model cut into other stages: embedding and head stay at the ends, layers take their share of the rest.
 
     Among as many stages as before each keeps its time a layer, since what makes one slower than another is mostly the
@@ -31,7 +31,7 @@ def recut(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
 
 
 def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
-    """What a stage of a cut into so many would take for a load, as in `recut`."""
+    """What a stage of a cut into so many would take for a load, as in `repartition`."""
     inner, embed, head = _without_ends(cost, num_stages)
     sampling_s = cost.stages[-1].head_s * load.decodes
     embed_s = embed.a0 + embed.a1 * cost.tiles(load.num_tokens)

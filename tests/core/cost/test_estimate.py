@@ -9,7 +9,7 @@ import pytest
 
 from sarathi_pp.core.cost.estimate import DEVICE_SPEEDS, SumSpeed, estimate_cost
 from sarathi_pp.core.cost.model import CostModel, Load
-from sarathi_pp.core.cost.repartition import recut
+from sarathi_pp.core.cost.repartition import repartition
 
 # The model of examples/benchmarks/measure_300m.py.
 SHAPE: dict[str, Any] = {
@@ -145,7 +145,7 @@ def test_shards_are_worth_it_where_there_is_much_to_read() -> None:
 def test_another_cut_of_sharded_stages_is_what_the_estimate_makes_of_it(cut: list[tuple[int, int]]) -> None:
     """The head is told from the layers by what a layer takes elsewhere, sums included."""
     three = estimate_cost([(0, 6), (6, 12), (12, 16)], **SHAPE, shards=2)
-    again, direct = recut(three, cut), estimate_cost(cut, **SHAPE, shards=2)
+    again, direct = repartition(three, cut), estimate_cost(cut, **SHAPE, shards=2)
     for load in (Load(256, 3e4, 0, 0), Load(0, 0, 30, 20_000)):
         for stage in range(len(cut)):
             assert again.seconds(stage, load) == pytest.approx(direct.seconds(stage, load), rel=1e-6)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
-from sarathi_pp.core.cost.repartition import recut, stage_seconds
+from sarathi_pp.core.cost.repartition import repartition, stage_seconds
 from tests.core.cost.test_cost import COST, loads
 
 # Layers alike: 1 ms, 10 us a token; the embedding another 2 ms and 1 us a token, the head 5 ms and 0.3 ms a row.
@@ -41,7 +41,7 @@ def test_a_stage_is_its_layers_and_what_stands_at_the_ends(first: int, size: int
 def test_another_cut_costs_what_its_stages_take(cuts: set[int]) -> None:
     bounds = [0, *sorted(cuts), 12]
     layers = list(zip(bounds, bounds[1:], strict=False))
-    cut, seconds = recut(ALIKE, layers), stage_seconds(ALIKE, LOAD, len(layers))
+    cut, seconds = repartition(ALIKE, layers), stage_seconds(ALIKE, LOAD, len(layers))
     assert [stage.layers for stage in cut.stages] == layers
     for index, (first, end) in enumerate(layers):
         assert cut.seconds(index, LOAD) == pytest.approx(seconds(index, first, end))
@@ -81,7 +81,7 @@ def test_each_machine_is_as_slow_a_layer_whichever_layers_it_gets(slow: int) -> 
 
     measured = CostModel(1, tuple(true_stage(stage, 4) for stage in range(3)))
     layers = [(0, 5), (5, 7), (7, 12)]
-    found, seconds = recut(measured, layers), stage_seconds(measured, LOAD, 3)
+    found, seconds = repartition(measured, layers), stage_seconds(measured, LOAD, 3)
     truth = CostModel(1, tuple(true_stage(stage, end - first) for stage, (first, end) in enumerate(layers)))
     for stage, span in enumerate(layers):
         assert found.seconds(stage, LOAD) == pytest.approx(seconds(stage, *span))
@@ -104,11 +104,11 @@ def test_a_slow_machine_in_the_middle_gives_layers_away() -> None:
     """The middle one of three takes twice as long, and gives half of its layers away."""
     slow = CostModel(1, (ALIKE.stages[0], ALIKE.stages[1].scaled(2.0), ALIKE.stages[2]))
     layers = [(0, 5), (5, 7), (7, 12)]
-    found, seconds = recut(slow, layers), stage_seconds(slow, LOAD, 3)
+    found, seconds = repartition(slow, layers), stage_seconds(slow, LOAD, 3)
     assert [found.seconds(1, LOAD), seconds(1, 5, 7)] == pytest.approx([2 * 2 * LAYER_S] * 2)
     # What embedding and head take beyond an inner stage's rate is less than it was: the inner stage is a slow one.
     assert found.stages[0].a2 == pytest.approx(5e-8) and found.stages[2].a2 == pytest.approx(5e-8)
-    cut = recut(slow, [(0, 4), (4, 6), (6, 8), (8, 12)])
+    cut = repartition(slow, [(0, 4), (4, 6), (6, 8), (8, 12)])
     slow_s = [cut.seconds(1, LOAD), cut.seconds(2, LOAD)]
     assert slow_s == pytest.approx([2 * 2 * LAYER_S] * 2), "there the layers are the slow ones"
 
@@ -118,7 +118,7 @@ def test_another_number_of_stages_costs_the_same_in_all(load: Load, cuts: set[in
     bounds = [0, *sorted(cuts), 8]
     layers = list(zip(bounds, bounds[1:], strict=False))
     cost = replace(COST, ridge=ridge)
-    found = recut(cost, layers)
+    found = repartition(cost, layers)
     assert [stage.layers for stage in found.stages] == layers
     models = (cost, found)
     seconds = stage_seconds(cost, load, len(layers))
@@ -133,7 +133,7 @@ def test_another_number_of_stages_costs_the_same_in_all(load: Load, cuts: set[in
 
 @pytest.mark.parametrize("layers", [[(0, 8)], [(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 8)]])
 def test_a_layer_takes_its_share_of_its_stage(layers: list[tuple[int, int]]) -> None:
-    found = recut(COST, layers)
+    found = repartition(COST, layers)
     assert sum(stage.a1 for stage in found.stages) == pytest.approx(5e-3)
     if layers[0] == (0, 1):
         assert found.stages[0].a1 == pytest.approx(2e-3 / 3)
@@ -141,4 +141,4 @@ def test_a_layer_takes_its_share_of_its_stage(layers: list[tuple[int, int]]) -> 
 
 def test_the_own_cut_is_the_model_itself() -> None:
     """To the last bit: adding up what was taken apart would round."""
-    assert recut(COST, [(0, 3), (3, 8)]) is COST
+    assert repartition(COST, [(0, 3), (3, 8)]) is COST

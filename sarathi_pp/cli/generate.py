@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sarathi_pp.cli.show import BatchDisplay
     from sarathi_pp.distributed.environment import Place
     from sarathi_pp.outputs.journal import Start
-    from sarathi_pp.run.preflight import BatchJob
+    from sarathi_pp.run.preflight import BatchOptions
 
 _STANDARD_INPUT = dict.fromkeys(("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"), "-")
 _STANDARD_OUTPUT = dict.fromkeys(("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"), "-")
@@ -68,10 +68,10 @@ def _generate(options: dict[str, Any]) -> int:
     from sarathi_pp.distributed.environment import find_place
     from sarathi_pp.inputs.source import is_stream
     from sarathi_pp.run.batch import run_batch
-    from sarathi_pp.run.preflight import BatchJob, is_unkept
+    from sarathi_pp.run.preflight import BatchOptions, is_unkept
 
     place = find_place()
-    job = BatchJob(
+    job = BatchOptions(
         config=run_config(options, place.world_size if place else None),
         input_path=_STANDARD_INPUT.get(options["input_path"], options["input_path"]),
         output_path=_STANDARD_OUTPUT.get(options["output_path"], options["output_path"]),
@@ -104,7 +104,7 @@ def _generate(options: dict[str, Any]) -> int:
         return run_batch(job, place, display)
 
 
-def _with_scratch(job: BatchJob, place: Place | None, held: ExitStack) -> BatchJob:
+def _with_scratch(job: BatchOptions, place: Place | None, held: ExitStack) -> BatchOptions:
     """Return the job with a run directory that is removed in the end, if the user named none and keeps no output."""
     from sarathi_pp.run.preflight import is_unkept
 
@@ -137,7 +137,7 @@ def _start(options: dict[str, Any]) -> Start:
     return "resume" if options["resume"] else "replace" if options["overwrite"] else "new"
 
 
-def _launch(job: BatchJob, display: BatchDisplay, max_restarts: int) -> int:
+def _launch(job: BatchOptions, display: BatchDisplay, max_restarts: int) -> int:
     from sarathi_pp.distributed.environment import mesh_of
     from sarathi_pp.distributed.launcher import descriptors_of, launch
     from sarathi_pp.run.batch import end_if_finished

@@ -14,7 +14,7 @@ from sarathi_pp.outputs.journal import Journal, LateJournal
 from sarathi_pp.outputs.sink import FileSink
 from sarathi_pp.process.signals import Asked, Signals
 from sarathi_pp.run.display import Display, StopNotice
-from sarathi_pp.run.preflight import BatchJob
+from sarathi_pp.run.preflight import BatchOptions
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sarathi_pp.run.rank import Rank
 
 
-def answer_file(job: BatchJob, rank: Rank, display: Display, signals: Signals) -> dict[str, Any]:
+def answer_file(job: BatchOptions, rank: Rank, display: Display, signals: Signals) -> dict[str, Any]:
     """Answer every row; returns what the report says of that."""
     checked, run, clock = rank.checked, rank.run, SystemClock()
     tokenizer = checked.tokenizer()
@@ -66,7 +66,7 @@ def _request_maker(rank: Rank, tokenizer: Tokenizer, display: Display) -> Reques
     return RequestMaker(tokenizer, checked.defaults, limits, config.seed, paragraphs)
 
 
-def _open_source(job: BatchJob, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:
+def _open_source(job: BatchOptions, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:
     run = rank.run
     return FileSource(
         job.input_path,
@@ -80,7 +80,7 @@ def _open_source(job: BatchJob, rank: Rank, maker: RequestMaker, journal: Journa
 
 
 @contextmanager
-def _opened_output(job: BatchJob, rank: Rank, signals: Signals) -> Iterator[Journal | LateJournal]:
+def _opened_output(job: BatchOptions, rank: Rank, signals: Signals) -> Iterator[Journal | LateJournal]:
     """The journal of a batch. A start that is refused before it has one leaves nothing that a later start finds.
 
     Of a stream that turns out to have another format nothing is made or emptied: its journal is opened for its first
@@ -99,7 +99,7 @@ def _opened_output(job: BatchJob, rank: Rank, signals: Signals) -> Iterator[Jour
 class _Output:
     """begun: the output is this run's, and run.json says so."""
 
-    def __init__(self, job: BatchJob, rank: Rank, signals: Signals) -> None:
+    def __init__(self, job: BatchOptions, rank: Rank, signals: Signals) -> None:
         self._job = job
         self._rank = rank
         self._signals = signals

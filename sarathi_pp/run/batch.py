@@ -19,7 +19,7 @@ from sarathi_pp.run.display import Display
 from sarathi_pp.run.ending import Ending, exit_code, heeding
 from sarathi_pp.run.joining import joined, ready
 from sarathi_pp.run.preflight import (
-    BatchJob,
+    BatchOptions,
     Preflight,
     as_restarted,
     check_lines,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sarathi_pp.distributed.control_plane import ControlPlane
 
 
-def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
+def run_batch(job: BatchOptions, place: Place | None, display: Display) -> int:
     """One rank of the run (the only one where place is None); returns the exit code of this process."""
     rank = place or Place()
     again = is_restart(job, rank)
@@ -59,7 +59,7 @@ def run_batch(job: BatchJob, place: Place | None, display: Display) -> int:
         return _run_checked(job, checked, rank, display, again)
 
 
-def _run_checked(job: BatchJob, checked: Preflight, place: Place, display: Display, again: bool) -> int:
+def _run_checked(job: BatchOptions, checked: Preflight, place: Place, display: Display, again: bool) -> int:
     run_dir = checked.run_dir if place.rank == 0 else None
     ending = Ending(place, checked.config, display, run_dir, scratch=job.scratch, how_to_resume=job.how_to_resume)
     with exit_code(ending), heeding(ending), joined(place, checked.config) as plane:
@@ -78,7 +78,7 @@ def _run_checked(job: BatchJob, checked: Preflight, place: Place, display: Displ
     return ending.code
 
 
-def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[BatchJob, Preflight]:
+def _check(job: BatchOptions, rank: Place, display: Display, again: bool) -> tuple[BatchOptions, Preflight]:
     """Do the checks that are quick, before ranks join. again: what runs is a restart of the job."""
     with _refusing(job, rank, again):
         if rank.rank != 0:
@@ -92,7 +92,7 @@ def _check(job: BatchJob, rank: Place, display: Display, again: bool) -> tuple[B
         return job, replace(checked, warnings=warnings)
 
 
-def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked: Preflight) -> Preflight:
+def _inspect(job: BatchOptions, rank: Place, display: Display, again: bool, checked: Preflight) -> Preflight:
     """Do the checks that may take long, for which the whole input is read, or all weights."""
     if rank.rank == 0:
         checked = identify(job, checked)
@@ -105,7 +105,7 @@ def _inspect(job: BatchJob, rank: Place, display: Display, again: bool, checked:
 
 
 def _inspect_together(
-    plane: ControlPlane, job: BatchJob, display: Display, again: bool, checked: Preflight
+    plane: ControlPlane, job: BatchOptions, display: Display, again: bool, checked: Preflight
 ) -> Preflight:
     """Do them while the other ranks wait, which they do for as long as this one gets on."""
     from sarathi_pp.distributed.agreement import Agreement
@@ -115,7 +115,7 @@ def _inspect_together(
 
 
 @contextmanager
-def _refusing(job: BatchJob, rank: Place, again: bool) -> Iterator[None]:
+def _refusing(job: BatchOptions, rank: Place, again: bool) -> Iterator[None]:
     """Write down the code of a start that is refused before it has claimed the run directory."""
     try:
         yield
@@ -127,7 +127,7 @@ def _refusing(job: BatchJob, rank: Place, again: bool) -> Iterator[None]:
         raise
 
 
-def _claim(job: BatchJob, rank: Place, again: bool, held: ExitStack, checked: Preflight) -> Preflight:
+def _claim(job: BatchOptions, rank: Place, again: bool, held: ExitStack, checked: Preflight) -> Preflight:
     """Claim the run directory on rank 0, until `held` is closed."""
     if rank.rank != 0:
         return checked
@@ -141,7 +141,7 @@ def _claim(job: BatchJob, rank: Place, again: bool, held: ExitStack, checked: Pr
     return replace(checked, run_dir=held.enter_context(claimed))
 
 
-def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int | None:
+def end_if_finished(job: BatchOptions, checked: Preflight, display: Display) -> int | None:
     """Return the exit code of a run whose output has a line for each row already, else None. Raises InputError."""
     done = finished_before(job)
     if done is None:
@@ -152,7 +152,7 @@ def end_if_finished(job: BatchJob, checked: Preflight, display: Display) -> int 
     return code
 
 
-def _show(report: dict[str, Any], job: BatchJob, display: Display) -> int:
+def _show(report: dict[str, Any], job: BatchOptions, display: Display) -> int:
     """Say how the run ended; returns the exit code."""
     if report["stopped_by"] is not None:
         display.warn(f"stopped by {report['stopped_by']}; {job.how_to_resume}")

@@ -39,7 +39,7 @@ from sarathi_pp.text.tokenizer import Tokenizer, has_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class BatchJob:
+class BatchOptions:
     """start: what becomes of an output that is there. retry_errors: when it is resumed, its errors are run again.
 
     force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
@@ -89,7 +89,7 @@ class Preflight:
         return Tokenizer.load(self.model_dir, vocab_size=vocab_size, eos_token_ids=self.defaults.eos_token_ids)
 
 
-def preflight(job: BatchJob) -> Preflight:
+def preflight(job: BatchOptions) -> Preflight:
     """Refuse what can be refused quickly, without torch, before a worker starts and before a file is touched."""
     config = job.config
     policy = parse_policy(config.policy)
@@ -125,7 +125,7 @@ def preflight(job: BatchJob) -> Preflight:
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
 
 
-def identify(job: BatchJob, checked: Preflight) -> Preflight:
+def identify(job: BatchOptions, checked: Preflight) -> Preflight:
     """Add the identity of this start, for which the whole input is read. Raises ConfigError if it cannot be resumed."""
     identity = {
         **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, job.input_path),
@@ -137,7 +137,7 @@ def identify(job: BatchJob, checked: Preflight) -> Preflight:
     return replace(checked, identity=identity)
 
 
-def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Identity) -> None:
+def _check_resumable(job: BatchOptions, run_dir: RunDirectory, identity: Identity) -> None:
     """Raises ConfigError where what is there answers something else, or nobody knows what."""
     remedy = "name another --output, or go on all the same with --force"
     if not is_regular(job.input_path):
@@ -158,7 +158,7 @@ def _check_resumable(job: BatchJob, run_dir: RunDirectory, identity: Identity) -
         raise ConfigError(f"--resume: {job.output_path} answers something else: {'; '.join(changed)}; {remedy}")
 
 
-def finished_before(job: BatchJob) -> Done | None:
+def finished_before(job: BatchOptions) -> Done | None:
     """Return what the output holds if a run that resumes it has nothing to do, else None. `preflight` has passed.
 
     Raises InputError.
@@ -174,7 +174,7 @@ def finished_before(job: BatchJob) -> Done | None:
     return done if has_every_row(job.input_path, done, job.input_format) else None
 
 
-def check_lines(job: BatchJob, checked: Preflight, display: Display) -> None:
+def check_lines(job: BatchOptions, checked: Preflight, display: Display) -> None:
     """Tell what is wrong with the lines of an input file, once and before anything is loaded.
 
     Raises InputError if no line can run, for what is no file of lines, and under --strict for any line.
@@ -197,13 +197,13 @@ def check_lines(job: BatchJob, checked: Preflight, display: Display) -> None:
     display.warn(f"{text}. Their lines in the output tell more")
 
 
-def check_weights(job: BatchJob) -> None:
+def check_weights(job: BatchOptions) -> None:
     """Under --verify, once a host. Raises InputError or MissingError."""
     if job.verify and job.config.emulate is None:
         verify_checksums(find_model(job.config.model))
 
 
-def is_restart(job: BatchJob, place: Place) -> bool:
+def is_restart(job: BatchOptions, place: Place) -> bool:
     """Whether the run directory is that of an earlier start of this very job.
 
     torchrun's own count does not tell: a restart because hosts came or went is none to it.
@@ -211,7 +211,7 @@ def is_restart(job: BatchJob, place: Place) -> bool:
     return place.job in run_directory(job).jobs()
 
 
-def is_continuation(job: BatchJob, place: Place) -> bool:
+def is_continuation(job: BatchOptions, place: Place) -> bool:
     """Whether another agent of the same rendezvous had the run directory last, and was lost.
 
     torchrun numbers ranks anew when hosts come and go: rank 0 may be on one that was not there before. A name that is
@@ -224,7 +224,7 @@ def is_continuation(job: BatchJob, place: Place) -> bool:
     return rendezvous_of(jobs[-1]) == rendezvous and run_dir.is_unfinished()
 
 
-def as_restarted(job: BatchJob, place: Place, display: Display) -> BatchJob:
+def as_restarted(job: BatchOptions, place: Place, display: Display) -> BatchOptions:
     """A run that is started again goes on with what it has answered, however it was started at first.
 
     Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
@@ -261,11 +261,11 @@ def is_unkept(output: str) -> bool:
     return is_stream(output) or output.startswith(("/dev/", "/proc/"))
 
 
-def run_directory(job: BatchJob) -> RunDirectory:
+def run_directory(job: BatchOptions) -> RunDirectory:
     return RunDirectory(job.config.run_dir or RunDirectory.default_path(job.output_path))
 
 
-def follow(job: BatchJob) -> Preflight:
+def follow(job: BatchOptions) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
     parse_policy(job.config.policy)  # a policy of the user's own may be missing on this host alone
     config, model_dir, profile, facts = open_model(job.config)

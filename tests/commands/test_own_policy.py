@@ -11,7 +11,7 @@ import pytest
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.run.preflight import BatchJob, follow
+from sarathi_pp.run.preflight import BatchOptions, follow
 from tests.commands.processes import COMMAND, ROOT, Files, console_script, environment, run, torchrun
 
 pytestmark = pytest.mark.timeout(200)
@@ -104,6 +104,6 @@ def test_a_run_ends_with_an_error_that_names_the_policy_and_the_rule_it_broke(fo
 
 def test_a_rank_whose_host_does_not_have_it_refuses_to_join() -> None:
     """Rank 0 has checked its own; the others hear of the refusal."""
-    job = BatchJob(RunConfig(model="m", policy="on_other_hosts_only:Mine"), "in.jsonl", "out.jsonl")
+    job = BatchOptions(RunConfig(model="m", policy="on_other_hosts_only:Mine"), "in.jsonl", "out.jsonl")
     with pytest.raises(ConfigError, match="there is no module on_other_hosts_only"):
         follow(job)

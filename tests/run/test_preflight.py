@@ -14,7 +14,7 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention import BACKENDS
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run import preflight
-from sarathi_pp.run.preflight import BatchJob, is_restart
+from sarathi_pp.run.preflight import BatchOptions, is_restart
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 AGAIN = Place(world_size=2, restart=1, job="this one")
@@ -26,7 +26,7 @@ def output(tmp_path):
 
 
 def job(output, start="new"):
-    return BatchJob(RunConfig(model="m"), "in.jsonl", str(output), start=start)
+    return BatchOptions(RunConfig(model="m"), "in.jsonl", str(output), start=start)
 
 
 def as_restarted(job, place, warn=lambda text: None):
@@ -183,7 +183,7 @@ def test_attention_is_chosen_from_the_backends():
 def test_another_input_format_is_another_question(output):
     rows = output.with_name("rows")
     rows.write_text('{"prompt": "1+1="}\n')
-    asked = BatchJob(RunConfig(model=str(ADDER)), str(rows), str(output), input_format="text")
+    asked = BatchOptions(RunConfig(model=str(ADDER)), str(rows), str(output), input_format="text")
     identity = preflight.identify(asked, preflight.preflight(asked)).identity
     with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=False) as run_dir:
         run_dir.write_run({"identity": dict(identity)})

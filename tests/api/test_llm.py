@@ -144,7 +144,8 @@ def test_options_of_the_wrong_kind_are_named(options, says):
 
 
 @pytest.mark.timeout(120)
-def test_natural_values_reach_the_workers(tmp_path):
+def test_natural_values_reach_the_workers_which_write_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     natural = {
         "dtype": torch.float32,
         "device": torch.device("cpu"),
@@ -154,6 +155,7 @@ def test_natural_values_reach_the_workers(tmp_path):
     with LLM(Path(ADDER), stages=2, kv_cache_memory_bytes="1MiB", peer_timeout_s=60, **natural) as llm:
         assert llm.generate("40+2=")[0].outputs[0].text == "42"
     assert json.loads((tmp_path / "run" / "run.json").read_text())["layers"] == [[0, 3], [3, 5]]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.timeout(120)

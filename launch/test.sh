@@ -127,19 +127,30 @@ reports() {
 # Tests with processes of their own wait for much of their time, so as many run as there are cores. A file stays with one
 # worker, which makes its fixtures once. Bounds in seconds follow the load (tests/machine.py).
 waiting=(-n auto --dist loadfile)
+# These compare measured times with expected ones, so nothing may run beside them.
+timed_runtime=(
+    tests/commands/test_bench_command.py tests/commands/test_emulated.py tests/commands/test_links.py
+    tests/commands/test_profile_command.py tests/engine/test_simulated_order.py
+)
+timed_faults=(tests/faults/test_slow.py)
 runtime() {
     local bad=0 jobs=(-n auto)
     has ip iproute2  # hosts are network namespaces
     run_tests tests/exact || bad=1
-    jobs=("${waiting[@]}")
+    jobs=("${waiting[@]}" "${timed_runtime[@]/#/--ignore=}")
     run_tests tests/process tests/text tests/wire tests/stages tests/inputs tests/outputs tests/distributed \
         tests/engine tests/run tests/api tests/commands || bad=1
+    jobs=()
+    run_tests "${timed_runtime[@]}" || bad=1
     return $bad
 }
 faults() {
-    local jobs=("${waiting[@]}")
+    local bad=0 jobs=("${waiting[@]}" "${timed_faults[@]/#/--ignore=}")
     has ip iproute2
-    run_tests tests/faults
+    run_tests tests/faults || bad=1
+    jobs=()
+    run_tests "${timed_faults[@]}" || bad=1
+    return $bad
 }
 launch() {
     local jobs=("${waiting[@]}")

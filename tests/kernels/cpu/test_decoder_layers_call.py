@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("numba")
 
 from sarathi_pp_kernels.cpu import decoder_layers_call
-from sarathi_pp_kernels.cpu.decoder_layers import Work
+from sarathi_pp_kernels.cpu.decoder_layers import LAYER, Work
 from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayer, DecoderLayersCall, WorkingMemory
 from sarathi_pp_kernels.cpu.gemm import packed_shape
 
@@ -50,6 +50,10 @@ def make(*layers: DecoderLayer) -> DecoderLayersCall:
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_layers_call, "code_for", lambda *shape: None)
+
+
+def test_a_layers_tensors_are_in_the_order_in_which_the_kernel_reads_them() -> None:
+    assert DecoderLayer._fields == LAYER.names
 
 
 def test_layers_that_fit_are_taken() -> None:

@@ -19,7 +19,8 @@ import sys
 import time
 
 FAULT = os.environ.get("SARATHI_PP_TEST_FAULT", "")
-TARGETS = {what: "sarathi_pp.distributed.agreement" for what in ("slow", "stop")}
+# Imported before any rank has joined.
+TARGETS = {what: "sarathi_pp.distributed.control_plane" for what in ("slow", "stop")}
 TARGET = TARGETS.get(FAULT.rpartition(":")[2], "sarathi_pp.stages.model_stage")
 PATIENCE_S = 1.0
 
@@ -42,11 +43,11 @@ def compute(seconds):
         sum(range(20_000))
 
 
-def disturb_phases(module, step, what):
-    from sarathi_pp.distributed import presence
+def disturb_phases(step, what):
+    from sarathi_pp.distributed import agreement, presence
 
     rank, size, phases = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
-    each, present = module.Agreement.each, presence.Presence.__init__
+    each, present = agreement.Agreement.each, presence.Presence.__init__
 
     def impatient(self, store, rank, names, patience_s, clock):
         present(self, store, rank, names, PATIENCE_S, clock)
@@ -66,12 +67,12 @@ def disturb_phases(module, step, what):
         return each(self, disturbed_work, phase, **options)
 
     presence.Presence.__init__ = impatient
-    module.Agreement.each = disturbed
+    agreement.Agreement.each = disturbed
 
 
 def spoil(module, step, what):
     if what in TARGETS:
-        disturb_phases(module, step, what)
+        disturb_phases(step, what)
         return
     if what == "stall":
 

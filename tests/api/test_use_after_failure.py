@@ -111,7 +111,7 @@ class Pipeline:
             )
             self.threads.append(serving(last, edges[0]))
         chosen = make_policy("sarathi")
-        policy: Any = SimpleNamespace(pick=faults.watched("policy.pick", chosen.pick))
+        policy: Any = SimpleNamespace(pick=faults.watched("policy.pick", chosen.pick), max_tokens=chosen.max_tokens)
         self.engine = Engine(
             Limits(num_stages, 8, 4, 64, PAGE_SIZE, NUM_PAGES, inflight),
             policy,

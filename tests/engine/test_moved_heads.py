@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def drive(
         eos_token_ids=(),
         stop_checkers=lambda stop: None,
         heads=HeadPlacement(CostModel(1, costs)),
-        warn=warn,
+        listener=Mock(warn=warn),
     )
     request = Request(0, (1, 2, 3), SamplingParams(max_new_tokens=1, seed=0), 0.0)
     engine.run(ListSource([Row(1, 0, "own", request)]), sink)

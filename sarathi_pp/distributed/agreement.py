@@ -1,80 +1,85 @@
-"""How ranks set up together: each does its part, and all hear of it before any goes on."""
+"""Set up a run step by step on all ranks: an error on one rank is raised on every rank, before any goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.fingerprint import require_equal
 from sarathi_pp.errors import PeerLostError, SarathiError, error_class
 
-T = TypeVar("T")
+
+@dataclass(slots=True)
+class Step:
+    """One step of the set-up."""
+
+    own: dict[str, Any] = field(default_factory=dict)  # this rank's answer, to be set inside the step
+    answers: list[dict[str, Any]] = field(default_factory=list)  # of every rank, by rank; complete after the step
 
 
 class Agreement:
-    """Every rank calls the same in the same order. What one of them raises is raised by all."""
+    """Every rank takes the same steps in the same order.
+
+    with agreement.step("choosing its device") as step:
+        step.own = {"gpu": ...}
+    gpus = [answer["gpu"] for answer in step.answers]
+    """
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
 
-    def each(self, work: Callable[[], dict[str, Any]], phase: str, *, must_match: bool = False) -> list[dict[str, Any]]:
-        """Return every rank's answer; an error on any of them is raised on all, so that none waits for one that left.
+    @contextmanager
+    def step(self, phase: str, *, must_match: bool = False) -> Iterator[Step]:
+        """Do this rank's part inside, which may compute or read for any time. Wait for the others on leaving.
+
+        An error on any rank is raised on all, so that no rank waits for one that left.
 
         Args:
-            work: may take as long as it computes or reads.
-            phase: what a rank does meanwhile, a continuation of "while it was ...".
+            phase: what a rank does meanwhile; continues "while it was ...".
             must_match: raise ConfigError if two answers differ.
         """
+        step = Step()
         try:
             with self._plane.phase(phase):
-                mine: dict[str, Any] = {"answer": work()}
+                yield step
         except SarathiError as error:
-            answers = self._after(error, {"error": str(error), "class": type(error).__name__})
+            answers = self._report(error, {"error": str(error), "class": type(error).__name__})
         except Exception as error:
-            # It has a traceback to show; the others only have to know why this rank leaves.
+            # It has a traceback to show. The other ranks only have to know why this one leaves.
             text = f"{type(error).__name__} while it was {phase}: {error}"
-            self._after(error, {"error": text, "class": PeerLostError.__name__})
+            self._report(error, {"error": text, "class": PeerLostError.__name__})
             raise
         else:
-            answers = self._plane.exchange(mine)
+            answers = self._plane.exchange({"answer": step.own})
         failed = [(rank, answer) for rank, answer in enumerate(answers) if "error" in answer]
-        # A rank that only notices that another one is gone does not say why.
-        failed.sort(key=lambda one: one[1]["class"] == PeerLostError.__name__)
+        # A rank that only notices that another rank is gone does not say why.
+        failed.sort(key=lambda failure: failure[1]["class"] == PeerLostError.__name__)
         for rank, answer in failed:
-            raise self._told_by(rank, answer)
-        facts = [answer["answer"] for answer in answers]
+            raise self._error_of(rank, answer)
+        step.answers = [answer["answer"] for answer in answers]
         if must_match:
-            require_equal(facts)
-        return facts
+            require_equal(step.answers)
 
-    def _after(self, error: Exception, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell the others of an error; raises it if one of them does not come, which may be stuck because of it."""
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Do inside what every rank does with the same result. An error is then the same on all; rank 0 shows it."""
         try:
-            return self._plane.exchange(mine, with_timeout=True)
-        except PeerLostError:
-            raise error from None
-
-    def own(self, work: Callable[[], T], phase: str) -> T:
-        """Return what this rank's work returns, once every rank has done its own. See `each`."""
-        done: list[T] = []
-
-        def do() -> dict[str, Any]:
-            done.append(work())
-            return {}
-
-        self.each(do, phase)
-        return done[0]
-
-    def alike(self, work: Callable[[], T]) -> T:
-        """What every rank does alike; an error is then the same on all of them, and rank 0's to show."""
-        try:
-            return work()
+            yield
         except SarathiError as error:
             error.agreed = True
             raise
 
-    def _told_by(self, rank: int, answer: dict[str, Any]) -> SarathiError:
+    def _report(self, error: Exception, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Report an error to the other ranks. Raises it if one of them does not come: it may be stuck because of it."""
+        try:
+            return self._plane.exchange(facts, with_timeout=True)
+        except PeerLostError:
+            raise error from None
+
+    def _error_of(self, rank: int, answer: dict[str, Any]) -> SarathiError:
         where = f"{self._plane.mesh.title(rank)}: " if self._plane.place.world_size > 1 else ""
         error = error_class(answer["class"])(where + answer["error"])
         error.agreed = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from signal import Signals as Signal
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +109,8 @@ def _inspect_together(
     """Do them while the other ranks wait, which they do for as long as this one gets on."""
     from sarathi_pp.distributed.agreement import Agreement
 
-    inspect = partial(_inspect, job, plane.place, display, again, checked)
-    return Agreement(plane).own(inspect, "checking the input and the weights")
+    with Agreement(plane).step("checking the input and the weights"):
+        return _inspect(job, plane.place, display, again, checked)
 
 
 @contextmanager

@@ -16,17 +16,16 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.head_placement import moves_head
 from sarathi_pp.core.partition import partition
-from sarathi_pp.distributed.agreement import Agreement
+from sarathi_pp.distributed.agreement import Agreement, Step
 from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
@@ -155,17 +154,17 @@ def agree_on_start(member: Member) -> Start:
     checked, place, agreement = member.checked, member.place, member.agreement
     config, run_dir = checked.config, checked.run_dir
     torch.set_num_threads(place.num_threads())
-    agreement.each(lambda: rank_fingerprint(config, checked.facts), "reading versions and options", must_match=True)
-    wish = "cpu" if checked.profile is not None else config.device
-    found = agreement.each(
-        lambda: dataclasses.asdict(describe_device(choose_device(wish, place), host_id(), nccl=has_nccl())),
-        "choosing its device",
-    )
-    device, devices = choose_device(wish, place), tuple(DeviceInfo(**facts) for facts in found)
+    with agreement.step("reading versions and options", must_match=True) as step:
+        step.own = rank_fingerprint(config, checked.facts)
+    with agreement.step("choosing its device") as step:
+        device = choose_device("cpu" if checked.profile is not None else config.device, place)
+        step.own = dataclasses.asdict(describe_device(device, host_id(), nccl=has_nccl()))
+    devices = tuple(DeviceInfo(**answer) for answer in step.answers)
     transport = choose_transport(devices, config.transport)
     _log.info("activations by %s: %s", transport.name, transport.reason)
-    mine = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
-    first = agreement.each(lambda: mine, "choosing the run directory")[0]
+    with agreement.step("choosing the run directory") as step:
+        step.own = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
+    first = step.answers[0]
     run_dir = run_dir.joining(
         Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
     )
@@ -176,37 +175,37 @@ def load_stage(member: Member, start: Start) -> LoadedStage:
     """Read this stage's weights. Raises CapacityError where ranks have no room for them together."""
     checked, place, mesh, agreement = member.checked, member.place, member.mesh, member.agreement
     config, facts = checked.config, checked.facts
-    split = agreement.alike(lambda: partition(facts.num_layers, mesh.stages, config.layer_split))
+    with agreement.alike():
+        split = partition(facts.num_layers, mesh.stages, config.layer_split)
     layers = split[member.coordinate.stage]
     dtype: torch.dtype = getattr(torch, _dtype_name(checked))
     shards = open_shard_group(member.plane, config.peer_timeout_s, start.transport.name)
-    maker = agreement.own(lambda: _choose_maker(member, start, dtype, shards), "choosing kernels")
-    weights = _agree_on_room(member, start, lambda: maker.weight_bytes(layers), "weights", _FEWER_WEIGHTS)
-
-    def load() -> dict[str, Any]:
+    with agreement.step("choosing kernels"):
+        maker = _choose_maker(member, start, dtype, shards)
+    with agreement.step("adding up weights") as step:
+        step.own = Demand(maker.weight_bytes(layers), pools_of(start.device)).to_json()
+    weights = _require_room(member, step, "weights", _FEWER_WEIGHTS)
+    with agreement.step("loading its layers") as loading:
         maker.load(layers, room_for(place.rank, weights))
-        return {"head": maker.has_head}
-
-    loaded = agreement.each(load, "loading its layers")
-    counted = agreement.each(
-        lambda: {"pages": maker.count_pages(layers, sharers_of(place.rank, weights))}, "counting KV pages"
-    )
+        loading.own = {"head": maker.has_head}
+    with agreement.step("counting KV pages") as counting:
+        counting.own = {"pages": maker.count_pages(layers, sharers_of(place.rank, weights))}
     return LoadedStage(
         maker=maker,
         split=split,
         layers=layers,
         dtype=dtype,
         shards=shards,
-        num_pages=tuple(stage["pages"] for stage in counted),
-        moves_head=all(loaded[mesh.leader(replica)]["head"] for replica in range(mesh.replicas)),
+        num_pages=tuple(stage["pages"] for stage in counting.answers),
+        moves_head=all(loading.answers[mesh.leader(replica)]["head"] for replica in range(mesh.replicas)),
     )
 
 
 def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
     """Decide what was left open. Raises ConfigError or CapacityError for what cannot run."""
     checked, maker = member.checked, loaded.maker
-    return member.agreement.alike(
-        lambda: resolve(
+    with member.agreement.alike():
+        return resolve(
             checked.config,
             checked.facts,
             loaded.split,
@@ -217,36 +216,37 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
             attention=maker.attention,
             moves_head=loaded.moves_head,
         )
-    )
 
 
 def make_stage(member: Member, start: Start, loaded: LoadedStage, run: ResolvedRun) -> Stage:
     """Take the memory for KV pages and bear the costs of first calls. Raises CapacityError."""
     maker, agreement = loaded.maker, member.agreement
     pages = f"KV pages of {maker.page_size} tokens"
-    _agree_on_room(member, start, lambda: maker.shard_bytes(run, loaded.layers), pages, _FEWER_PAGES)
-    stage = agreement.own(lambda: maker.make(run, loaded.layers, loaded.dtype), "making its stage")
+    with agreement.step(f"adding up {pages}") as step:
+        step.own = Demand(maker.shard_bytes(run, loaded.layers), pools_of(start.device)).to_json()
+    _require_room(member, step, pages, _FEWER_PAGES)
+    with agreement.step("making its stage"):
+        stage = maker.make(run, loaded.layers, loaded.dtype)
     longest = run.max_model_len
     num_tokens, num_keys = min(run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS)
-    agreement.own(lambda: stage.warm_up(num_tokens, num_keys), "compiling kernels and warming up")
+    with agreement.step("compiling kernels and warming up"):
+        stage.warm_up(num_tokens, num_keys)
     return stage
 
 
 def open_trace(member: Member, start: Start, loaded: LoadedStage, run: ResolvedRun) -> OpenTrace:
     """Begin this rank's trace, in rank 0's directory or in one of its own, which alone is cleared for a new run."""
     run_dir, agreement, clock = start.run_dir, member.agreement, member.clock
-    homes = agreement.each(lambda: {"identity": run_dir.identity()}, "opening the run directory")
-    sends = homes[0] != homes[member.place.rank]
+    with agreement.step("opening the run directory") as step:
+        step.own = {"identity": run_dir.identity()}
+    sends = step.answers[0] != step.answers[member.place.rank]
     path = run_dir.trace_path(member.mesh, member.coordinate)
-
-    def make() -> Recorder:
+    with agreement.step("opening its trace"):
         if sends:
             run_dir.drop_replaced()
             path.unlink(missing_ok=True)
         run_dir.make(path.parent)
-        return Recorder(path, most_bytes=run_dir.most_trace_bytes)
-
-    recorder = agreement.own(make, "opening its trace")
+        recorder = Recorder(path, most_bytes=run_dir.most_trace_bytes)
     offset = sync_clocks(member.plane, clock, range(member.mesh.replicas)).offset
     recorder.record(_trace_start(member, loaded, run, offset))
     return OpenTrace(recorder, offset, sends)
@@ -321,15 +321,16 @@ def _may_move_head(member: Member, start: Start) -> bool:
     return moves_head(head, "cpu" if start.on_cpu else "cuda", mesh.stages, mesh.shards) and alike
 
 
-def _agree_on_room(member: Member, start: Start, count: Callable[[], int], what: str, remedy: str) -> Sequence[Demand]:
-    """Return what each rank needs of its device's memory, if there is room for all of them together.
+def _require_room(member: Member, step: Step, what: str, remedy: str) -> Sequence[Demand]:
+    """Return the memory that each rank needs of its device, if there is room for all of them together.
 
-    count: the bytes that this rank needs. what, remedy: for the message of CapacityError.
+    Args:
+        step: its answers are the ranks' demands.
+        what, remedy: for the message of CapacityError.
     """
-    agreement = member.agreement
-    answers = agreement.each(lambda: Demand(count(), pools_of(start.device)).to_json(), f"adding up {what}")
-    demands = [Demand.from_json(answer) for answer in answers]
-    agreement.alike(lambda: require_room(demands, member.plane.hosts, what, remedy))
+    demands = [Demand.from_json(answer) for answer in step.answers]
+    with member.agreement.alike():
+        require_room(demands, member.plane.hosts, what, remedy)
     return demands
 
 

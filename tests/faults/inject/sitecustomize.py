@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 
 FAULT = os.environ.get("SARATHI_PP_TEST_FAULT", "")
 # Imported before any rank has joined.
@@ -47,27 +48,25 @@ def disturb_phases(step, what):
     from sarathi_pp.distributed import agreement, presence
 
     rank, size, phases = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
-    each, present = agreement.Agreement.each, presence.Presence.__init__
+    step_of, present = agreement.Agreement.step, presence.Presence.__init__
 
     def impatient(self, store, rank, names, patience_s, clock):
         present(self, store, rank, names, PATIENCE_S, clock)
 
-    def disturbed(self, work, phase, **options):
+    @contextmanager
+    def disturbed(self, phase, **options):
         number = len(phases)
         phases.append(phase)
-
-        def disturbed_work():
+        with step_of(self, phase, **options) as one:
             if what == "slow" and number % size == rank:
                 compute(step / 1000)
             if what == "stop" and (number, rank) == (step, 1):
                 time.sleep(0.3)  # for the others to see in which phase it is
                 os.kill(os.getpid(), signal.SIGSTOP)
-            return work()
-
-        return each(self, disturbed_work, phase, **options)
+            yield one
 
     presence.Presence.__init__ = impatient
-    agreement.Agreement.each = disturbed
+    agreement.Agreement.step = disturbed
 
 
 def spoil(module, step, what):

@@ -35,7 +35,7 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.distributed.control_plane import ControlPlane
-from sarathi_pp.distributed.environment import Place, find_place, mesh_of
+from sarathi_pp.distributed.environment import RankEnvironment, find_environment, mesh_of
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.start_watch import watching_start
 from sarathi_pp.engine.progress import Progress
@@ -111,10 +111,10 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], *, stages: int | None = None, **options: Any) -> None:
-        place = find_place()
-        checked = _check(cast(str, model), stages, options, place)
+        env = find_environment()
+        checked = _check(cast(str, model), stages, options, env)
         config = checked.config
-        self._place = place or Place()
+        self._env = env or RankEnvironment()
         self._clock = SystemClock()
         self._next_index = 0
         self._lock = threading.Lock()
@@ -133,7 +133,7 @@ class LLM:
             checked = replace(checked, run_dir=RunDirectory.unnamed(scratch / "run"))
         try:
             with _one_set_up:
-                self._rank = self._set_up(checked, joined, started=place is not None)
+                self._rank = self._set_up(checked, joined, started=env is not None)
                 self._answering = self._prepare()
             atexit.register(self.close)
         except BaseException:
@@ -148,21 +148,21 @@ class LLM:
             started: torchrun has started the ranks.
         """
         config, workers = checked.config, self._workers
-        if started and self._place.world_size > 1:
+        if started and self._env.world_size > 1:
             joined.enter_context(_only_one())
         try:
             with ExitStack() as watched:
                 if not started and config.num_ranks > 1:
-                    self._place = workers.place(0)
+                    self._env = workers.rank_environment(0)
                     # In a thread that no signal interrupts, so that each worker is known that was started.
                     self._thread.call(partial(workers.start, ("worker", json.dumps(asdict(config), default=str))))
                     watched.enter_context(watching_start(workers, config.join_timeout_s))
-                plane = ControlPlane.join(self._place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+                plane = ControlPlane.join(self._env, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
             joined.callback(plane.leave)
             member = Member(checked, plane, Watchdog(None), self._clock)
             rank = set_up(member, agree_on_start(member))
         except BaseException as error:
-            if config.run_dir is not None and self._place.rank == 0 and isinstance(error, SarathiError):
+            if config.run_dir is not None and self._env.rank == 0 and isinstance(error, SarathiError):
                 checked.run_dir.write_exit_code(error.exit_code)  # it was refused: another may start there
             raise
         self._held.callback(rank.abandon)
@@ -171,7 +171,7 @@ class LLM:
     def _prepare(self) -> _Answering | None:
         """Rank 0's part: what turns prompts into requests and answers them. None on other ranks."""
         rank = self._rank
-        if self._place.rank != 0:
+        if self._env.rank != 0:
             return None
         checked, run = rank.checked, rank.run
         checked.run_dir.write_run(rank.describe())
@@ -275,7 +275,7 @@ class LLM:
     def _run(
         self, lines: list[ParsedLine], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
-        if self._place.rank != 0:
+        if self._env.rank != 0:
             if not self._closing:
                 try:
                     self._rank.serve()
@@ -344,15 +344,15 @@ class LLM:
             return Row(index + 1, index, "own", error=error, arrival_s=now_s)
 
 
-def _check(model: str, stages: int | None, options: dict[str, Any], place: Place | None) -> Preflight:
+def _check(model: str, stages: int | None, options: dict[str, Any], env: RankEnvironment | None) -> Preflight:
     """Refuse what can be refused before anything is started or loaded."""
     try:
         config = RunConfig(model=model, stages=1 if stages is None else stages, **options)
     except TypeError as error:
         raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
-    if place is not None:
+    if env is not None:
         shards = config.tensor_parallel_size
-        config = replace(config, stages=stages_among(place.world_size, stages, config.replicas, shards))
+        config = replace(config, stages=stages_among(env.world_size, stages, config.replicas, shards))
     model_dir = find_model(config.model)
     facts = check_model(model_dir)
     check_shards(model_dir, config.tensor_parallel_size)
@@ -362,7 +362,7 @@ def _check(model: str, stages: int | None, options: dict[str, Any], place: Place
     defaults = read_generation_config(model_dir, config.override_generation_config)
     defaults = defaults.with_command(config.sampling_overrides)
     run_dir = RunDirectory(config.run_dir or Path())
-    if config.run_dir is not None and (place is None or place.rank == 0):
+    if config.run_dir is not None and (env is None or env.rank == 0):
         RunDirectory.check(config.run_dir, overwrite=False)
     return Preflight(config, model_dir, None, facts, defaults, run_dir)
 

@@ -28,7 +28,7 @@ from sarathi_pp.cli.options import (
 
 if TYPE_CHECKING:
     from sarathi_pp.cli.show import BatchDisplay
-    from sarathi_pp.distributed.environment import Place
+    from sarathi_pp.distributed.environment import RankEnvironment
     from sarathi_pp.outputs.journal import Start
     from sarathi_pp.run.preflight import BatchOptions
 
@@ -65,14 +65,14 @@ def generate(**options: Any) -> int:
 
 def _generate(options: dict[str, Any]) -> int:
     from sarathi_pp.cli.show import BatchDisplay, RunConsole
-    from sarathi_pp.distributed.environment import find_place
+    from sarathi_pp.distributed.environment import find_environment
     from sarathi_pp.inputs.source import is_stream
     from sarathi_pp.run.batch import run_batch
     from sarathi_pp.run.preflight import BatchOptions, is_unkept
 
-    place = find_place()
+    env = find_environment()
     job = BatchOptions(
-        config=run_config(options, place.world_size if place else None),
+        config=run_config(options, env.world_size if env else None),
         input_path=_STANDARD_INPUT.get(options["input_path"], options["input_path"]),
         output_path=_STANDARD_OUTPUT.get(options["output_path"], options["output_path"]),
         start=_start(options),
@@ -81,10 +81,10 @@ def _generate(options: dict[str, Any]) -> int:
         strict=options["strict"],
         verify=options["verify"] is not None,
         metrics_port=options["metrics_port"],
-        how_to_resume=_how_to_resume(options, under_torchrun=place is not None and place.under_torchrun),
+        how_to_resume=_how_to_resume(options, under_torchrun=env is not None and env.under_torchrun),
         input_format=options["input_format"],
     )
-    console = RunConsole(quiet=place is not None and place.rank != 0)
+    console = RunConsole(quiet=env is not None and env.rank != 0)
     display = BatchDisplay(
         console,
         quiet=options["quiet"],
@@ -95,23 +95,23 @@ def _generate(options: dict[str, Any]) -> int:
     restarts = options["max_restarts"]
     if restarts and any(map(is_stream, (job.input_path, job.output_path))):
         raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
-    if place is not None and place.store is None and restarts:
+    if env is not None and env.store is None and restarts:
         raise click.UsageError("--max-restarts: torchrun starts its processes again itself; give it to torchrun")
     with ExitStack() as held:
-        job = _with_scratch(job, place, held)
-        if place is None and (job.config.num_ranks > 1 or restarts):
+        job = _with_scratch(job, env, held)
+        if env is None and (job.config.num_ranks > 1 or restarts):
             return _launch(job, display, restarts)
-        return run_batch(job, place, display)
+        return run_batch(job, env, display)
 
 
-def _with_scratch(job: BatchOptions, place: Place | None, held: ExitStack) -> BatchOptions:
+def _with_scratch(job: BatchOptions, env: RankEnvironment | None, held: ExitStack) -> BatchOptions:
     """Return the job with a run directory that is removed in the end, if the user named none and keeps no output."""
     from sarathi_pp.run.preflight import is_unkept
 
     if job.config.run_dir is not None or not is_unkept(job.output_path):
         return job
-    if place is not None and place.store is not None:  # our launcher removes its own folder, whatever ends this rank
-        return replace(job, config=replace(job.config, run_dir=Path(place.store).parent / "run"))
+    if env is not None and env.store is not None:  # our launcher removes its own folder, whatever ends this rank
+        return replace(job, config=replace(job.config, run_dir=Path(env.store).parent / "run"))
     scratch = Path(held.enter_context(TemporaryDirectory(prefix="sarathi-pp-")))
     return replace(job, config=replace(job.config, run_dir=scratch / "run"), scratch=scratch)
 

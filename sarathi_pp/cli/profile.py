@@ -50,22 +50,22 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     Runs microbatches of many sizes through the real pipeline for about a minute and fits the cost model to their times.
     Prints its error on microbatches that were kept from the fit. `plan` and `generate --profile` use the result.
     """
-    from sarathi_pp.distributed.environment import find_place, let_threads_sleep, mesh_of
+    from sarathi_pp.distributed.environment import find_environment, let_threads_sleep, mesh_of
 
     let_threads_sleep()
-    place = find_place()
-    config = run_config(options, place.world_size if place else None)
-    console = Console(stderr=True, quiet=place is not None and place.rank != 0)
-    if place is None or place.rank == 0:
+    env = find_environment()
+    config = run_config(options, env.world_size if env else None)
+    console = Console(stderr=True, quiet=env is not None and env.rank != 0)
+    if env is None or env.rank == 0:
         _preflight(config, output, overwrite)
-    if place is None and config.num_ranks > 1:
+    if env is None and config.num_ranks > 1:
         from sarathi_pp.distributed.launcher import launch
 
         return launch(mesh_of(config), sys.argv[1:], _ProfileDisplay(console, quiet=quiet, as_json=as_json))
     from sarathi_pp.tuning.measure import run_profile
 
     display = _ProfileDisplay(console, quiet=quiet, as_json=as_json)
-    return run_profile(config, place, output, display, overwrite=overwrite)
+    return run_profile(config, env, output, display, overwrite=overwrite)
 
 
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:

@@ -80,7 +80,7 @@ class Agreement:
             raise error from None
 
     def _error_of(self, rank: int, answer: dict[str, Any]) -> SarathiError:
-        where = f"{self._plane.mesh.title(rank)}: " if self._plane.place.world_size > 1 else ""
+        where = f"{self._plane.mesh.title(rank)}: " if self._plane.env.world_size > 1 else ""
         error = error_class(answer["class"])(where + answer["error"])
         error.agreed = True
         return error

@@ -47,7 +47,7 @@ def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *,
     Raises:
         PeerLostError: a rank does not answer.
     """
-    mesh, rank = plane.mesh, plane.place.rank
+    mesh, rank = plane.mesh, plane.env.rank
     coordinate = mesh.coordinate(rank)
     if not coordinate.leads:
         return ClockSync(_follow(plane, clock, mesh.leader(coordinate.replica)))

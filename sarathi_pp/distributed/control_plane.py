@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, Place, variable
+from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, RankEnvironment, variable
 from sarathi_pp.distributed.network_interface import Interface, choose_interface
 from sarathi_pp.distributed.presence import Presence
 from sarathi_pp.distributed.rendezvous import rendezvous
@@ -66,10 +66,10 @@ class ControlPlane:
     """
 
     def __init__(
-        self, place: Place, mesh: Mesh, patience_s: float, clock: Clock, connection: Connection | None = None
+        self, env: RankEnvironment, mesh: Mesh, patience_s: float, clock: Clock, connection: Connection | None = None
     ) -> None:
-        assert mesh.size == place.world_size, f"{place.world_size} ranks for {mesh}"
-        self.place = place
+        assert mesh.size == env.world_size, f"{env.world_size} ranks for {mesh}"
+        self.env = env
         self.mesh = mesh
         self.patience_s = patience_s
         self.hosts = [socket.gethostname()]
@@ -84,7 +84,9 @@ class ControlPlane:
         self._num_groups = 0
 
     @classmethod
-    def join(cls, place: Place, join_timeout_s: float, peer_timeout_s: float, mesh: Mesh | None = None) -> ControlPlane:
+    def join(
+        cls, env: RankEnvironment, join_timeout_s: float, peer_timeout_s: float, mesh: Mesh | None = None
+    ) -> ControlPlane:
         """Join the other ranks; returns when all are there.
 
         Afterwards ranks wait for a silent one as long as the longer of both timeouts.
@@ -96,11 +98,11 @@ class ControlPlane:
             ConfigError: not all ranks are there within join_timeout_s.
             PeerLostError: a rank left meanwhile.
         """
-        mesh, clock = mesh or Mesh(stages=place.world_size), SystemClock()
+        mesh, clock = mesh or Mesh(stages=env.world_size), SystemClock()
         patience_s = max(join_timeout_s, peer_timeout_s)
-        if place.world_size == 1:
-            return cls(place, mesh, patience_s, clock)
-        plane = cls(place, mesh, patience_s, clock, _connect(place, mesh, join_timeout_s, patience_s, clock))
+        if env.world_size == 1:
+            return cls(env, mesh, patience_s, clock)
+        plane = cls(env, mesh, patience_s, clock, _connect(env, mesh, join_timeout_s, patience_s, clock))
         plane._introduce()
         return plane
 
@@ -140,18 +142,18 @@ class ControlPlane:
     def new_group(self, ranks: Sequence[int], timeout_s: float, backend: str) -> Group | None:
         """Connect these ranks; returns None on other ranks. All ranks make all groups in one order."""
         self._num_groups += 1
-        if self.place.rank not in ranks:
+        if self.env.rank not in ranks:
             return None
         store = PrefixStore(f"group/{self._num_groups}", self._connected.store)
         # gloo looks up the interface for each new group.
         with self.others_may_leave(), self.surrounded(backend):
-            group = Group(store, ranks.index(self.place.rank), len(ranks), timeout_s, backend)
+            group = Group(store, ranks.index(self.env.rank), len(ranks), timeout_s, backend)
         self.resources.callback(group.close)
         return group
 
     def surrounded(self, backend: str) -> AbstractContextManager[None]:
         """Set the environment in which a communicator listens on this rank's interface alone."""
-        return surrounded(backend, self._connected.interface.name, self.place.nccl_interface)
+        return surrounded(backend, self._connected.interface.name, self.env.nccl_interface)
 
     def exchange(self, facts: Mapping[str, Any], *, with_timeout: bool = False) -> list[dict[str, Any]]:
         """Return every rank's facts, rank 0's first. It is a barrier too. Facts are plain JSON, never pickled.
@@ -161,12 +163,12 @@ class ControlPlane:
                 progress.
         """
         own = json.dumps(facts).encode()
-        if self.place.world_size == 1:
+        if self.env.world_size == 1:
             return [json.loads(own)]
         self._num_exchanges += 1
         connected = self._connected
         with self.others_may_leave():
-            connected.store.set(f"came/{self._num_exchanges}/{self.place.rank}", "")
+            connected.store.set(f"came/{self._num_exchanges}/{self.env.rank}", "")
             size = torch.tensor([len(own)], dtype=torch.int64)
             if self._presence is not None and not with_timeout:
                 sizes = self._gather_watching(size, self._presence)
@@ -241,7 +243,7 @@ class ControlPlane:
                 who = " and ".join(self._names[rank] for rank in self._missing()) or "another rank"
             else:
                 # Rank 0 talks with one rank after the other, the others with rank 0 alone.
-                who = self._names[rank] + ("" if self.place.rank == 0 else " or a rank that it waits for")
+                who = self._names[rank] + ("" if self.env.rank == 0 else " or a rank that it waits for")
             raise PeerLostError(
                 f"no word from {who} within {self.patience_s:g} s while the run was being set up or closed: a rank "
                 f"that hangs, or takes longer (--join-timeout is how long ranks wait for each other)"
@@ -263,7 +265,7 @@ class ControlPlane:
 
     @property
     def _others(self) -> list[int]:
-        return [rank for rank in range(self.place.world_size) if rank != self.place.rank]
+        return [rank for rank in range(self.env.world_size) if rank != self.env.rank]
 
     @property
     def _connected(self) -> Connection:
@@ -271,19 +273,19 @@ class ControlPlane:
         return self._connection
 
 
-def _connect(place: Place, mesh: Mesh, join_timeout_s: float, patience_s: float, clock: Clock) -> Connection:
+def _connect(env: RankEnvironment, mesh: Mesh, join_timeout_s: float, patience_s: float, clock: Clock) -> Connection:
     end_s = clock.now() + join_timeout_s
     try:
-        store = open_store(place, timedelta(seconds=join_timeout_s))
-        interface = choose_interface(place)
-        store = rendezvous(store, place.rank, place.world_size, end_s, clock, interface)
+        store = open_store(env, timedelta(seconds=join_timeout_s))
+        interface = choose_interface(env)
+        store = rendezvous(store, env.rank, env.world_size, end_s, clock, interface)
         with variable(INTERFACE_VARIABLE, interface.name):
-            group = Group(PrefixStore("control", store), place.rank, place.world_size, patience_s)
+            group = Group(PrefixStore("control", store), env.rank, env.world_size, patience_s)
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {place.rank} of {place.world_size} could not join the others: {_first_line(error)}"
+            f"rank {env.rank} of {env.world_size} could not join the others: {_first_line(error)}"
         ) from error
-    return Connection(store, interface, group, Presence(store, place.rank, _titles(mesh), patience_s, clock))
+    return Connection(store, interface, group, Presence(store, env.rank, _titles(mesh), patience_s, clock))
 
 
 def _titles(mesh: Mesh) -> list[str]:

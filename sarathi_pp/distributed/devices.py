@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import ConfigError
 
 
@@ -25,13 +25,13 @@ class DeviceInfo:
     arithmetic: str = ""  # if it is the same on two CPUs, the same product has the same bits
 
 
-def choose_device(wish: str, place: Place) -> torch.device:
+def choose_device(wish: str, env: RankEnvironment) -> torch.device:
     """Return the device of this rank. If a host has more ranks than GPUs, ranks share GPUs."""
     if wish == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if wish == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

@@ -107,7 +107,7 @@ class Edges:
             activations: of the largest microbatch.
             head_size: of the rows that an LM head takes.
         """
-        mesh, rank = self._plane.mesh, self._plane.place.rank
+        mesh, rank = self._plane.mesh, self._plane.env.rank
         coordinate, buffers = mesh.coordinate(rank), edge_buffers(run.inflight)
         returning = mesh.rank(coordinate.replica, mesh.stages - 1), mesh.leader(coordinate.replica)
         frame_bytes = codec.max_frame_bytes(
@@ -150,7 +150,7 @@ class Edges:
         return Remote(self._plane.name(rank), ByteStreamSender(outgoing), ByteStreamReceiver(incoming))
 
     def _sender(self, target: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Sender[Tensor]:
-        edge, options = (self._plane.place.rank, target), self._options
+        edge, options = (self._plane.env.rank, target), self._options
         if edge not in self._sockets:
             return TorchSender(self._gloo_edge(edge, target, frame_bytes, payloads), num_buffers, options)
         connection = SlotConnection(self._sockets[edge], self._plane.name(target), options.losses)
@@ -165,7 +165,7 @@ class Edges:
         )
 
     def _receiver(self, source: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Receiver[Tensor]:
-        edge, options = (source, self._plane.place.rank), self._options
+        edge, options = (source, self._plane.env.rank), self._options
         if edge not in self._sockets:
             return TorchReceiver(self._gloo_edge(edge, source, frame_bytes, payloads), num_buffers, options)
         connection = SlotConnection(self._sockets[edge], self._plane.name(source), options.losses)
@@ -186,14 +186,14 @@ class Edges:
 
 def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -> ShardGroup | None:
     """Connect the ranks that hold one stage. Every rank calls it; returns None if this rank holds its stage alone."""
-    mesh, own = plane.mesh, plane.mesh.coordinate(plane.place.rank)
+    mesh, own = plane.mesh, plane.mesh.coordinate(plane.env.rank)
     shards: ShardGroup | None = None
     for replica in range(mesh.replicas) if mesh.shards > 1 else ():
         for stage in range(mesh.stages):
             ranks = mesh.shard_ranks(replica, stage)
             group = plane.new_group(ranks, peer_timeout_s, backend)
             if group is not None:
-                others = tuple(plane.name(rank) for rank in ranks if rank != plane.place.rank)
+                others = tuple(plane.name(rank) for rank in ranks if rank != plane.env.rank)
                 shards = ShardGroup(own.shard, mesh.shards, others, group, SystemClock())
     return shards
 
@@ -203,7 +203,7 @@ def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], l
 
     Returns the sockets of this rank's edges, and all edges of the run that have one.
     """
-    own, wanted = plane.place.rank, stage_edges(plane.mesh)
+    own, wanted = plane.env.rank, stage_edges(plane.mesh)
     sockets: dict[Ranks, socket.socket] = {}
     listeners: dict[int, SlotListener] = {}
     for source, target in wanted:
@@ -241,7 +241,7 @@ def _open_nccl_channels(plane: ControlPlane, options: EdgeOptions, nccl: NcclOpt
 
 def _open_nccl_channel(plane: ControlPlane, edge: Ranks, group: Group, nccl: NcclOptions, clock: Clock) -> NcclChannel:
     """Open one edge after the other, in the same order on every rank, so that no two ranks wait for each other."""
-    sending = edge[0] == plane.place.rank
+    sending = edge[0] == plane.env.rank
     peer = edge[1] if sending else edge[0]
     channel = NcclChannel(group, edge.index(peer), nccl.new_stream())
     end_s = clock.now() + plane.patience_s

@@ -1,4 +1,4 @@
-"""Where this process stands among the others. The only file that reads the environment; loads no torch."""
+"""The environment variables that torchrun, a launcher or a user gave this process. Loads no torch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This process among the run's.
+class RankEnvironment:
+    """This process's rank, and how it reaches the other ranks.
 
-    store: path of the FileStore where our own launcher started it. master: host and port at which the others meet
-    rank 0. agent_store: torchrun's agent listens there, and not rank 0 itself. interface: the one on which the user
-    wants ranks to talk; nccl_interface: those for NCCL, where they are others. launcher: the pid of our own, or of
-    torchrun's agent where that has started this process; whoever asked for its parent later might get another's.
-    attempt_dir: torchrun's folder for the error files of this start, one for each host.
+    Attributes:
+        store: path of the FileStore, if our own launcher started this process.
+        restart: how often the run was started before.
+        job: the same for all starts of one launcher or agent, and different for any other.
+        master: host and port at which the other ranks reach rank 0.
+        agent_store: torchrun's agent listens at `master`, instead of rank 0 itself.
+        interface: the network interface on which the user wants ranks to talk.
+        nccl_interface: the interfaces for NCCL, if they are others.
+        launcher: pid of our own launcher, or of torchrun's agent if that started this process. It is read at the start:
+            a process whose parent has ended gets another parent.
+        attempt_dir: torchrun's folder for the error files of this start, one per host.
     """
 
     rank: int = 0
@@ -38,8 +44,8 @@ class Place:
     local_rank: int = 0
     local_world_size: int = 1
     store: str | None = None
-    restart: int = 0  # how often the run was started before
-    job: str = ""  # the same for all starts of one launcher or agent, and no other's
+    restart: int = 0
+    job: str = ""
     master: tuple[str, int] | None = None
     agent_store: bool = False
     interface: str | None = None
@@ -73,8 +79,8 @@ def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> Non
     environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the place that torchrun or our launcher gave this process; None if neither started it.
+def find_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment | None:
+    """Return the environment that torchrun or our launcher gave this process; None if neither started it.
 
     Empty variables count as unset. A pod or a job script may set RANK=0 and WORLD_SIZE=1 for its only process; without
     torchrun that is no rank of a run, and the process starts as many as it is asked for.
@@ -83,7 +89,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     try:
-        place = Place(
+        env = RankEnvironment(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
             local_rank=int(environment.get("LOCAL_RANK", "0")),
@@ -101,12 +107,12 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     except ValueError as error:
         names = f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and {LAUNCHER_VARIABLE}"
         raise ConfigError(f"{names} must be integers: {error}") from None
-    if not 0 <= place.rank < place.world_size:
+    if not 0 <= env.rank < env.world_size:
         raise ConfigError(
-            f"RANK is {place.rank} and WORLD_SIZE is {place.world_size}; ranks are numbers from 0 to WORLD_SIZE - 1"
+            f"RANK is {env.rank} and WORLD_SIZE is {env.world_size}; ranks are numbers from 0 to WORLD_SIZE - 1"
         )
-    alone = place.world_size == 1 and place.store is None and "TORCHELASTIC_RUN_ID" not in environment
-    return None if alone else place
+    alone = env.world_size == 1 and env.store is None and "TORCHELASTIC_RUN_ID" not in environment
+    return None if alone else env
 
 
 def speaks_for_host(environment: Mapping[str, str] = os.environ) -> bool:
@@ -117,20 +123,20 @@ def speaks_for_host(environment: Mapping[str, str] = os.environ) -> bool:
     return "RANK" not in environment or STORE_VARIABLE in environment or environment.get("LOCAL_RANK", "0") == "0"
 
 
-def expected_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place of this process, or where there is none yet, of a rank beside another one.
+def expected_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
+    """Return the environment of this process; if it has none yet, that of a rank of a run of two.
 
-    On another host where MASTER_ADDR and MASTER_PORT are set, and else on this one.
+    The other rank is on another host if MASTER_ADDR and MASTER_PORT are set, otherwise on this one.
     """
     environment = _set(environment)
     master = _master(environment)
-    place = Place(
+    env = RankEnvironment(
         world_size=2,
         local_world_size=2 if master is None else 1,
         master=master,
         interface=environment.get(INTERFACE_VARIABLE) or None,
     )
-    return find_place(environment) or place
+    return find_environment(environment) or env
 
 
 def _set(environment: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from sarathi_pp.distributed.environment import (
     LAUNCHER_VARIABLE,
     RESTART_VARIABLE,
     STORE_VARIABLE,
-    Place,
+    RankEnvironment,
     begun_mark,
     heeded_mark,
     stopped_mark,
@@ -66,8 +66,8 @@ class Workers:
         self._killed: set[int] = set()  # of which was told
         self._processes: dict[int, Process] = {}
 
-    def place(self, rank: int) -> Place:
-        return Place(rank, self._world_size, rank, self._world_size, store=str(self.store))
+    def rank_environment(self, rank: int) -> RankEnvironment:
+        return RankEnvironment(rank, self._world_size, rank, self._world_size, store=str(self.store))
 
     def start(self, arguments: Sequence[str]) -> None:
         """Run `sarathi-pp ARGUMENTS` as every rank. Raises ConfigError if they could not talk to each other."""
@@ -75,7 +75,7 @@ class Workers:
             require_loopback()
         command = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
         for rank in range(self._first_rank, self._world_size):
-            environment = {**os.environ, **self._environment(rank)}
+            environment = {**os.environ, **self._variables(rank)}
             # A session each: the terminal's Ctrl-C is for this process, which stops them.
             given = () if rank else self._descriptors
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=given)
@@ -179,7 +179,7 @@ class Workers:
                     os.killpg(process.pid, how)
             _wait(running, _STOP_S)
 
-    def _environment(self, rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    def _variables(self, rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         threads = max(1, usable_cpus() // self._world_size)
         return {
             "RANK": str(rank),

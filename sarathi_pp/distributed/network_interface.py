@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, Place
+from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, RankEnvironment
 from sarathi_pp.errors import ConfigError
 
 T = TypeVar("T")
@@ -41,22 +41,22 @@ class Interface:
         return ipaddress.ip_address(self.address).is_loopback
 
 
-def choose_interface(place: Place) -> Interface:
+def choose_interface(env: RankEnvironment) -> Interface:
     """Loopback among our own launcher's ranks, the user's where GLOO_SOCKET_IFNAME names one, loopback on one host.
 
     Raises ConfigError where there is no such interface, or no way to rank 0.
     """
-    if place.store is not None:
+    if env.store is not None:
         return Interface(_LOOPBACK, _LOOPBACK_ADDRESS)
-    if place.interface is not None:
-        return Interface(place.interface, _address_of(place.interface))
-    if place.master is None or place.local_world_size == place.world_size:
+    if env.interface is not None:
+        return Interface(env.interface, _address_of(env.interface))
+    if env.master is None or env.local_world_size == env.world_size:
         return Interface(_LOOPBACK, _LOOPBACK_ADDRESS)
-    host, port = place.master
+    host, port = env.master
     try:
         own = first_that_works(addresses_of(host, port), _own_address)
     except OSError as error:
-        raise ConfigError(f"MASTER_ADDR={host}: rank {place.rank} finds no way to it ({error.strerror})") from error
+        raise ConfigError(f"MASTER_ADDR={host}: rank {env.rank} finds no way to it ({error.strerror})") from error
     for name, addresses in psutil.net_if_addrs().items():
         if any(_plain(one.address) == own for one in addresses):
             return Interface(name, own)
@@ -99,14 +99,14 @@ def _own_address(family: int, target: Any) -> str:
         return _plain(probe.getsockname()[0])
 
 
-def exposure(place: Place) -> str | None:
+def exposure(env: RankEnvironment) -> str | None:
     """What a user should know of a run whose ranks, or whose launcher, can be reached; None where nothing can be."""
-    if place.world_size == 1:
+    if env.world_size == 1:
         return None
-    interface = choose_interface(place)
+    interface = choose_interface(env)
     if interface.is_loopback:
-        return _RENDEZVOUS if place.agent_store else None
-    also = f". {_RENDEZVOUS[0].upper()}{_RENDEZVOUS[1:]}" if place.agent_store else ""
+        return _RENDEZVOUS if env.agent_store else None
+    also = f". {_RENDEZVOUS[0].upper()}{_RENDEZVOUS[1:]}" if env.agent_store else ""
     return (
         f"stages talk over {interface.name} ({interface.address}), neither encrypted nor authenticated: keep others "
         f"off that network{also}"

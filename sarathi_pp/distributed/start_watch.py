@@ -40,4 +40,4 @@ def _watch(workers: Workers, join_timeout_s: float, joined: threading.Event) -> 
 def _report(workers: Workers, rank: int, how: str, join_timeout_s: float) -> None:
     error = PeerLostError(f"its process {how} before it had joined the others; what it said is on stderr")
     with suppress(SarathiError, RuntimeError):
-        report_refusal(error, workers.place(rank), join_timeout_s)
+        report_refusal(error, workers.rank_environment(rank), join_timeout_s)

@@ -10,24 +10,24 @@ from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, Place
+from sarathi_pp.distributed.environment import INTERFACE_VARIABLE, RankEnvironment
 from sarathi_pp.distributed.network_interface import Target, addresses_of, choose_interface, first_that_works
 from sarathi_pp.errors import ConfigError
 
 
-def open_store(place: Place, timeout: timedelta) -> Store:
+def open_store(env: RankEnvironment, timeout: timedelta) -> Store:
     """Raises ConfigError where it is not to be had within that time."""
-    if place.store is not None:
-        return FileStore(place.store, place.world_size)
-    if place.master is None:
+    if env.store is not None:
+        return FileStore(env.store, env.world_size)
+    if env.master is None:
         raise ConfigError(
-            f"RANK={place.rank} and WORLD_SIZE={place.world_size} are set, MASTER_ADDR and MASTER_PORT are not: where "
+            f"RANK={env.rank} and WORLD_SIZE={env.world_size} are set, MASTER_ADDR and MASTER_PORT are not: where "
             f"is rank 0 met?"
         )
-    host, port = place.master
+    host, port = env.master
     address, listener = host, None
-    if place.rank == 0 and not place.agent_store:
-        address, listener = _listen(place, host, port)
+    if env.rank == 0 and not env.agent_store:
+        address, listener = _listen(env, host, port)
     try:
         # rendezvous() waits for the ranks, because it can name those that are missing. Rank 0 connects too.
         return TCPStore(
@@ -40,12 +40,12 @@ def open_store(place: Place, timeout: timedelta) -> Store:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"rank {place.rank} of {place.world_size} could not reach MASTER_ADDR={host} MASTER_PORT={port} within "
+            f"rank {env.rank} of {env.world_size} could not reach MASTER_ADDR={host} MASTER_PORT={port} within "
             f"--join-timeout {timeout.total_seconds():g} s: was rank 0 started there, and can this host reach it?"
         ) from error
 
 
-def _listen(place: Place, host: str, port: int) -> tuple[str, int]:
+def _listen(env: RankEnvironment, host: str, port: int) -> tuple[str, int]:
     """Return the one address at which ranks reach rank 0, and a socket that listens there.
 
     TCPStore alone would listen at all addresses of the host.
@@ -53,14 +53,14 @@ def _listen(place: Place, host: str, port: int) -> tuple[str, int]:
     named = f"MASTER_ADDR={host} MASTER_PORT={port}"
     try:
         found = addresses_of(host, port)
-        if place.local_world_size < place.world_size and _leads_astray(host, found[0]):
-            if place.interface is None:
+        if env.local_world_size < env.world_size and _leads_astray(host, found[0]):
+            if env.interface is None:
                 raise ConfigError(
                     f"{named}: on rank 0's own host that name is {found[0][1][0]}, which no other host reaches; give "
                     f"an address, or rank 0's interface in {INTERFACE_VARIABLE}, or LOCAL_WORLD_SIZE where all ranks "
                     f"are on this one"
                 )
-            found = addresses_of(choose_interface(place).address, port)
+            found = addresses_of(choose_interface(env).address, port)
         listener = first_that_works(found, lambda family, target: _listener(named, family, target))
         return listener.getsockname()[0], listener.detach()
     except OSError as error:

@@ -115,7 +115,7 @@ class _Output:
             patience_s=job.lock_patience_s,
         )
         try:
-            facts = {**rank.describe(), "identity": rank.checked.identity, "job": rank.place.job}
+            facts = {**rank.describe(), "identity": rank.checked.identity, "job": rank.env.job}
             rank.checked.run_dir.begin(facts)
         except SarathiError:
             journal.close()

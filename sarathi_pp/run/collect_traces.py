@@ -40,7 +40,7 @@ def gather(
     Raises:
         PeerLostError, ProtocolError: a rank does not send its trace.
     """
-    rank, coordinate = plane.place.rank, plane.mesh.coordinate(plane.place.rank)
+    rank, coordinate = plane.env.rank, plane.mesh.coordinate(plane.env.rank)
     found: list[list[Path]] = []
     lost: dict[int, SarathiError] = {}
     if rank == 0:

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 import sarathi_pp
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
-from sarathi_pp.distributed.environment import Place, expected_place
+from sarathi_pp.distributed.environment import RankEnvironment, expected_environment
 from sarathi_pp.distributed.network_interface import choose_interface
 from sarathi_pp.distributed.transport import Transport, choose_transport, has_gloo, has_nccl
 from sarathi_pp.errors import EXIT_OK, SarathiError
@@ -84,7 +84,7 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
     """model: a directory or a Hub id, looked at too. verify: its weight files are read as a whole."""
     facts: list[ModelFacts] = []
     looked_at = list(_model(model, facts.append, verify=verify)) if model is not None else []
-    device = choose_device("auto", Place())
+    device = choose_device("auto", RankEnvironment())
     return Diagnosis(
         (
             *_software(),
@@ -202,11 +202,11 @@ def _carried(chosen: Transport, *, on_cpu: bool) -> str:
 
 def _host(device: torch.device) -> Iterator[Finding]:
     def interface() -> str:
-        found = choose_interface(expected_place())
+        found = choose_interface(expected_environment())
         return f"{found.name} ({found.address})"
 
     yield _asked("host", "interface", interface)
-    threads = {count: Place(world_size=count, local_world_size=count).num_threads() for count in (1, 2)}
+    threads = {count: RankEnvironment(world_size=count, local_world_size=count).num_threads() for count in (1, 2)}
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     limit = f", of which a cgroup allows {quota:g}" if quota is not None and quota < cores else ""
     shared = f"threads: {threads[1]} of a stage alone, {threads[2]} of two each"

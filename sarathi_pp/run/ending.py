@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sarathi_pp.config import RunConfig
-from sarathi_pp.distributed.environment import Place, heeded_mark, mesh_of, stopped_mark
+from sarathi_pp.distributed.environment import RankEnvironment, heeded_mark, mesh_of, stopped_mark
 from sarathi_pp.distributed.failure_cause import is_echo, report_cause
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -38,7 +38,7 @@ class Ending:
 
     def __init__(
         self,
-        place: Place,
+        env: RankEnvironment,
         config: RunConfig,
         console: Console,
         run_dir: RunDirectory | None = None,
@@ -51,23 +51,23 @@ class Ending:
             scratch: a folder that holds the run directory and is removed at the end; no code is noted in it.
             how_to_resume: ends the message of a run that was stopped.
         """
-        self.place = place
+        self.env = env
         self.code = EXIT_OK
         self.run_dir = run_dir
-        self.title = mesh_of(config).title(place.rank)
+        self.title = mesh_of(config).title(env.rank)
         self._replicas = config.replicas
         self._console = console
         self._scratch = scratch
         self._how_to_resume = how_to_resume
         self.watchdog = Watchdog(self)
-        launched = place.store is not None and place.rank > 0
-        self.signals = Signals(self.title, self.watchdog, launched=launched, hurried=place.under_torchrun)
+        launched = env.store is not None and env.rank > 0
+        self.signals = Signals(self.title, self.watchdog, launched=launched, hurried=env.under_torchrun)
 
     def leave(self, error: SarathiError) -> None:
         """Note and say why this process ends, which its watchdog ends next."""
         self.judge(error)
-        text, spoken = self._last_words(error), is_echo(error, self.place)
-        report_cause(self.place)
+        text, spoken = self._last_words(error), is_echo(error, self.env)
+        report_cause(self.env)
         self.note(error.exit_code)
         if not spoken:
             self.say(text)
@@ -85,23 +85,23 @@ class Ending:
             return
         # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
         others = code == PeerLostError.exit_code or (code and self._replicas == 1)
-        if self.run_dir is not None and (others or self.place.rank == 0):
+        if self.run_dir is not None and (others or self.env.rank == 0):
             self.run_dir.write_exit_code(code)
 
     def say(self, text: str) -> None:
         """Say it to the user, unless rank 0 does, because a signal ends the run."""
-        if self.place.rank != 0:
-            launched = self.place.store is not None and stopped_mark(self.place.store).exists()
+        if self.env.rank != 0:
+            launched = self.env.store is not None and stopped_mark(self.env.store).exists()
             if launched or (self.signals.has_run and self.signals.asked() is not None):
                 return
         self._console.error(text)
 
     def _last_words(self, error: SarathiError) -> str:
         text = f"{type(error).__name__}: {error}"
-        if self.place.rank or not self.signals.has_run or not isinstance(error, StoppedError):
+        if self.env.rank or not self.signals.has_run or not isinstance(error, StoppedError):
             return text
-        if self.place.store is not None:
-            stopped_mark(self.place.store).touch()
+        if self.env.store is not None:
+            stopped_mark(self.env.store).touch()
         return text if self._how_to_resume is None else f"{text}; {self._how_to_resume}"
 
 
@@ -118,18 +118,18 @@ class WorkerEnding(Ending):
 @contextmanager
 def heeding(ending: Ending) -> Iterator[None]:
     """While inside, signals and lost peers end this process as `ending` says, and so does its launcher's end."""
-    place, signals, watchdog = ending.place, ending.signals, ending.watchdog
-    if place.launcher is not None:
-        watchdog.follow_parent(place.launcher, Path(place.store).parent if place.store is not None else None)
+    env, signals, watchdog = ending.env, ending.signals, ending.watchdog
+    if env.launcher is not None:
+        watchdog.follow_parent(env.launcher, Path(env.store).parent if env.store is not None else None)
     try:
         with signals.heeded():
-            if place.store is not None and place.rank == 0:
-                heeded_mark(place.store).touch()
+            if env.store is not None and env.rank == 0:
+                heeded_mark(env.store).touch()
             yield
     finally:
         watchdog.close()
-        if place.store is not None and signals.asked() is not None:
-            stopped_mark(place.store).touch()
+        if env.store is not None and signals.asked() is not None:
+            stopped_mark(env.store).touch()
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def exit_code(ending: Ending) -> Iterator[None]:
     communication threads are still inside gloo, and an interpreter that is torn down under them aborts. Behind the
     body signals are ignored: the exit code is the one that was noted.
     """
-    place, message = ending.place, ""
+    env, message = ending.env, ""
     try:
         try:
             yield
@@ -157,18 +157,18 @@ def exit_code(ending: Ending) -> Iterator[None]:
     except SarathiError as error:
         ending.judge(error)
         ending.code = error.exit_code
-        spoken = is_echo(error, place) or (place.rank != 0 and error.agreed)
+        spoken = is_echo(error, env) or (env.rank != 0 and error.agreed)
         message = "" if spoken else f"{type(error).__name__}: {error}"
     except Exception:
         ending.code = SarathiError.exit_code
-        message = (f"{ending.title} failed:\n" if place.world_size > 1 else "") + traceback.format_exc()
+        message = (f"{ending.title} failed:\n" if env.world_size > 1 else "") + traceback.format_exc()
     try:
-        report_cause(place)
+        report_cause(env)
         ending.note(ending.code)
         if message:
             ending.say(message)
     finally:
-        if place.world_size > 1:
+        if env.world_size > 1:
             _leave(ending.code)
 
 

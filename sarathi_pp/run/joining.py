@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from sarathi_pp.config import RunConfig
-from sarathi_pp.distributed.environment import Place, begun_mark, mesh_of
+from sarathi_pp.distributed.environment import RankEnvironment, begun_mark, mesh_of
 from sarathi_pp.run.ending import Ending
 from sarathi_pp.run.preflight import Preflight
 from sarathi_pp.trace.clock import SystemClock
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def joined(place: Place, config: RunConfig) -> Iterator[ControlPlane]:
+def joined(env: RankEnvironment, config: RunConfig) -> Iterator[ControlPlane]:
     """Join the other ranks, and leave them where all went well; raises ConfigError where one does not come.
 
     After an error nobody is left in order: the process ends, or its program lets go of everything itself.
@@ -30,7 +30,7 @@ def joined(place: Place, config: RunConfig) -> Iterator[ControlPlane]:
     with _uncollected():
         from sarathi_pp.distributed.control_plane import ControlPlane
 
-        plane = ControlPlane.join(place, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+        plane = ControlPlane.join(env, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
     yield plane
     plane.leave()
 
@@ -46,8 +46,8 @@ def ready(checked: Preflight, plane: ControlPlane, ending: Ending) -> Iterator[R
         start = agree_on_start(member)
         ending.run_dir = start.run_dir
         rank = set_up(member, start)
-    if ending.place.store is not None and ending.place.rank == 0:
-        begun_mark(ending.place.store).touch()
+    if ending.env.store is not None and ending.env.rank == 0:
+        begun_mark(ending.env.store).touch()
     try:
         yield rank
     except BaseException:

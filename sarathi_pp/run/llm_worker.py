@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import parse_policy
-from sarathi_pp.distributed.environment import find_place
+from sarathi_pp.distributed.environment import find_environment
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.checkpoint.fetch import find_model
@@ -20,8 +20,8 @@ from sarathi_pp.run.preflight import Preflight
 
 def serve_llm(config: RunConfig, console: Console) -> int:
     """Return the exit code of this process. Raises ConfigError where no program has started it."""
-    place = find_place()
-    if place is None:
+    env = find_environment()
+    if env is None:
         raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
     parse_policy(config.policy)
     model_dir = find_model(config.model)
@@ -29,8 +29,8 @@ def serve_llm(config: RunConfig, console: Console) -> int:
     run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(Path())
     defaults = read_generation_config(model_dir, config.override_generation_config)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, run_dir)
-    ending = WorkerEnding(place, config, console)
-    with exit_code(ending), heeding(ending), joined(place, config) as plane:
+    ending = WorkerEnding(env, config, console)
+    with exit_code(ending), heeding(ending), joined(env, config) as plane:
         with ready(checked, plane, ending) as rank:
             rank.serve()
             rank.finish()

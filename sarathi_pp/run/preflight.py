@@ -11,7 +11,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import parse_policy
-from sarathi_pp.distributed.environment import Place, rendezvous_of
+from sarathi_pp.distributed.environment import RankEnvironment, rendezvous_of
 from sarathi_pp.errors import ConfigError, InputError
 from sarathi_pp.inputs.done import Done
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
@@ -203,41 +203,41 @@ def check_weights(job: BatchOptions) -> None:
         verify_checksums(find_model(job.config.model))
 
 
-def is_restart(job: BatchOptions, place: Place) -> bool:
+def is_restart(job: BatchOptions, env: RankEnvironment) -> bool:
     """Whether the run directory is that of an earlier start of this very job.
 
     torchrun's own count does not tell: a restart because hosts came or went is none to it.
     """
-    return place.job in run_directory(job).jobs()
+    return env.job in run_directory(job).jobs()
 
 
-def is_continuation(job: BatchOptions, place: Place) -> bool:
+def is_continuation(job: BatchOptions, env: RankEnvironment) -> bool:
     """Whether another agent of the same rendezvous had the run directory last, and was lost.
 
     torchrun numbers ranks anew when hosts come and go: rank 0 may be on one that was not there before. A name that is
     used again, for a run after one that has ended, is no continuation.
     """
-    run_dir, rendezvous = run_directory(job), rendezvous_of(place.job)
+    run_dir, rendezvous = run_directory(job), rendezvous_of(env.job)
     jobs = run_dir.jobs()
-    if not rendezvous or not jobs or place.job in jobs:
+    if not rendezvous or not jobs or env.job in jobs:
         return False
     return rendezvous_of(jobs[-1]) == rendezvous and run_dir.is_unfinished()
 
 
-def as_restarted(job: BatchOptions, place: Place, display: Display) -> BatchOptions:
+def as_restarted(job: BatchOptions, env: RankEnvironment, display: Display) -> BatchOptions:
     """A run that is started again goes on with what it has answered, however it was started at first.
 
     Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
     """
-    if job.scratch is not None and place.restart > 0:
+    if job.scratch is not None and env.restart > 0:
         raise ConfigError(
             f"a restart would answer again what went to --output {job.output_path} before it; name an output file"
         )
     if job.start == "resume":
         return job
-    run_dir, continued = run_directory(job), is_continuation(job, place)
-    if not is_restart(job, place) and not continued:
-        if place.restart > 0 and job.start == "replace" and holds_anything(job.output_path):
+    run_dir, continued = run_directory(job), is_continuation(job, env)
+    if not is_restart(job, env) and not continued:
+        if env.restart > 0 and job.start == "replace" and holds_anything(job.output_path):
             raise ConfigError(
                 f"a restart does not replace {job.output_path}: it may be what this job has answered before it was "
                 f"lost; start it again with --resume or with --overwrite"
@@ -247,7 +247,7 @@ def as_restarted(job: BatchOptions, place: Place, display: Display) -> BatchOpti
     if begun.get("identity") is not None and begun.get("job") in run_dir.jobs():
         if continued:
             display.warn(
-                f"{job.output_path} is gone on with: an earlier start of the rendezvous {rendezvous_of(place.job)} was "
+                f"{job.output_path} is gone on with: an earlier start of the rendezvous {rendezvous_of(env.job)} was "
                 f"lost; a run of its own needs another --rdzv-id (RDZV_ID)"
             )
         return replace(job, start="resume")
@@ -288,7 +288,7 @@ def check_machine(config: RunConfig) -> None:
         # Only then is torch imported here: of another build each rank finds out soon enough.
         from sarathi_pp.distributed.devices import choose_device
 
-        choose_device(config.device, Place())
+        choose_device(config.device, RankEnvironment())
 
 
 def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:

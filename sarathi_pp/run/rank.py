@@ -59,7 +59,7 @@ class Rank:
     ) -> None:
         self.run = run
         self.checked = member.checked
-        self.place = member.place
+        self.env = member.env
         self.coordinate = member.coordinate
         self.device = start.device
         self._member = member
@@ -196,7 +196,7 @@ class Rank:
         may_lose = member.mesh.replicas > 1
         collected = gather(member.plane, run_dir, self._present(), sends=self._trace.sends, may_lose=may_lose)
         self._lost.update(collected.lost)
-        if self.place.rank != 0:
+        if self.env.rank != 0:
             return None
         for replica in self._lost:
             run_dir.forget(replica)

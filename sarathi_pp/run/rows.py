@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.refusal import refuse
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
@@ -37,30 +37,30 @@ class RowMaker(Protocol):
 
 
 def run_rows(
-    config: RunConfig, place: Place | None, maker: RowMaker, sink: Sink, display: Display, *, overwrite: bool
+    config: RunConfig, env: RankEnvironment | None, maker: RowMaker, sink: Sink, display: Display, *, overwrite: bool
 ) -> int:
     """One rank of the run; returns the exit code of this process.
 
     sink: gets what the rows end with, on rank 0. The run directory is thrown away unless the configuration names one;
     then `overwrite` says whether it may replace an earlier run's.
     """
-    place = place or Place()
+    env = env or RankEnvironment()
     try:
         config, model_dir, profile, facts = open_model(config)
     except SarathiError as error:
-        return refuse(error, place, config.join_timeout_s, display)
+        return refuse(error, env, config.join_timeout_s, display)
     # Inside the launcher's own directory, which it removes, where there is one: a rank that fails does not tidy up.
-    private = Path(place.store).parent if place.store else None
+    private = Path(env.store).parent if env.store else None
     with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:
         run_dir = RunDirectory(config.run_dir or Path(scratch) / "run")
-        if config.run_dir is not None and place.rank == 0:
+        if config.run_dir is not None and env.rank == 0:
             run_dir = held.enter_context(RunDirectory.claim(config.run_dir, overwrite=overwrite))
         config = replace(config, run_dir=run_dir.path)
         checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir)
-        ending = Ending(place, config, display, run_dir)
-        with exit_code(ending), heeding(ending), joined(place, config) as plane:
+        ending = Ending(env, config, display, run_dir)
+        with exit_code(ending), heeding(ending), joined(env, config) as plane:
             with ready(checked, plane, ending) as rank:
-                if place.rank == 0:
+                if env.rank == 0:
                     _answer_rows(rank, maker, sink, display)
                 else:
                     rank.serve()

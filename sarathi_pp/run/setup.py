@@ -30,7 +30,7 @@ from sarathi_pp.distributed.clock_sync import ClockOffset, sync_clocks
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
 from sarathi_pp.distributed.edges import Edges, open_shard_group
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.fingerprint import rank_fingerprint
 from sarathi_pp.distributed.transport import Transport, choose_transport, has_nccl, nccl_options
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -79,8 +79,8 @@ class Member:
     clock: Clock
 
     @property
-    def place(self) -> Place:
-        return self.plane.place
+    def env(self) -> RankEnvironment:
+        return self.plane.env
 
     @property
     def mesh(self) -> Mesh:
@@ -88,7 +88,7 @@ class Member:
 
     @property
     def coordinate(self) -> Coordinate:
-        return self.mesh.coordinate(self.place.rank)
+        return self.mesh.coordinate(self.env.rank)
 
     @property
     def agreement(self) -> Agreement:
@@ -151,13 +151,13 @@ class Pipeline:
 
 def agree_on_start(member: Member) -> Start:
     """Raises ConfigError where ranks differ in what must be the same."""
-    checked, place, agreement = member.checked, member.place, member.agreement
+    checked, env, agreement = member.checked, member.env, member.agreement
     config, run_dir = checked.config, checked.run_dir
-    torch.set_num_threads(place.num_threads())
+    torch.set_num_threads(env.num_threads())
     with agreement.step("reading versions and options", must_match=True) as step:
         step.own = rank_fingerprint(config, checked.facts)
     with agreement.step("choosing its device") as step:
-        device = choose_device("cpu" if checked.profile is not None else config.device, place)
+        device = choose_device("cpu" if checked.profile is not None else config.device, env)
         step.own = dataclasses.asdict(describe_device(device, host_id(), nccl=has_nccl()))
     devices = tuple(DeviceInfo(**answer) for answer in step.answers)
     transport = choose_transport(devices, config.transport)
@@ -173,7 +173,7 @@ def agree_on_start(member: Member) -> Start:
 
 def load_stage(member: Member, start: Start) -> LoadedStage:
     """Read this stage's weights. Raises CapacityError where ranks have no room for them together."""
-    checked, place, mesh, agreement = member.checked, member.place, member.mesh, member.agreement
+    checked, env, mesh, agreement = member.checked, member.env, member.mesh, member.agreement
     config, facts = checked.config, checked.facts
     with agreement.alike():
         split = partition(facts.num_layers, mesh.stages, config.layer_split)
@@ -186,10 +186,10 @@ def load_stage(member: Member, start: Start) -> LoadedStage:
         step.own = Demand(maker.weight_bytes(layers), pools_of(start.device)).to_json()
     weights = _require_room(member, step, "weights", _FEWER_WEIGHTS)
     with agreement.step("loading its layers") as loading:
-        maker.load(layers, room_for(place.rank, weights))
+        maker.load(layers, room_for(env.rank, weights))
         loading.own = {"head": maker.has_head}
     with agreement.step("counting KV pages") as counting:
-        counting.own = {"pages": maker.count_pages(layers, sharers_of(place.rank, weights))}
+        counting.own = {"pages": maker.count_pages(layers, sharers_of(env.rank, weights))}
     return LoadedStage(
         maker=maker,
         split=split,
@@ -239,7 +239,7 @@ def open_trace(member: Member, start: Start, loaded: LoadedStage, run: ResolvedR
     run_dir, agreement, clock = start.run_dir, member.agreement, member.clock
     with agreement.step("opening the run directory") as step:
         step.own = {"identity": run_dir.identity()}
-    sends = step.answers[0] != step.answers[member.place.rank]
+    sends = step.answers[0] != step.answers[member.env.rank]
     path = run_dir.trace_path(member.mesh, member.coordinate)
     with agreement.step("opening its trace"):
         if sends:
@@ -273,7 +273,7 @@ def open_pipeline(
         _timer(start, clock),
         progress=options.progress,
         index=member.coordinate.stage,
-        name=mesh.title(member.place.rank),
+        name=mesh.title(member.env.rank),
         debug_nan=checked.config.debug_nan,
         shards=wires.shards,
         shard_group=shards,
@@ -339,7 +339,7 @@ def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: 
     return TraceStart(
         at_s=clock.now(),
         unix_s=clock.wall(),
-        rank=member.place.rank,
+        rank=member.env.rank,
         stage=coordinate.stage,
         num_stages=run.num_stages,
         layers=loaded.layers,
@@ -370,7 +370,7 @@ def _loss_listener(member: Member) -> LossListener:
 
     Losing one of several replicas does not end the process of rank 0. Its next read or write on that edge raises.
     """
-    return IgnoreLosses() if member.mesh.replicas > 1 and member.place.rank == 0 else member.watchdog
+    return IgnoreLosses() if member.mesh.replicas > 1 and member.env.rank == 0 else member.watchdog
 
 
 def _timer(start: Start, clock: Clock) -> Timer:
@@ -382,4 +382,4 @@ def _other_leaders(member: Member) -> list[int]:
     mesh = member.mesh
     if not member.coordinate.leads or mesh.replicas == 1:
         return []
-    return [0] if member.place.rank else [mesh.leader(replica) for replica in range(1, mesh.replicas)]
+    return [0] if member.env.rank else [mesh.leader(replica) for replica in range(1, mesh.replicas)]

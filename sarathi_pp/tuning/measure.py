@@ -24,7 +24,7 @@ from sarathi_pp.core.cost.profile import Drift, EdgeLink, Profile
 from sarathi_pp.core.cost.sizing import MOST_TOKENS, saturation
 from sarathi_pp.core.policy.calibration import make_timetable
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -85,13 +85,15 @@ class Measurement:
     throughput: tuple[tuple[int, float], ...]
 
 
-def run_profile(config: RunConfig, place: Place | None, output: Path, display: Display, *, overwrite: bool) -> int:
+def run_profile(
+    config: RunConfig, env: RankEnvironment | None, output: Path, display: Display, *, overwrite: bool
+) -> int:
     """One rank of a calibration run; rank 0 writes the profile. Returns the exit code of this process.
 
     overwrite: whether the run directory may replace that of an earlier run.
     """
     calibrator = _Calibrator(output, config.seed, display)
-    return run_rows(calibration_config(config), place, calibrator, _Discard(), display, overwrite=overwrite)
+    return run_rows(calibration_config(config), env, calibrator, _Discard(), display, overwrite=overwrite)
 
 
 def calibration_config(config: RunConfig) -> RunConfig:
@@ -261,8 +263,8 @@ def _jitter(model: CostModel, spans: Spans) -> float:
         pairs = [
             (a, b)
             for members in groups.values()
-            for place, a in enumerate(members)
-            for b in members[place + 1 :]
+            for index, a in enumerate(members)
+            for b in members[index + 1 :]
             if b - a <= _NEAR and abs(modelled[a] / modelled[b] - 1) < _EQUAL
         ]
         if pairs:

@@ -29,7 +29,7 @@ from sarathi_pp.core.head_placement import moves_head
 from sarathi_pp.core.partition import Layers, partition, partition_by_time
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.devices import choose_device
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint, read_json
@@ -156,7 +156,7 @@ def _measured(model: _Model) -> _Basis:
 def _estimated(model: _Model) -> _Basis:
     """From the model's shape, and the memory of this machine."""
     config, facts = model.config, model.facts
-    device = choose_device(config.device, Place())
+    device = choose_device(config.device, RankEnvironment())
 
     def cut(layers: Layers) -> CostModel:
         return estimated_cost(

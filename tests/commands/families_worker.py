@@ -17,7 +17,7 @@ from sarathi_pp.analysis.replicas import figures
 from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.control_plane import ControlPlane
-from sarathi_pp.distributed.environment import find_place
+from sarathi_pp.distributed.environment import find_environment
 from sarathi_pp.engine.progress import IgnoreReports
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
@@ -42,7 +42,7 @@ def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
     clock, model_dir = SystemClock(), Path(case["model"])
     config = RunConfig(
         model=case["model"],
-        stages=plane.place.world_size,
+        stages=plane.env.world_size,
         chunk_size=16,
         page_size=4,
         kv_cache_memory_bytes=16 << 20,
@@ -54,7 +54,7 @@ def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
     member = Member(checked, plane, Watchdog(Leaver()), clock)
     rank = set_up(member, agree_on_start(member))
     sink = ListSink()
-    if plane.place.rank != 0:
+    if plane.env.rank != 0:
         rank.serve()
     else:
         params = SamplingParams(max_new_tokens=case["new_tokens"], seed=0)
@@ -72,11 +72,11 @@ def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
 
 
 def main(plan: Path, answers: Path) -> None:
-    place = find_place()
-    assert place is not None, "start this under torchrun"
-    plane = ControlPlane.join(place, 60, 60)
+    env = find_environment()
+    assert env is not None, "start this under torchrun"
+    plane = ControlPlane.join(env, 60, 60)
     outputs = [answer(case, plane) for case in json.loads(plan.read_text())]
-    if place.rank == 0:
+    if env.rank == 0:
         answers.write_text(json.dumps(outputs))
     plane.leave()
 

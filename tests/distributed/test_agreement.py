@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sarathi_pp.distributed.agreement import Agreement
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import CapacityError, ConfigError, PeerLostError
 from sarathi_pp.wire.mesh import Mesh
 
@@ -24,7 +24,7 @@ class Plane:
     """One rank's control plane in this process."""
 
     def __init__(self, rank: int, facts: list[str], barrier: threading.Barrier) -> None:
-        self.place = Place(rank, RANKS, rank, RANKS)
+        self.env = RankEnvironment(rank, RANKS, rank, RANKS)
         self.mesh = Mesh(stages=RANKS)
         self.phases: list[str] = []
         self._facts = facts
@@ -36,7 +36,7 @@ class Plane:
         yield
 
     def exchange(self, facts: dict[str, Any], *, with_timeout: bool = False) -> list[dict[str, Any]]:
-        self._facts[self.place.rank] = json.dumps(facts)
+        self._facts[self.env.rank] = json.dumps(facts)
         try:
             self._barrier.wait(0.5 if with_timeout else SOON_S)
         except threading.BrokenBarrierError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from sarathi_pp.distributed.clock_sync import ClockOffset, ClockSync, sync_clocks
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.mesh import Mesh
@@ -45,7 +45,7 @@ class WorldClock:
 class FakePlane:
     """One rank's control channel: each message takes as long as `delays` says next."""
 
-    place: Place
+    env: RankEnvironment
     mesh: Mesh
     world: World
     outbox: queue.SimpleQueue[list[float]]
@@ -66,8 +66,8 @@ def aligned(skew_s: float, there: list[float], back: list[float]) -> ClockOffset
     """What rank 1 finds, whose clock is skew_s behind rank 0's."""
     world = World()
     one, other = queue.SimpleQueue[list[float]](), queue.SimpleQueue[list[float]]()
-    first = FakePlane(Place(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
-    second = FakePlane(Place(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
+    first = FakePlane(RankEnvironment(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
+    second = FakePlane(RankEnvironment(1, 2, 1, 2), Mesh(stages=2), world, other, one, iter(back))
     with ThreadPoolExecutor(2) as pool:
         mine = pool.submit(sync_clocks, first, WorldClock(world), [0])
         theirs = pool.submit(sync_clocks, second, WorldClock(world, skew_s), [0])
@@ -102,7 +102,7 @@ class LostLeaders:
     """Rank 0's control channel in a run of replicas of one rank each, some of which are gone."""
 
     gone: set[int]
-    place: Place = field(default_factory=Place)
+    env: RankEnvironment = field(default_factory=RankEnvironment)
     mesh: Mesh = field(default_factory=lambda: Mesh(replicas=4))
 
     def send_numbers(self, numbers: list[float], rank: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sarathi_pp.distributed import control_plane
 from sarathi_pp.distributed.control_plane import Connection, ControlPlane
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.network_interface import Interface
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import SystemClock
@@ -39,7 +39,7 @@ class Closed:
 
 def waiting(rank: int, *, stopped: bool = False) -> ControlPlane:
     connection = Connection(Store(stopped), Interface("lo", "127.0.0.1"), Closed(), None)  # type: ignore[arg-type]
-    plane = ControlPlane(Place(rank, 4, rank, 4), Mesh(stages=4), 5.0, SystemClock(), connection)
+    plane = ControlPlane(RankEnvironment(rank, 4, rank, 4), Mesh(stages=4), 5.0, SystemClock(), connection)
     plane._num_exchanges = 4
     return plane
 

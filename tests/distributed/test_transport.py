@@ -11,7 +11,7 @@ from sarathi_pp.distributed import control_plane, edges
 from sarathi_pp.distributed.control_plane import Connection, ControlPlane
 from sarathi_pp.distributed.devices import DeviceInfo, describe_device
 from sarathi_pp.distributed.edges import Edges
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.network_interface import Interface
 from sarathi_pp.distributed.transport import NcclOptions, Transport, choose_transport, surroundings
 from sarathi_pp.errors import PeerLostError
@@ -98,8 +98,8 @@ class Calls:
 
 def connect(calls: Calls, rank: int, world_size: int, nccl: NcclOptions | None = None) -> None:
     connection = Connection(None, Interface("lo", "127.0.0.1"), calls, None)  # type: ignore[arg-type]
-    place, clock = Place(rank, world_size, rank, world_size), ManualClock()
-    plane = ControlPlane(place, Mesh(stages=world_size), 5.0, clock, connection)
+    env, clock = RankEnvironment(rank, world_size, rank, world_size), ManualClock()
+    plane = ControlPlane(env, Mesh(stages=world_size), 5.0, clock, connection)
     Edges.connect(plane, EdgeOptions(clock, StageProgress(Layers()), IgnoreLosses(), 60.0), nccl)
 
 

@@ -12,7 +12,7 @@ import torch
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed import environment, launcher
 from sarathi_pp.distributed.devices import DeviceInfo
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.transport import choose_transport
 from sarathi_pp.process.host import host_id, machine_id, memory_pools, usable_cpus
@@ -191,9 +191,9 @@ def test_limits_of_the_container_decide_budgets_and_threads(name, tmp_path, monk
     assert kv_budget_bytes(config, cpu, {}) == min(4 * GIB, int(0.4 * free_gib * GIB))
     both = {pool.id: 2 for pool in pools}
     assert kv_budget_bytes(config, cpu, both) == min(4 * GIB, int(0.4 * free_gib * GIB) // 2)
-    assert Place(world_size=2, local_world_size=2).num_threads({}) == max(1, cpus // 2)
+    assert RankEnvironment(world_size=2, local_world_size=2).num_threads({}) == max(1, cpus // 2)
     workers = Workers(tmp_path / "store", Mesh(stages=3))
-    assert workers._environment(0, {})["OMP_NUM_THREADS"] == str(max(1, cpus // 3))
+    assert workers._variables(0, {})["OMP_NUM_THREADS"] == str(max(1, cpus // 3))
 
 
 def test_two_tasks_of_one_job_share_the_jobs_memory_and_not_their_own(tmp_path):

@@ -12,7 +12,7 @@ from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.distributed.control_plane import ControlPlane
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.engine.progress import IgnoreReports
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.model.checkpoint.support import check_model
@@ -35,7 +35,7 @@ def first_cost(
     told: list[Any] = []
     monkeypatch.setattr(rank_module, "Engine", lambda *given, cost, **rest: told.append(cost))
     facts = check_model(model_dir) if emulated is None else emulated_facts(emulated, config.page_size)
-    plane = ControlPlane.join(Place(), 60, 60)
+    plane = ControlPlane.join(RankEnvironment(), 60, 60)
     run_dir = RunDirectory(folder / "run")
     here = None if emulated is not None else model_dir
     checked = Preflight(config, here, emulated, facts, GenerationDefaults(), run_dir)

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from sarathi_pp.config import RunConfig
-from sarathi_pp.distributed.environment import Place
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import MemoryLostError, PeerLostError, StalledError
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run.ending import Ending
@@ -16,7 +16,7 @@ from sarathi_pp.run.ending import Ending
 def ended_with(folder, attempt, error):
     run_dir = RunDirectory(folder, attempt)
     run_dir.make(run_dir.attempt_path)
-    Ending(Place(), RunConfig(model="m"), Mock(), run_dir).judge(error)
+    Ending(RankEnvironment(), RunConfig(model="m"), Mock(), run_dir).judge(error)
     return error.exit_code, str(error)
 
 
@@ -36,5 +36,5 @@ def test_a_start_that_got_further_counts_anew(between, tmp_path):
 
 def test_a_rank_that_knows_no_run_directory_yet_says_75():
     error = StalledError("early", at_start=True)
-    Ending(Place(), RunConfig(model="m"), Mock()).judge(error)
+    Ending(RankEnvironment(), RunConfig(model="m"), Mock()).judge(error)
     assert error.exit_code == 75

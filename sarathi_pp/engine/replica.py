@@ -82,7 +82,7 @@ class RemoteSource:
                     self._rows.clear()
                     self._aborted = True
                 case Submit():
-                    pass  # it crossed what told us to stop
+                    pass  # no request starts after a Stop
                 case other:
                     raise ProtocolError(f"a {type(other).__name__} for a replica")
 

@@ -172,7 +172,7 @@ took() {
     limit=$(budget "$1")
     if [ -s "$scratch/seconds" ]; then
         echo "-- slowest tests of $1"
-        sort -rn "$scratch/seconds" | head -n 10
+        sort -rn "$scratch/seconds" | sed -n 1,10p  # reads to the end: `head` would end `sort` by a signal
     fi
     if [ -n "$limit" ] && [ "$2" -gt "$limit" ]; then
         echo "WARNING: $1 took $2 s, and its budget is $limit s: move repeats to --full, or share what is slow to make" >&2

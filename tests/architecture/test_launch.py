@@ -154,3 +154,9 @@ def test_scripts_parse_and_name_no_machine(script: Path) -> None:
 def test_the_two_commands_are_strict(name: str) -> None:
     script = ROOT / "launch" / name
     assert "\nset -euo pipefail\n" in script.read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_no_pipe_ends_before_its_writer(script: Path) -> None:
+    # Under pipefail the writer, ended by SIGPIPE as soon as it has more to say than a pipe holds, ends the script.
+    assert not re.findall(r"\|\s*(?:head\b|grep -\w*q)", script.read_text())

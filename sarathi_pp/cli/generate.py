@@ -71,7 +71,7 @@ def _generate(options: dict[str, Any]) -> int:
     from sarathi_pp.run.preflight import BatchOptions, is_unkept
 
     env = find_environment()
-    job = BatchOptions(
+    batch_options = BatchOptions(
         config=run_config(options, env.world_size if env else None),
         input_path=_STANDARD_INPUT.get(options["input_path"], options["input_path"]),
         output_path=_STANDARD_OUTPUT.get(options["output_path"], options["output_path"]),
@@ -90,30 +90,30 @@ def _generate(options: dict[str, Any]) -> int:
         quiet=options["quiet"],
         as_json=options["as_json"],
         metrics_port=options["metrics_port"],
-        kept=job.config.run_dir is not None or not is_unkept(job.output_path),
+        kept=batch_options.config.run_dir is not None or not is_unkept(batch_options.output_path),
     )
     restarts = options["max_restarts"]
-    if restarts and any(map(is_stream, (job.input_path, job.output_path))):
+    if restarts and any(map(is_stream, (batch_options.input_path, batch_options.output_path))):
         raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
     if env is not None and env.store is None and restarts:
         raise click.UsageError("--max-restarts: torchrun starts its processes again itself; give it to torchrun")
     with ExitStack() as held:
-        job = _with_scratch(job, env, held)
-        if env is None and (job.config.num_ranks > 1 or restarts):
-            return _launch(job, display, restarts)
-        return run_batch(job, env, display)
+        batch_options = _with_scratch(batch_options, env, held)
+        if env is None and (batch_options.config.num_ranks > 1 or restarts):
+            return _launch(batch_options, display, restarts)
+        return run_batch(batch_options, env, display)
 
 
-def _with_scratch(job: BatchOptions, env: RankEnvironment | None, held: ExitStack) -> BatchOptions:
-    """Return the job with a run directory that is removed in the end, if the user named none and keeps no output."""
+def _with_scratch(batch_options: BatchOptions, env: RankEnvironment | None, held: ExitStack) -> BatchOptions:
+    """Add a run directory that is removed at the end, if the user named none and keeps no output."""
     from sarathi_pp.run.preflight import is_unkept
 
-    if job.config.run_dir is not None or not is_unkept(job.output_path):
-        return job
+    if batch_options.config.run_dir is not None or not is_unkept(batch_options.output_path):
+        return batch_options
     if env is not None and env.store is not None:  # our launcher removes its own folder, whatever ends this rank
-        return replace(job, config=replace(job.config, run_dir=Path(env.store).parent / "run"))
+        return replace(batch_options, config=replace(batch_options.config, run_dir=Path(env.store).parent / "run"))
     scratch = Path(held.enter_context(TemporaryDirectory(prefix="sarathi-pp-")))
-    return replace(job, config=replace(job.config, run_dir=scratch / "run"), scratch=scratch)
+    return replace(batch_options, config=replace(batch_options.config, run_dir=scratch / "run"), scratch=scratch)
 
 
 def _how_to_resume(options: dict[str, Any], *, under_torchrun: bool) -> str:
@@ -137,18 +137,21 @@ def _start(options: dict[str, Any]) -> Start:
     return "resume" if options["resume"] else "replace" if options["overwrite"] else "new"
 
 
-def _launch(job: BatchOptions, display: BatchDisplay, max_restarts: int) -> int:
+def _launch(batch_options: BatchOptions, display: BatchDisplay, max_restarts: int) -> int:
     from sarathi_pp.distributed.environment import mesh_of
     from sarathi_pp.distributed.launcher import descriptors_of, launch
     from sarathi_pp.run.batch import end_if_finished
     from sarathi_pp.run.preflight import check_lines, check_weights, identify, preflight
 
-    checked = identify(job, preflight(job))
-    if (code := end_if_finished(job, checked, display)) is not None:
+    checked = identify(batch_options, preflight(batch_options))
+    if (code := end_if_finished(batch_options, checked, display)) is not None:
         return code
-    check_lines(job, checked, display)
-    check_weights(job)
-    mesh, descriptors = mesh_of(job.config), descriptors_of(job.input_path, job.output_path)
+    check_lines(batch_options, checked, display)
+    check_weights(batch_options)
+    mesh, descriptors = (
+        mesh_of(batch_options.config),
+        descriptors_of(batch_options.input_path, batch_options.output_path),
+    )
     code = launch(mesh, sys.argv[1:], display, max_restarts=max_restarts, descriptors=descriptors)
     if code:
         checked.run_dir.write_end(code)

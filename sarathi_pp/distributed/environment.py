@@ -29,7 +29,7 @@ class RankEnvironment:
     Attributes:
         store: path of the FileStore, if our own launcher started this process.
         restart: how often the run was started before.
-        job: the same for all starts of one launcher or agent, and different for any other.
+        launch_id: the same for all starts of one launcher or agent, and different for any other.
         master: host and port at which the other ranks reach rank 0.
         agent_store: torchrun's agent listens at `master`, instead of rank 0 itself.
         interface: the network interface on which the user wants ranks to talk.
@@ -45,7 +45,7 @@ class RankEnvironment:
     local_world_size: int = 1
     store: str | None = None
     restart: int = 0
-    job: str = ""
+    launch_id: str = ""
     master: tuple[str, int] | None = None
     agent_store: bool = False
     interface: str | None = None
@@ -96,7 +96,7 @@ def find_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
             local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             store=environment.get(STORE_VARIABLE),
             restart=int(environment.get(RESTART_VARIABLE, "0")),
-            job=_job(environment),
+            launch_id=_launch_id(environment),
             master=_master(environment),
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             interface=environment.get(INTERFACE_VARIABLE) or None,
@@ -174,7 +174,7 @@ def _attempt_dir(environment: Mapping[str, str]) -> str | None:
     return str(Path(error_file).parent.parent) if error_file else None
 
 
-def _job(environment: Mapping[str, str]) -> str:
+def _launch_id(environment: Mapping[str, str]) -> str:
     """By our launcher's directory, or by torchrun's agent, which is this process's parent; empty without either."""
     store = environment.get(STORE_VARIABLE)
     if store is not None:
@@ -195,12 +195,12 @@ def _job(environment: Mapping[str, str]) -> str:
     return f"{name} {os.uname().nodename} {parent.name} {started} {folder}"
 
 
-def rendezvous_of(job: str) -> str:
-    """torchrun's name of what all its agents run together, from one agent's job; empty where nobody has named it.
+def rendezvous_of(launch_id: str) -> str:
+    """torchrun's name of what all its agents run together, from one agent's launch; empty where nobody has named it.
 
-    Without a name it is "none" for any number of jobs. Our own launcher's job is a path.
+    Without a name it is "none" for any number of jobs. Our own launcher's launch id is a path.
     """
-    name = job.partition(" ")[0]
+    name = launch_id.partition(" ")[0]
     return "" if name == "none" or name.startswith("/") else name
 
 

@@ -92,14 +92,14 @@ class RunDirectory:
     @classmethod
     @contextmanager
     def claim(
-        cls, path: Path, *, overwrite: bool, resume: bool = False, job: str = "", patience_s: float = 0.0
+        cls, path: Path, *, overwrite: bool, resume: bool = False, launch_id: str = "", patience_s: float = 0.0
     ) -> Iterator[RunDirectory]:
         """The directory of a run, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
 
         overwrite, resume: it may be an earlier run's, to whose attempts this start adds its own; how that one ended is
         removed, and nothing else before `begin`: a start that is refused until then has taken nothing away.
         patience_s: how long to wait for a run that has it, which may be on a host that was lost.
-        job: who starts it; empty where nobody would start it again. With `resume` it joins those who did before it.
+        launch_id: who starts it; empty if nothing would restart it. With `resume` it is added to those before it.
         Raises ConfigError, also where another run has it, or OutputError.
         """
         cls.check(path, overwrite=overwrite, resume=resume)
@@ -112,16 +112,16 @@ class RunDirectory:
                     cls(path)._note_unfinished()
                 attempts = [int(entry.name[8:]) for entry in path.glob("attempt-*")] if kept else []
                 names = ["run.json", "report.json", _UNFINISHED, *map(_attempt_name, attempts)] if kept else []
-                if job and resume:
+                if launch_id and resume:
                     names.append("job")  # until the next one stands there: by it a start goes on that is killed here
-                before = [one for one in cls(path).jobs() if one != job] if resume else []
+                before = [one for one in cls(path).launches() if one != launch_id] if resume else []
                 _remove(entry for entry in path.iterdir() if entry.name not in names)
                 path.chmod(0o700)
             except OSError as error:
                 raise OutputError(f"cannot make the run directory {path}: {error.strerror}") from error
             claimed = cls(path, max(attempts, default=-1) + 1, replaces=bool(attempts) and not resume)
-            if job:
-                claimed._write("job", "".join(f"{one}\n" for one in (*before, job)))
+            if launch_id:
+                claimed._write("job", "".join(f"{one}\n" for one in (*before, launch_id)))
             yield claimed
 
     def begin(self, facts: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class RunDirectory:
         status = self.attempt_path.stat()
         return f"{host_id()}:{status.st_dev}:{status.st_ino}"
 
-    def jobs(self) -> list[str]:
+    def launches(self) -> list[str]:
         """Who has claimed it: the last one, behind those whose run it goes on with."""
         try:
             return (self.path / "job").read_text().splitlines()
@@ -252,10 +252,10 @@ class RunDirectory:
                 held.callback(os.close, _locked(self.path))
             self.write_exit_code(code)
 
-    def write_refusal(self, code: int, *, overwrite: bool, job: str = "") -> None:
+    def write_refusal(self, code: int, *, overwrite: bool, launch_id: str = "") -> None:
         """The code of a start that was refused before it claimed this directory.
 
-        Not where a run is using it, but for `job`, for which rank 0 on the same host has claimed it; nor over an
+        Not where a run is using it, but for `launch_id`, for which rank 0 on the same host has claimed it; nor over an
         earlier run's code without `overwrite`; no other folder is made for it.
         """
         with suppress(OSError, ConfigError, OutputError), ExitStack() as held:
@@ -263,7 +263,7 @@ class RunDirectory:
                 try:
                     held.callback(os.close, _locked(self.path))
                 except ConfigError:
-                    if not job or self.jobs()[-1:] != [job]:
+                    if not launch_id or self.launches()[-1:] != [launch_id]:
                         raise
                 else:
                     entries = list(self.path.iterdir())

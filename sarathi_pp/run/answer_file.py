@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from sarathi_pp.run.rank import Rank
 
 
-def answer_file(job: BatchOptions, rank: Rank, display: Display, signals: Signals) -> dict[str, Any]:
+def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Signals) -> dict[str, Any]:
     """Answer every row; returns what the report says of that."""
     checked, run, clock = rank.checked, rank.run, SystemClock()
     tokenizer = checked.tokenizer()
     maker = _request_maker(rank, tokenizer, display)
     with (
-        _opened_output(job, rank, signals) as journal,
+        _opened_output(options, rank, signals) as journal,
         closing(FileSink(journal, tokenizer=tokenizer, clock=clock, model=run.model)) as sink,
-        closing(_open_source(job, rank, maker, journal)) as source,
+        closing(_open_source(options, rank, maker, journal)) as source,
         display.progress(run.num_stages * run.replicas) as listener,
     ):
         notice = StopNotice(listener, display)
@@ -39,7 +39,7 @@ def answer_file(job: BatchOptions, rank: Rank, display: Display, signals: Signal
             try:
                 asked = driver.run(source, sink, signals)
             except StoppedError as error:
-                error.args = (f"{error}; {job.how_to_resume}",)
+                error.args = (f"{error}; {options.how_to_resume}",)
                 raise
             if isinstance(journal, LateJournal):
                 journal.open()
@@ -66,30 +66,30 @@ def _request_maker(rank: Rank, tokenizer: Tokenizer, display: Display) -> Reques
     return RequestMaker(tokenizer, checked.defaults, limits, config.seed, paragraphs)
 
 
-def _open_source(job: BatchOptions, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:
+def _open_source(options: BatchOptions, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:
     run = rank.run
     return FileSource(
-        job.input_path,
+        options.input_path,
         maker,
         clock=SystemClock(),
         capacity=2 * run.max_num_seqs * run.replicas,
         request_rate=rank.checked.config.request_rate,
         done=journal.done,
-        asked=job.input_format,
+        asked=options.input_format,
     )
 
 
 @contextmanager
-def _opened_output(job: BatchOptions, rank: Rank, signals: Signals) -> Iterator[Journal | LateJournal]:
+def _opened_output(options: BatchOptions, rank: Rank, signals: Signals) -> Iterator[Journal | LateJournal]:
     """The journal of a batch. A start that is refused before it has one leaves nothing that a later start finds.
 
     Of a stream that turns out to have another format nothing is made or emptied: its journal is opened for its first
     line.
     """
-    output = _Output(job, rank, signals)
-    waits = is_stream(job.input_path) and not is_stream(job.output_path) and job.start != "resume"
+    output = _Output(options, rank, signals)
+    waits = is_stream(options.input_path) and not is_stream(options.output_path) and options.start != "resume"
     try:
-        yield LateJournal(job.output_path, output) if waits else output.open()
+        yield LateJournal(options.output_path, output) if waits else output.open()
     except SarathiError as error:
         if not output.begun and not error.at_start:
             rank.checked.run_dir.withdraw()
@@ -99,23 +99,23 @@ def _opened_output(job: BatchOptions, rank: Rank, signals: Signals) -> Iterator[
 class _Output:
     """begun: the output is this run's, and run.json says so."""
 
-    def __init__(self, job: BatchOptions, rank: Rank, signals: Signals) -> None:
-        self._job = job
+    def __init__(self, options: BatchOptions, rank: Rank, signals: Signals) -> None:
+        self._options = options
         self._rank = rank
         self._signals = signals
         self.begun = False
 
     def open(self) -> Journal:
-        job, rank = self._job, self._rank
+        options, rank = self._options, self._rank
         journal = Journal.open(
-            job.output_path,
-            job.start,
-            retry_errors=job.retry_errors,
+            options.output_path,
+            options.start,
+            retry_errors=options.retry_errors,
             wait=self._signals.pause,
-            patience_s=job.lock_patience_s,
+            patience_s=options.lock_patience_s,
         )
         try:
-            facts = {**rank.describe(), "identity": rank.checked.identity, "job": rank.env.job}
+            facts = {**rank.describe(), "identity": rank.checked.identity, "job": rank.env.launch_id}
             rank.checked.run_dir.begin(facts)
         except SarathiError:
             journal.close()

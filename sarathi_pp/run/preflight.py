@@ -66,9 +66,9 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What is known of a job before any of its processes starts.
+    """What is known of a run before any of its processes starts.
 
-    config: the job's, with what the profile decides. model_dir: None where the stages are emulated by `profile`.
+    config: the run's, with what the profile decides. model_dir: None where the stages are emulated by `profile`.
     identity: of this start, empty where there is no output to go on with.
     """
 
@@ -89,27 +89,27 @@ class Preflight:
         return Tokenizer.load(self.model_dir, vocab_size=vocab_size, eos_token_ids=self.defaults.eos_token_ids)
 
 
-def preflight(job: BatchOptions) -> Preflight:
+def preflight(options: BatchOptions) -> Preflight:
     """Refuse what can be refused quickly, without torch, before a worker starts and before a file is touched."""
-    config = job.config
+    config = options.config
     policy = parse_policy(config.policy)
-    check_input(job.input_path)
-    if job.strict and not is_regular(job.input_path):
+    check_input(options.input_path)
+    if options.strict and not is_regular(options.input_path):
         raise ConfigError(
-            f"--strict: --input {job.input_path} is a stream, whose lines are not there to be looked at before they "
-            f"run; give a regular file, or leave --strict out"
+            f"--strict: --input {options.input_path} is a stream, whose lines are not there to be looked at before "
+            f"they run; give a regular file, or leave --strict out"
         )
-    check_output(job.output_path, job.input_path, job.start)
-    if job.metrics_port is not None:
+    check_output(options.output_path, options.input_path, options.start)
+    if options.metrics_port is not None:
         from sarathi_pp.run.metrics import check_port
 
-        check_port(job.metrics_port)
-    run_dir = run_directory(job)
-    RunDirectory.check(run_dir.path, overwrite=job.start == "replace", resume=job.start == "resume")
-    if job.output_path != "-" and Path(job.output_path).resolve().is_relative_to(run_dir.path.resolve()):
+        check_port(options.metrics_port)
+    run_dir = run_directory(options)
+    RunDirectory.check(run_dir.path, overwrite=options.start == "replace", resume=options.start == "resume")
+    if options.output_path != "-" and Path(options.output_path).resolve().is_relative_to(run_dir.path.resolve()):
         raise ConfigError(
-            f"--output {job.output_path} lies in the run directory {run_dir.path}, which holds what runs write beside "
-            f"their outputs; name an output outside of it, or another --run-dir"
+            f"--output {options.output_path} lies in the run directory {run_dir.path}, which holds what runs write "
+            f"beside their outputs; name an output outside of it, or another --run-dir"
         )
     GenerationDefaults().with_command(config.sampling_overrides)  # raises for a value out of range
     check_machine(config)
@@ -120,30 +120,30 @@ def preflight(job: BatchOptions) -> Preflight:
     defaults = defaults.with_command(config.sampling_overrides)
     note = () if facts.note is None else (facts.note,)
     warnings = [*defaults.warnings, *note, *profile_mismatch(config, facts)]
-    if job.config.chunk_size is not None and not policy.kind.uses_chunk_size:
+    if options.config.chunk_size is not None and not policy.kind.uses_chunk_size:
         warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
 
 
-def identify(job: BatchOptions, checked: Preflight) -> Preflight:
+def identify(options: BatchOptions, checked: Preflight) -> Preflight:
     """Add the identity of this start, for which the whole input is read. Raises ConfigError if it cannot be resumed."""
     identity = {
-        **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, job.input_path),
-        "output": output_name(job.output_path, checked.run_dir.path),
-        **({} if job.input_format == "auto" else {"input_format": job.input_format}),
+        **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, options.input_path),
+        "output": output_name(options.output_path, checked.run_dir.path),
+        **({} if options.input_format == "auto" else {"input_format": options.input_format}),
     }
-    if job.start == "resume" and not job.force:
-        _check_resumable(job, checked.run_dir, identity)
+    if options.start == "resume" and not options.force:
+        _check_resumable(options, checked.run_dir, identity)
     return replace(checked, identity=identity)
 
 
-def _check_resumable(job: BatchOptions, run_dir: RunDirectory, identity: Identity) -> None:
+def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Identity) -> None:
     """Raises ConfigError where what is there answers something else, or nobody knows what."""
     remedy = "name another --output, or go on all the same with --force"
-    if not is_regular(job.input_path):
-        raise ConfigError(f"--resume needs an --input that can be read again; {job.input_path} is a stream")
+    if not is_regular(options.input_path):
+        raise ConfigError(f"--resume needs an --input that can be read again; {options.input_path} is a stream")
     before = (run_dir.read_run() or {}).get("identity")
-    if not holds_anything(job.output_path):
+    if not holds_anything(options.output_path):
         owner = before.get("output") if isinstance(before, dict) else None
         if owner not in (None, identity["output"]):
             raise ConfigError(
@@ -152,108 +152,112 @@ def _check_resumable(job: BatchOptions, run_dir: RunDirectory, identity: Identit
             )
         return
     if not isinstance(before, dict):
-        raise ConfigError(f"--resume: {run_dir.path}/run.json does not tell what {job.output_path} answers; {remedy}")
-    changed = differences(before, grown_input(before, identity, job.input_path))
+        raise ConfigError(
+            f"--resume: {run_dir.path}/run.json does not tell what {options.output_path} answers; {remedy}"
+        )
+    changed = differences(before, grown_input(before, identity, options.input_path))
     if changed:
-        raise ConfigError(f"--resume: {job.output_path} answers something else: {'; '.join(changed)}; {remedy}")
+        raise ConfigError(f"--resume: {options.output_path} answers something else: {'; '.join(changed)}; {remedy}")
 
 
-def finished_before(job: BatchOptions) -> Done | None:
+def finished_before(options: BatchOptions) -> Done | None:
     """Return what the output holds if a run that resumes it has nothing to do, else None. `preflight` has passed.
 
     Raises InputError.
     """
-    if job.start != "resume" or not is_regular(job.input_path) or not holds_anything(job.output_path):
+    if options.start != "resume" or not is_regular(options.input_path) or not holds_anything(options.output_path):
         return None
-    with open(job.output_path, "rb") as stream:
-        if sum(1 for _ in stream) < count_rows(job.input_path):  # counting takes a fraction of the time of parsing
+    with open(options.output_path, "rb") as stream:
+        if sum(1 for _ in stream) < count_rows(options.input_path):  # counting takes a fraction of the time of parsing
             return None
-    done = read_done(job.output_path)
-    if done is None or (job.retry_errors and done.num_errors > done.num_duplicates):
+    done = read_done(options.output_path)
+    if done is None or (options.retry_errors and done.num_errors > done.num_duplicates):
         return None
-    return done if has_every_row(job.input_path, done, job.input_format) else None
+    return done if has_every_row(options.input_path, done, options.input_format) else None
 
 
-def check_lines(job: BatchOptions, checked: Preflight, display: Display) -> None:
+def check_lines(options: BatchOptions, checked: Preflight, display: Display) -> None:
     """Tell what is wrong with the lines of an input file, once and before anything is loaded.
 
     Raises InputError if no line can run, for what is no file of lines, and under --strict for any line.
     """
-    if not is_regular(job.input_path):
-        if job.input_path == "-":
-            check_redirected(job.input_format)
+    if not is_regular(options.input_path):
+        if options.input_path == "-":
+            check_redirected(options.input_format)
         return
     has_text = checked.model_dir is not None and has_tokenizer(checked.model_dir)
-    found = scan_input(job.input_path, checked.defaults, asked=job.input_format, has_text=has_text)
+    found = scan_input(options.input_path, checked.defaults, asked=options.input_format, has_text=has_text)
     if not found.num_problems:
         return
     more = f"; and {left} more" if (left := found.num_problems - len(found.problems)) else ""
     problems = "; ".join(found.problems) + more
     if found.num_problems == found.num_rows:
-        raise InputError(f"--input {job.input_path}: none of its {found.num_rows} rows can run: {problems}")
-    text = f"--input {job.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: {problems}"
-    if job.strict:
+        raise InputError(f"--input {options.input_path}: none of its {found.num_rows} rows can run: {problems}")
+    text = f"--input {options.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: {problems}"
+    if options.strict:
         raise InputError(f"{text}. Without --strict the others are run")
     display.warn(f"{text}. Their lines in the output tell more")
 
 
-def check_weights(job: BatchOptions) -> None:
+def check_weights(options: BatchOptions) -> None:
     """Under --verify, once a host. Raises InputError or MissingError."""
-    if job.verify and job.config.emulate is None:
-        verify_checksums(find_model(job.config.model))
+    if options.verify and options.config.emulate is None:
+        verify_checksums(find_model(options.config.model))
 
 
-def is_restart(job: BatchOptions, env: RankEnvironment) -> bool:
-    """Whether the run directory is that of an earlier start of this very job.
+def is_restart(options: BatchOptions, env: RankEnvironment) -> bool:
+    """Return whether the run directory is that of an earlier start of this very launch.
 
     torchrun's own count does not tell: a restart because hosts came or went is none to it.
     """
-    return env.job in run_directory(job).jobs()
+    return env.launch_id in run_directory(options).launches()
 
 
-def is_continuation(job: BatchOptions, env: RankEnvironment) -> bool:
+def is_continuation(options: BatchOptions, env: RankEnvironment) -> bool:
     """Whether another agent of the same rendezvous had the run directory last, and was lost.
 
     torchrun numbers ranks anew when hosts come and go: rank 0 may be on one that was not there before. A name that is
     used again, for a run after one that has ended, is no continuation.
     """
-    run_dir, rendezvous = run_directory(job), rendezvous_of(env.job)
-    jobs = run_dir.jobs()
-    if not rendezvous or not jobs or env.job in jobs:
+    run_dir, rendezvous = run_directory(options), rendezvous_of(env.launch_id)
+    launches = run_dir.launches()
+    if not rendezvous or not launches or env.launch_id in launches:
         return False
-    return rendezvous_of(jobs[-1]) == rendezvous and run_dir.is_unfinished()
+    return rendezvous_of(launches[-1]) == rendezvous and run_dir.is_unfinished()
 
 
-def as_restarted(job: BatchOptions, env: RankEnvironment, display: Display) -> BatchOptions:
+def as_restarted(options: BatchOptions, env: RankEnvironment, display: Display) -> BatchOptions:
     """A run that is started again goes on with what it has answered, however it was started at first.
 
     Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
     """
-    if job.scratch is not None and env.restart > 0:
+    if options.scratch is not None and env.restart > 0:
         raise ConfigError(
-            f"a restart would answer again what went to --output {job.output_path} before it; name an output file"
+            f"a restart would answer again what went to --output {options.output_path} before it; name an output file"
         )
-    if job.start == "resume":
-        return job
-    run_dir, continued = run_directory(job), is_continuation(job, env)
-    if not is_restart(job, env) and not continued:
-        if env.restart > 0 and job.start == "replace" and holds_anything(job.output_path):
+    if options.start == "resume":
+        return options
+    run_dir, continued = run_directory(options), is_continuation(options, env)
+    if not is_restart(options, env) and not continued:
+        if env.restart > 0 and options.start == "replace" and holds_anything(options.output_path):
             raise ConfigError(
-                f"a restart does not replace {job.output_path}: it may be what this job has answered before it was "
+                f"a restart does not replace {options.output_path}: it may be what this job has answered before it was "
                 f"lost; start it again with --resume or with --overwrite"
             )
-        return job
+        return options
     begun = run_dir.read_run() or {}
-    if begun.get("identity") is not None and begun.get("job") in run_dir.jobs():
+    if begun.get("identity") is not None and begun.get("job") in run_dir.launches():
         if continued:
             display.warn(
-                f"{job.output_path} is gone on with: an earlier start of the rendezvous {rendezvous_of(env.job)} was "
-                f"lost; a run of its own needs another --rdzv-id (RDZV_ID)"
+                f"{options.output_path} is gone on with: an earlier start of the rendezvous "
+                f"{rendezvous_of(env.launch_id)} was lost; a run of its own needs another --rdzv-id (RDZV_ID)"
             )
-        return replace(job, start="resume")
+        return replace(options, start="resume")
     # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
     # line.
-    return replace(job, start="replace" if job.start == "replace" or not holds_anything(job.output_path) else "new")
+    return replace(
+        options, start="replace" if options.start == "replace" or not holds_anything(options.output_path) else "new"
+    )
 
 
 def is_unkept(output: str) -> bool:
@@ -261,16 +265,16 @@ def is_unkept(output: str) -> bool:
     return is_stream(output) or output.startswith(("/dev/", "/proc/"))
 
 
-def run_directory(job: BatchOptions) -> RunDirectory:
-    return RunDirectory(job.config.run_dir or RunDirectory.default_path(job.output_path))
+def run_directory(options: BatchOptions) -> RunDirectory:
+    return RunDirectory(options.config.run_dir or RunDirectory.default_path(options.output_path))
 
 
-def follow(job: BatchOptions) -> Preflight:
+def follow(options: BatchOptions) -> Preflight:
     """What a rank other than 0 needs to know; it reads no input and writes no output."""
-    parse_policy(job.config.policy)  # a policy of the user's own may be missing on this host alone
-    config, model_dir, profile, facts = open_model(job.config)
+    parse_policy(options.config.policy)  # a policy of the user's own may be missing on this host alone
+    config, model_dir, profile, facts = open_model(options.config)
     defaults = _generation_defaults(config, model_dir)
-    return Preflight(config, model_dir, profile, facts, defaults, run_directory(job))
+    return Preflight(config, model_dir, profile, facts, defaults, run_directory(options))
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:

@@ -69,7 +69,7 @@ def test_who_is_met_on_loopback_is_talked_to_there(master):
 
 def test_started_by_hand_a_rank_is_alone_on_its_host():
     env = find_environment(RANKS)
-    assert (env.local_rank, env.local_world_size, env.master, env.job) == (0, 1, ("10.0.0.1", 29500), "")
+    assert (env.local_rank, env.local_world_size, env.master, env.launch_id) == (0, 1, ("10.0.0.1", 29500), "")
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "70000", "-1", "x"])

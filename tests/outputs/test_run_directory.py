@@ -66,7 +66,7 @@ def test_ranks_that_share_a_directory_remove_what_was_there_together(tmp_path):
 
 def test_a_start_that_is_killed_while_it_claims_leaves_the_names_of_those_before_it(tmp_path, monkeypatch):
     """By them the next one knows that it goes on with what they have answered."""
-    with RunDirectory.claim(tmp_path, overwrite=False, job="first"):
+    with RunDirectory.claim(tmp_path, overwrite=False, launch_id="first"):
         pass
 
     def killed(*arguments: object, **named: object) -> None:
@@ -74,13 +74,16 @@ def test_a_start_that_is_killed_while_it_claims_leaves_the_names_of_those_before
 
     with monkeypatch.context() as patched:
         patched.setattr(RunDirectory, "_write", killed)
-        with pytest.raises(InterruptedError), RunDirectory.claim(tmp_path, overwrite=False, resume=True, job="second"):
+        with (
+            pytest.raises(InterruptedError),
+            RunDirectory.claim(tmp_path, overwrite=False, resume=True, launch_id="second"),
+        ):
             pass
-    assert RunDirectory(tmp_path).jobs() == ["first"]
-    with RunDirectory.claim(tmp_path, overwrite=False, resume=True, job="third") as run_dir:
-        assert run_dir.jobs() == ["first", "third"]
+    assert RunDirectory(tmp_path).launches() == ["first"]
+    with RunDirectory.claim(tmp_path, overwrite=False, resume=True, launch_id="third") as run_dir:
+        assert run_dir.launches() == ["first", "third"]
     with RunDirectory.claim(tmp_path, overwrite=False, resume=True) as run_dir:
-        assert run_dir.jobs() == []  # somebody who would be started again by nobody
+        assert run_dir.launches() == []  # somebody who would be started again by nobody
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False, "resume": True}], ids=["replace", "resume"])
@@ -124,8 +127,8 @@ def test_a_lost_run_is_known_as_one_behind_the_code_of_a_start_that_was_refused(
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_rank_that_is_refused_writes_its_code_although_rank_0_has_the_directory(holds, tmp_path):
-    with RunDirectory.claim(tmp_path / "run", overwrite=False, job="mine") as run_dir:
-        RunDirectory(run_dir.path).write_refusal(2, overwrite=False, job="mine" if holds else "another")
+    with RunDirectory.claim(tmp_path / "run", overwrite=False, launch_id="mine") as run_dir:
+        RunDirectory(run_dir.path).write_refusal(2, overwrite=False, launch_id="mine" if holds else "another")
         run_dir.write_exit_code(75)
     assert run_dir.read_exit_code() == (2 if holds else 75)
 

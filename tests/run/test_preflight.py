@@ -17,7 +17,7 @@ from sarathi_pp.run import preflight
 from sarathi_pp.run.preflight import BatchOptions, is_restart
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
-AGAIN = RankEnvironment(world_size=2, restart=1, job="this one")
+AGAIN = RankEnvironment(world_size=2, restart=1, launch_id="this one")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def as_restarted(job, env, warn=lambda text: None):
 
 def leave(output, *, by, identity=True, lines="line\n", begun_by=None, ended=None):
     """What a start of that job has left. begun_by: whose run.json is there, where it had not got to its own."""
-    with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=True, job=by) as run_dir:
+    with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=True, launch_id=by) as run_dir:
         if identity:
             run_dir.write_run({"identity": {"model": "m"}, "job": by if begun_by is None else begun_by})
         if ended is not None:
@@ -97,7 +97,7 @@ def test_a_restart_that_torchrun_does_not_count_is_one_all_the_same(output):
 def test_a_first_start_does_what_it_was_told(own, earlier, ended, output):
     """Also one of the rendezvous of an earlier run that has ended, or that nobody has given a name."""
     leave(output, by=earlier, ended=ended)
-    first = RankEnvironment(world_size=2, restart=0, job=own)
+    first = RankEnvironment(world_size=2, restart=0, launch_id=own)
     assert [as_restarted(job(output, start), first).start for start in ("new", "replace")] == ["new", "replace"]
 
 
@@ -108,11 +108,13 @@ def test_a_start_on_another_agent_of_the_rendezvous_goes_on_with_a_lost_one(rest
     """And so does the next one, on whichever agent, where this one was lost before it had begun."""
     path = RunDirectory.default_path(str(output))
     leave(output, by="named here 1", ended=ended)
-    second, third = (RankEnvironment(world_size=2, restart=restart, job=f"named there {number}") for number in (2, 3))
+    second, third = (
+        RankEnvironment(world_size=2, restart=restart, launch_id=f"named there {number}") for number in (2, 3)
+    )
     said = []
     assert as_restarted(job(output, start), second, said.append).start == "resume"
     assert "of the rendezvous named was lost" in "".join(said)
-    with RunDirectory.claim(path, overwrite=False, resume=True, job=second.job):
+    with RunDirectory.claim(path, overwrite=False, resume=True, launch_id=second.launch_id):
         pass
     assert [as_restarted(job(output, start), env).start for env in (second, third)] == ["resume"] * 2
 
@@ -122,21 +124,22 @@ def test_what_was_there_before_a_lost_start_is_not_gone_on_with_on_another_agent
     leave(output, by="named here 1", ended=0)
     leave(output, by="named here 2", identity=False)
     for own in ("named here 2", "named there 3"):
-        assert as_restarted(job(output, "replace"), RankEnvironment(world_size=2, job=own)).start == "replace"
+        assert as_restarted(job(output, "replace"), RankEnvironment(world_size=2, launch_id=own)).start == "replace"
 
 
 def test_starts_of_one_agent_are_one_job():
     """Whose process is our parent; of one launcher, whose directory it is."""
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     first, second = find_environment(ranks), find_environment({**ranks, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert first.job == second.job != find_environment({**ranks, "TORCHELASTIC_RUN_ID": "y"}).job
+    assert first.launch_id == second.launch_id != find_environment({**ranks, "TORCHELASTIC_RUN_ID": "y"}).launch_id
     names = {
-        name: rendezvous_of(find_environment({**ranks, "TORCHELASTIC_RUN_ID": name}).job)
+        name: rendezvous_of(find_environment({**ranks, "TORCHELASTIC_RUN_ID": name}).launch_id)
         for name in ("x", "a b", "none")
     }
     assert names == {"x": "x", "a b": "a%20b", "none": ""}
     stores = [
-        find_environment({**ranks, "SARATHI_PP_STORE": f"/tmp/{name}"}).job for name in ("a/s-0", "a/s-1", "b/s-0")
+        find_environment({**ranks, "SARATHI_PP_STORE": f"/tmp/{name}"}).launch_id
+        for name in ("a/s-0", "a/s-1", "b/s-0")
     ]
     assert stores[0] == stores[1] != stores[2]
 

@@ -3,7 +3,7 @@
 #
 #   bash examples/compare_policies.sh [FOLDER]
 #
-# examples/emulated.json describes two made-up stages: 4 ms a microbatch and 50 us a token. `simulate` puts it on a
+# examples/emulated.json describes two emulated stages: 4 ms a microbatch and 50 us a token. `simulate` puts it on a
 # virtual clock, `generate --emulate` into real processes that sleep those times; with --model in place of --emulate
 # they would compute. To measure your own model first:  sarathi-pp profile --model M --stages 2 --output mine.json
 set -euo pipefail

@@ -293,7 +293,7 @@ class ModelStage:
         return forward
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
-        """Microbatches of made-up tokens, so that first-call costs (compilation, kernel choice, allocator) fall before
+        """Run microbatches of synthetic tokens, so that first-call costs (compilation, kernels, allocator) fall before
         the run; and a draw of either kind.
         """
         room = self.kv.num_pages * self.kv.page_size
@@ -305,14 +305,14 @@ class ModelStage:
                 spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
                 rows += count
             inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
-            y = self.model.forward(self._made_up(rows), inputs, self.kv)
+            y = self.model.forward(self._synthetic_ids(rows), inputs, self.kv)
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
         if self.model.has_lm_head or self._head is not None:
             for row in (GREEDY, DRAWN):
                 sample(y, [row])
 
-    def _made_up(self, num_tokens: int) -> Tensor:
+    def _synthetic_ids(self, num_tokens: int) -> Tensor:
         if self.model.embed:
             return torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""`sarathi-pp profile`: the real runtime on made-up requests, and what its spans say of the machine.
+"""`sarathi-pp profile`: the real runtime on synthetic requests, and what its spans say of the machine.
 
     timetable (core/policy/calibration) -> requests -> the runtime -> traces -> spans -> cost model -> profile.json
 

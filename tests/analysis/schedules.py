@@ -1,4 +1,4 @@
-"""Traces of made-up runs: a pipeline that is computed, not run, with delays that can be put anywhere."""
+"""Traces of synthetic runs: a pipeline that is computed, not run, with delays that can be put anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up runs for property tests."""
+"""Synthetic runs for property tests."""
 
 from __future__ import annotations
 

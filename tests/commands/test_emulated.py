@@ -23,7 +23,7 @@ def write_profile(path: Path, stages: int, links: list[dict[str, float]] | None 
     costs = {"a0": 0.0, "a1": 0.0, "a2": 0.0, "a3": 0.0, "a4": 0.0} | coefficients
     profile = {
         "schema": "sarathi-pp/profile/1",
-        "model": "made-up",
+        "model": "synthetic",
         "device": "cpu",
         "dtype": "bfloat16",
         "hidden_size": 64,

@@ -66,7 +66,7 @@ class EmulatedFiles(Files):
     def options(self, model: Path, *more: str) -> tuple[str, ...]:
         stages = tuple(StageCost((stage, stage + 1), 1e-3, 0.0, 0.0, 0.0, 0.0) for stage in range(2))
         profile = Profile(
-            model="made-up",
+            model="synthetic",
             device="cpu",
             dtype="float32",
             hidden_size=64,

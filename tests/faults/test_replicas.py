@@ -20,7 +20,7 @@ MOST_S = 15
 
 PROFILE = {
     "schema": "sarathi-pp/profile/1",
-    **{"model": "made-up", "device": "cpu", "dtype": "float32", "hidden_size": 16, "num_layers": 4, "tile": 1},
+    **{"model": "synthetic", "device": "cpu", "dtype": "float32", "hidden_size": 16, "num_layers": 4, "tile": 1},
     "stages": [
         {"layers": [0, 2], "a0": 0.01, "a1": 1e-4, "a2": 0, "a3": 0, "a4": 0, "head_s": 0, "page_bytes": 0},
         {"layers": [2, 4], "a0": 0.01, "a1": 1e-4, "a2": 0, "a3": 0, "a4": 0, "head_s": 0, "page_bytes": 0},

@@ -1,4 +1,4 @@
-"""Puts made-up GPUs in the place of torch.cuda's, for a whole process, of a torch that was built without any."""
+"""Puts simulated GPUs in the place of torch.cuda's, for a whole process, of a torch that was built without any."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def install() -> None:
         "CUDAGraph": machine.CUDAGraph,
         "graph": machine.graph,
     }
-    for name, made_up in cuda.items():
-        setattr(torch.cuda, name, made_up)
+    for name, simulated in cuda.items():
+        setattr(torch.cuda, name, simulated)
     torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = lambda self, device=None: TIMELINE.is_pinned(self)  # type: ignore[method-assign]
     # Modules that move get new parameters: what is a host's tensor cannot become one of ours.

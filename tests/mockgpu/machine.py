@@ -1,4 +1,4 @@
-"""The state of the made-up GPUs: current devices and streams of each thread, and what is captured."""
+"""The state of the simulated GPUs: current devices and streams of each thread, and what is captured."""
 
 from __future__ import annotations
 

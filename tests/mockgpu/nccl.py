@@ -1,4 +1,4 @@
-"""NCCL between processes with made-up GPUs: what goes over gloo here goes on a stream of the communicator's own.
+"""NCCL between processes with simulated GPUs: what goes over gloo here goes on a stream of the communicator's own.
 
 As torch has it: a transfer begins when the caller's stream has come to it, and `wait` holds up that stream and not the
 caller. One that the other end never matches is waited for by whoever waits for its stream, here already by the call.

@@ -1,4 +1,4 @@
-"""Processes that have made-up GPUs."""
+"""Processes that have simulated GPUs."""
 
 from __future__ import annotations
 

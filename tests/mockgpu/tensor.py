@@ -154,7 +154,7 @@ def _to_host(one: Any) -> Any:
     if isinstance(one, torch.device) and one.type == "cuda":
         return torch.device("cpu")
     if isinstance(one, torch.Generator) and one.device.type == "cuda":
-        raise MockGpuError("generators of devices are not made up")
+        raise MockGpuError("generators of devices are not simulated")
     return one
 
 

@@ -1,4 +1,4 @@
-"""What is checked in processes with made-up GPUs, torch's own being replaced for good: the files in inside/."""
+"""What is checked in processes with simulated GPUs, torch's own being replaced for good: the files in inside/."""
 
 from __future__ import annotations
 

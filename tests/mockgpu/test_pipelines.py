@@ -1,4 +1,4 @@
-"""`generate --device cuda` in processes with made-up GPUs: every token is transformers', and nothing races."""
+"""`generate --device cuda` in processes with simulated GPUs: every token is transformers', and nothing races."""
 
 from __future__ import annotations
 

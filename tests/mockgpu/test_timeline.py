@@ -1,4 +1,4 @@
-"""What the made-up GPUs know of races: what a real one would do wrong now and then is wrong here each time."""
+"""What the simulated GPUs know of races: what a real one would do wrong now and then is wrong here each time."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_the_split_is_for_the_microbatch_that_will_run(tmp_path: Path, facts: Mo
 
 def test_another_models_profile_is_refused(tmp_path: Path, facts: ModelFacts) -> None:
     with pytest.raises(
-        ConfigError, match="was measured on made-up, of 8 layers and hidden size 1024; this model has 9"
+        ConfigError, match="was measured on synthetic, of 8 layers and hidden size 1024; this model has 9"
     ):
         tuned(config(tmp_path), replace(facts, num_layers=9))
     with pytest.raises(PartitionError, match="9 stages are more"):

@@ -1,4 +1,4 @@
-"""Times of a GPU's work, told from its events: a made-up device that runs behind the program, on a clock of its own."""
+"""Times of GPU work from its events: a simulated device that runs after the program, on a clock of its own."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from sarathi_pp.tuning.prediction import Demand, predict
 def profile(stages: int, **coefficients: float) -> Profile:
     costs = {"a0": 2e-3, "a1": 2e-4, "a2": 0.0, "a3": 0.0, "a4": 0.0} | coefficients
     return Profile(
-        model="made-up",
+        model="synthetic",
         device="cpu",
         dtype="bfloat16",
         hidden_size=64,
@@ -33,7 +33,7 @@ def profile(stages: int, **coefficients: float) -> Profile:
 
 def run_of(stages: int, chunk_size: int = 256, **changed: object) -> ResolvedRun:
     fields: dict[str, object] = {
-        "model": "made-up",
+        "model": "synthetic",
         "policy": "sarathi",
         "layers": tuple((s, s + 1) for s in range(stages)),
         "chunk_size": chunk_size,

@@ -17,8 +17,8 @@ from sarathi_pp.bench.gpu.stage import (
     ModelShape,
     filled_shard,
     lay_out,
-    made_up_tokens,
     random_model,
+    synthetic_tokens,
 )
 from sarathi_pp.model.attention import BACKENDS, AttentionBackend, Needs, choose_backend, why_not
 from sarathi_pp.model.attention.spec import AttentionSpec
@@ -36,7 +36,7 @@ def logits(bench: Bench, figures: Figures) -> None:
     """Of a small model in half precision, by each backend: how far from float32, beside transformers' own distance."""
     shape, dtype, device = bench.sizes.small, torch.bfloat16, bench.device
     extents: Extents = [(0, 100)]
-    ids = made_up_tokens(0, 100, shape.vocab_size)
+    ids = synthetic_tokens(0, 100, shape.vocab_size)
     theirs = random_model(shape, dtype, device)
     weights = theirs.state_dict()
     exact = GpuStage(shape, torch.float32, device, 512, "sdpa", weights).microbatch(extents)()

@@ -139,12 +139,12 @@ class GpuStage:
         spans = lay_out(extents, self.page_size, self.kv.num_pages)
         rows, ids = [], []
         for span in spans:
-            ids += made_up_tokens(span.start, span.num_tokens, self.shape.vocab_size)
+            ids += synthetic_tokens(span.start, span.num_tokens, self.shape.vocab_size)
             rows.append(len(ids) - 1)
         return spans, rows, ids
 
 
-def made_up_tokens(start: int, count: int, vocab_size: int) -> list[int]:
+def synthetic_tokens(start: int, count: int, vocab_size: int) -> list[int]:
     return [(7 * place + 3) % vocab_size for place in range(start, start + count)]
 
 

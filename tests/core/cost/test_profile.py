@@ -11,7 +11,7 @@ from sarathi_pp.errors import InputError
 from tests.core.cost.test_cost import COST
 
 PROFILE = Profile(
-    model="made-up",
+    model="synthetic",
     device="cpu",
     dtype="bfloat16",
     hidden_size=1024,

@@ -1,4 +1,4 @@
-"""Captured microbatches give what launched ones give: a graph that is made up here does its work anew when replayed.
+"""Captured microbatches give what launched ones give: a simulated graph does its work anew when replayed.
 
 It reads and writes at fixed addresses all the same, and tables and rows are padded. So whatever is not in its place, or
 is left from the microbatch before, changes the logits.

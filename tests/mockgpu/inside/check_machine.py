@@ -1,4 +1,4 @@
-"""What the made-up device does not let pass."""
+"""What the simulated device does not let pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every Python process that finds this file on its path, and MOCK_GPUS in its environment, has made-up GPUs."""
+"""Every Python process that finds this file on its path, and MOCK_GPUS in its environment, has simulated GPUs."""
 
 import os
 import sys

@@ -3,11 +3,12 @@
     python examples/add_a_policy.py
 
 A policy chooses how many tokens of which sequences run next, and nothing else. The coordinator keeps queues and pages,
-and refuses an illegal choice. So a policy can change the speed of a run, and not its answers. To use one of yours:
+and refuses an illegal grant. So what a policy grants changes the speed of a run, and not its answers. To use yours:
 
 1. Derive a class from Policy, as below. Its class attributes say what it needs; see sarathi_pp/core/policy/view.py.
 2. Name it as Python imports it: --policy package.module:Class, or --policy package.module:Class:key=value with
    parameters. All ranks import it: from installed packages, PYTHONPATH, or last the directory that they start in.
+   They import this whole file, so what it runs is below `if __name__ == "__main__":`.
 3. To have it found by a short name, register an entry point "sarathi_pp.policies" in your package's pyproject.toml.
 
 A policy of sarathi_pp itself is a file in sarathi_pp/core/policy/ and a line in registry.py there.

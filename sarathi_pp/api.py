@@ -32,7 +32,7 @@ import torch
 from sarathi_pp.analysis.replicas import figures
 from sarathi_pp.config import RunConfig, SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
-from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.core.policy import module_being_imported, parse_policy
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import RankEnvironment, find_environment, mesh_of
@@ -42,8 +42,9 @@ from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ConfigError, RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.inputs.parse import ParsedLine
+from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.inputs.row import Row
-from sarathi_pp.inputs.source import Limits, MemorySource, RequestMaker
+from sarathi_pp.inputs.source import MemorySource
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import check_model, check_shards
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -111,9 +112,8 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], *, stages: int | None = None, **options: Any) -> None:
+        _refuse_in_an_import()
         env = find_environment()
-        checked = _check(cast(str, model), stages, options, env)
-        config = checked.config
         self._env = env or RankEnvironment()
         self._clock = SystemClock()
         self._next_index = 0
@@ -124,14 +124,13 @@ class LLM:
         self._held = ExitStack()
         self._thread = CallThread("LLM")
         self._held.callback(self._thread.close)
-        scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
-        # Leaving the others comes behind stopping the workers: a thread that waits for one then ends.
-        joined = self._held.enter_context(ExitStack())
-        self._workers = Workers(scratch / "store", mesh_of(config), first_rank=1)
-        self._held.callback(self._workers.stop)
-        if config.run_dir is None:
-            checked = replace(checked, run_dir=RunDirectory.unnamed(scratch / "run"))
         try:
+            scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
+            checked = _check(cast(str, model), stages, options, env, scratch / "run")
+            # Leaving the others comes behind stopping the workers: a thread that waits for one then ends.
+            joined = self._held.enter_context(ExitStack())
+            self._workers = Workers(scratch / "store", mesh_of(checked.config), first_rank=1)
+            self._held.callback(self._workers.stop)
             with _one_set_up:
                 self._rank = self._set_up(checked, joined, started=env is not None)
                 self._answering = self._prepare()
@@ -173,17 +172,11 @@ class LLM:
         rank = self._rank
         if self._env.rank != 0:
             return None
-        checked, run = rank.checked, rank.run
-        checked.run_dir.write_run(rank.describe())
-        tokenizer = checked.tokenizer()
-        driver = rank.driver(tokenizer, _Logged())
-        limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
-        if (small := limits.small_kv_cache()) is not None:
-            _log.warning(small)
-        config = checked.config
-        maker = RequestMaker(
-            tokenizer, checked.defaults, limits, config.seed, parse_policy(config.policy).kind.wants_paragraphs
-        )
+        rank.checked.run_dir.write_run(rank.describe())
+        tokenizer = rank.checked.tokenizer()
+        listener = _Logged()
+        driver = rank.driver(tokenizer, listener)
+        maker = rank.request_maker(tokenizer, listener)
         self._thread.call(partial(_compute_here, torch.get_num_threads(), rank.device))
         return _Answering(tokenizer, driver, maker)
 
@@ -344,8 +337,24 @@ class LLM:
             return Row(index + 1, index, "own", error=error, arrival_s=now_s)
 
 
-def _check(model: str, stages: int | None, options: dict[str, Any], env: RankEnvironment | None) -> Preflight:
-    """Refuse what can be refused before anything is started or loaded."""
+def _refuse_in_an_import() -> None:
+    """Refuse an LLM at the top level of the module that a policy is imported from: the import would not end."""
+    module = module_being_imported()
+    if module is not None:
+        raise ConfigError(
+            f"{module} is imported for its policy, and starts an LLM; put what it runs below "
+            f'if __name__ == "__main__":, or the policy into a module of its own'
+        )
+
+
+def _check(
+    model: str, stages: int | None, options: dict[str, Any], env: RankEnvironment | None, unnamed: Path
+) -> Preflight:
+    """Refuse what can be refused before anything is started or loaded.
+
+    Args:
+        unnamed: the run directory if the options name none.
+    """
     try:
         config = RunConfig(model=model, stages=1 if stages is None else stages, **options)
     except TypeError as error:
@@ -353,15 +362,15 @@ def _check(model: str, stages: int | None, options: dict[str, Any], env: RankEnv
     if env is not None:
         shards = config.tensor_parallel_size
         config = replace(config, stages=stages_among(env.world_size, stages, config.replicas, shards))
+    parse_policy(config.policy)
     model_dir = find_model(config.model)
     facts = check_model(model_dir)
     check_shards(model_dir, config.tensor_parallel_size)
     config = tuned(config, facts)
-    parse_policy(config.policy)
     partition(facts.num_layers, config.stages, config.layer_split)
     defaults = read_generation_config(model_dir, config.override_generation_config)
     defaults = defaults.with_command(config.sampling_overrides)
-    run_dir = RunDirectory(config.run_dir or Path())
+    run_dir = RunDirectory.unnamed(unnamed) if config.run_dir is None else RunDirectory(config.run_dir)
     if config.run_dir is not None and (env is None or env.rank == 0):
         RunDirectory.check(config.run_dir, overwrite=False)
     return Preflight(config, model_dir, None, facts, defaults, run_dir)

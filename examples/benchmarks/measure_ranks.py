@@ -53,7 +53,7 @@ from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.events import Issued
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.wire.channel import QueueChannel
-from sarathi_pp.wire.codec import MicroBatchFrame, ResultFrame, decode, encode
+from sarathi_pp.wire.codec import MicroBatchFrame, decode, encode
 
 # Replicas and stages.
 SHAPES = ((1, 2), (1, 4), (1, 8), (2, 8))
@@ -102,14 +102,14 @@ class Ring:
     def __init__(self, num_ranks: int) -> None:
         self._edges = [QueueChannel[None](SystemClock(), 1) for _ in range(num_ranks)]
 
-    def through(self, microbatch: MicroBatch) -> ResultFrame:
+    def through(self, microbatch: MicroBatch) -> StepResult:
         """What comes back: every stage adds its time, the last one draws."""
         frame = MicroBatchFrame(microbatch)
         for edge in self._edges[:-1]:
             frame = self._over(edge, replace(frame, stage_times=(*frame.stage_times, *times_of(microbatch, 1))))
         times = (*frame.stage_times, *times_of(microbatch, 1))
-        result = ResultFrame(StepResult(microbatch.index, drawn(frame.microbatch), times))
-        back: ResultFrame = self._over(self._edges[-1], result)
+        result = StepResult(microbatch.index, drawn(frame.microbatch), times)
+        back: StepResult = self._over(self._edges[-1], result)
         return back
 
     def _over(self, edge: QueueChannel[None], frame: Any) -> Any:
@@ -171,8 +171,8 @@ def samples(policy: PolicySpec, num_ranks: int) -> Iterator[Sample]:
         received = encode(ring.through(oldest), oldest.index)
         began = time.thread_time()
         frame = decode(received).frame
-        assert isinstance(frame, ResultFrame)
-        coordinator.complete(frame.result)
+        assert isinstance(frame, StepResult)
+        coordinator.complete(frame)
         result_s = time.thread_time() - began
         yield Sample(step_s, result_s, cost.seconds(0, Load.of(oldest)), oldest.num_decodes)
         step_s = 0.0

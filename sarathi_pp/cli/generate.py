@@ -66,7 +66,7 @@ def generate(**options: Any) -> int:
 def _generate(options: dict[str, Any]) -> int:
     from sarathi_pp.cli.show import BatchDisplay, RunConsole
     from sarathi_pp.distributed.environment import find_environment
-    from sarathi_pp.inputs.source import is_stream
+    from sarathi_pp.inputs.input_file import is_stream
     from sarathi_pp.run.batch import run_batch
     from sarathi_pp.run.preflight import BatchOptions, is_unkept
 
@@ -84,13 +84,14 @@ def _generate(options: dict[str, Any]) -> int:
         how_to_resume=_how_to_resume(options, under_torchrun=env is not None and env.under_torchrun),
         input_format=options["input_format"],
     )
+    run_dir = batch_options.config.run_dir
     console = RunConsole(quiet=env is not None and env.rank != 0)
     display = BatchDisplay(
         console,
         quiet=options["quiet"],
         as_json=options["as_json"],
         metrics_port=options["metrics_port"],
-        kept=batch_options.config.run_dir is not None or not is_unkept(batch_options.output_path),
+        kept=None if run_dir is None and is_unkept(batch_options.output_path) else "report.json",
     )
     restarts = options["max_restarts"]
     if restarts and any(map(is_stream, (batch_options.input_path, batch_options.output_path))):
@@ -117,7 +118,7 @@ def _with_scratch(batch_options: BatchOptions, env: RankEnvironment | None, held
 
 
 def _how_to_resume(options: dict[str, Any], *, under_torchrun: bool) -> str:
-    from sarathi_pp.inputs.source import is_stream
+    from sarathi_pp.inputs.input_file import is_stream
 
     if any(map(is_stream, (options["input_path"], options["output_path"]))):
         return "a stream cannot be resumed: send the lines without an answer again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from sarathi_pp.cli.option_group import SectionedCommand, SectionedOption
 from sarathi_pp.cli.options import MEMORY, MODEL, PARALLELISM, RECOVERY, RUN, SCHEDULE, run_config
-from sarathi_pp.cli.show import BatchDisplay
+from sarathi_pp.cli.show import RunDisplay
 from sarathi_pp.cli.values import OutputFile
 from sarathi_pp.config import RunConfig
 from sarathi_pp.report import formats
@@ -56,15 +55,15 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     env = find_environment()
     config = run_config(options, env.world_size if env else None)
     console = Console(stderr=True, quiet=env is not None and env.rank != 0)
+    display = _ProfileDisplay(console, quiet=quiet, as_json=as_json, kept=str(output))
     if env is None or env.rank == 0:
         _preflight(config, output, overwrite)
     if env is None and config.num_ranks > 1:
         from sarathi_pp.distributed.launcher import launch
 
-        return launch(mesh_of(config), sys.argv[1:], _ProfileDisplay(console, quiet=quiet, as_json=as_json))
-    from sarathi_pp.tuning.measure import run_profile
+        return launch(mesh_of(config), sys.argv[1:], display)
+    from sarathi_pp.tuning.calibrate import run_profile
 
-    display = _ProfileDisplay(console, quiet=quiet, as_json=as_json)
     return run_profile(config, env, output, display, overwrite=overwrite)
 
 
@@ -86,17 +85,11 @@ def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     check_shards(model_dir, config.tensor_parallel_size)
 
 
-class _ProfileDisplay(BatchDisplay):
+class _ProfileDisplay(RunDisplay):
     """A run's progress, and at its end the profile in place of the report."""
 
-    def __init__(self, console: Console, *, quiet: bool, as_json: bool) -> None:
-        super().__init__(console, quiet=quiet, as_json=as_json, metrics_port=None)
-
-    def show(self, report: dict[str, Any]) -> None:
-        if not self._quiet:
-            self._console.print(render_profile(report))
-        if self._as_json:
-            click.echo(json.dumps(report))
+    def render(self, report: dict[str, Any]) -> RenderableType:
+        return render_profile(report)
 
 
 def render_profile(found: Mapping[str, Any]) -> RenderableType:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from sarathi_pp.cli import stdout
 from sarathi_pp.engine.progress import Progress, RunListener
@@ -40,17 +40,23 @@ class RunConsole(Console):
         os.close(nowhere)
 
 
-class BatchDisplay:
+class RunDisplay:
     """Human text goes to the console on standard error; only the JSON document to standard output.
 
     A terminal that was closed, or a pipe that nobody reads, ends no run: what cannot be shown is not.
 
     Args:
-        kept: the run directory stays, with the report in it.
+        kept: where the report stays; None if it is deleted with its run directory.
     """
 
     def __init__(
-        self, console: Console, *, quiet: bool, as_json: bool, metrics_port: int | None, kept: bool = True
+        self,
+        console: Console,
+        *,
+        quiet: bool,
+        as_json: bool,
+        metrics_port: int | None = None,
+        kept: str | None = None,
     ) -> None:
         self._console = console
         self._metrics_port = metrics_port
@@ -87,32 +93,18 @@ class BatchDisplay:
                 views.append(stack.enter_context(ProgressDisplay(self._console, total=None)))
             yield _Views(self, views)
 
-    def nothing_left(self, num_rows: int, num_errors: int) -> None:
-        """Say that the output already has a line for each row of the input."""
-        if not self._quiet:
-            with suppress(OSError):
-                errors = f" ({num_errors} of them an error; --retry-errors runs those again)" if num_errors else ""
-                click.echo(f"all {num_rows} rows have a line{errors}; nothing to do", err=True)
-        if self._as_json:
-            none = {"requests": 0, "completed": 0, "failed": 0, "stopped_by": None}
-            self._print_document({"resumed": {"rows": num_rows, "failed": num_errors}, **none})
-
-    def report(self, finished: FinishedRun) -> dict[str, Any]:
-        """Fold the traces of the run into its report, which its directory keeps, and show it."""
-        from sarathi_pp.report.run_reader import analyse  # slow to import, and only rank 0 needs it, once all is done
-
-        report = finished.keep(analyse(finished.traces, finished.facts))
-        self.show(report)
-        return report
-
     def show(self, report: dict[str, Any]) -> None:
         if not self._quiet:
             with suppress(OSError):
-                self._console.print(render(report))
+                self._console.print(self.render(report))
         if self._as_json:
-            self._print_document(report)
+            self.print_document(report)
 
-    def _print_document(self, report: dict[str, Any]) -> None:
+    def render(self, report: dict[str, Any]) -> RenderableType:
+        """Make the table of a report."""
+        return render(report)
+
+    def print_document(self, report: dict[str, Any]) -> None:
         """Raises OutputClosedError where its reader has left, and OutputError where it cannot be written."""
         try:
             click.echo(json.dumps(report))
@@ -121,14 +113,34 @@ class BatchDisplay:
             raise OutputClosedError("standard output was closed by its reader") from None
         except OSError as error:
             stdout.forget()
-            elsewhere = "; report.json holds it" if self._kept else ""
+            elsewhere = f"; {self._kept} holds it" if self._kept else ""
             raise OutputError(f"standard output does not take the report: {error.strerror}{elsewhere}") from error
+
+
+class BatchDisplay(RunDisplay):
+    """That of `generate`."""
+
+    def fold(self, finished: FinishedRun) -> dict[str, Any]:
+        """Fold the traces of the run into its report, which its directory keeps."""
+        from sarathi_pp.report.run_reader import analyse  # slow to import, and only rank 0 needs it, once all is done
+
+        return finished.keep(analyse(finished.traces, finished.facts))
+
+    def nothing_left(self, num_rows: int, num_errors: int) -> None:
+        """Say that the output already has a line for each row of the input."""
+        if not self._quiet:
+            with suppress(OSError):
+                errors = f" ({num_errors} of them an error; --retry-errors runs those again)" if num_errors else ""
+                click.echo(f"all {num_rows} rows have a line{errors}; nothing to do", err=True)
+        if self._as_json:
+            none = {"requests": 0, "completed": 0, "failed": 0, "stopped_by": None}
+            self.print_document({"resumed": {"rows": num_rows, "failed": num_errors}, **none})
 
 
 class _Views:
     """Shows the progress of a run in each view. What cannot be shown is not."""
 
-    def __init__(self, display: BatchDisplay, views: Sequence[MetricsServer | ProgressDisplay]) -> None:
+    def __init__(self, display: RunDisplay, views: Sequence[MetricsServer | ProgressDisplay]) -> None:
         self._views = views
         self.warn = display.warn
 

@@ -14,19 +14,18 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Literal
+from types import MappingProxyType
 
 from sarathi_pp.core.cost.model import CostModel, Load, Row
 from sarathi_pp.core.cost.refiner import CostRefiner
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.pages import PagePool
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StepResult
-from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
+from sarathi_pp.core.plan import Chunk, IdleReason, MicroBatch, SampledToken, SamplingRow, StepResult
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View, class_name, max_tokens_of
 from sarathi_pp.core.request import Completion, ErrorCode, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 from sarathi_pp.errors import PolicyError
 
-IdleReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 StopRule = Callable[[Request, int], bool]
 
 
@@ -68,7 +67,7 @@ class Coordinator:
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
         # Of the first limits, which sized the wire's buffers; `shrink` makes microbatches smaller, never larger.
-        self._most_tokens = policy.max_tokens(limits)
+        self._most_tokens = max_tokens_of(policy, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_rule = stop_rule
         self._clock = clock
@@ -82,6 +81,7 @@ class Coordinator:
         self._finished: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._waiting: deque[Sequence] = deque()  # by arrival
         self._running: dict[int, Sequence] = {}
+        self._running_view = MappingProxyType(self._running)  # for policies, which only choose
         self._prefills: dict[int, Sequence] = {}  # running, with prompt tokens (or recomputed ones) to issue
         self._decodes: dict[int, Sequence] = {}  # running, next token known, in the order they became ready
         self._inflight: deque[MicroBatch] = deque()
@@ -209,7 +209,7 @@ class Coordinator:
                 prefills=tuple(self._prefills.values()),
                 waiting=admissible,
                 decodes=tuple(self._decodes.values()),
-                running=self._running,
+                running=self._running_view,
                 limits=self.limits,
                 num_inflight=len(self._inflight),
                 slot=self._next_index % self.limits.num_stages,
@@ -335,14 +335,15 @@ class Coordinator:
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
         before: Sequence | None = None
+        admitted = iter(admissible)  # both are in order of arrival, so one pass finds all that start
         for sequence, num_tokens, overlap in self._by_arrival(grants):
+            if sequence is before:
+                raise self._broken(f"granted tokens of {sequence} twice; legal is one grant in a microbatch")
             is_running = running.get(sequence.index) is sequence
             if not is_running and self.num_preemptions > preempted_before:
                 continue
-            if not is_running and sequence not in admissible:
+            if not is_running and all(other is not sequence for other in admitted):
                 raise self._broken(f"granted tokens of {sequence}; legal are sequences of the view that it was given")
-            if sequence is before:
-                raise self._broken(f"granted tokens of {sequence} twice; legal is one grant in a microbatch")
             assert isinstance(sequence, Sequence)
             before = sequence
             issued, known = sequence.issued, len(sequence.tokens)
@@ -374,8 +375,7 @@ class Coordinator:
             raise self._broken(f"returned {grants!r:.200}; it must be a list of Grants") from None
 
     def _broken(self, rule: str) -> PolicyError:
-        kind = type(self._policy)
-        return PolicyError(f"the policy {kind.__module__}:{kind.__qualname__} {rule}")
+        return PolicyError(f"the policy {class_name(type(self._policy))} {rule}")
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Free pages until positions [0, end) of the sequence fit, newest request first.

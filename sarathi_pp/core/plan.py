@@ -19,7 +19,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+# Why no microbatch is issued. full: enough are in flight. held: the policy waits. no_kv: no pages are free.
+# tokens_in_flight: every sequence waits for its next token.
+IdleReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 
 
 class SamplingRow(NamedTuple):

@@ -58,7 +58,7 @@ class Agreement:
         # A rank that only notices that another rank is gone does not say why.
         failed.sort(key=lambda failure: failure[1]["class"] == PeerLostError.__name__)
         for rank, answer in failed:
-            raise self._error_of(rank, answer)
+            raise self._error_of(rank, answer) from None
         step.answers = [answer["answer"] for answer in answers]
         if must_match:
             require_equal(step.answers)

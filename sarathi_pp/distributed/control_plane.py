@@ -103,7 +103,11 @@ class ControlPlane:
         if env.world_size == 1:
             return cls(env, mesh, patience_s, clock)
         plane = cls(env, mesh, patience_s, clock, _connect(env, mesh, join_timeout_s, patience_s, clock))
-        plane._introduce()
+        try:
+            plane._introduce()
+        except BaseException:
+            plane.leave()
+            raise
         return plane
 
     def _introduce(self) -> None:
@@ -126,7 +130,7 @@ class ControlPlane:
         with self._presence.phase(name) if self._presence is not None else nullcontext():
             yield
 
-    def start(self) -> None:
+    def end_set_up(self) -> None:
         """End the set-up on all ranks: edges are open, and have heartbeats of their own."""
         self.exchange({})
         if self._presence is not None:

@@ -12,6 +12,7 @@ import torch
 
 import sarathi_pp
 from sarathi_pp.config import RunConfig
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.wire import codec
@@ -27,6 +28,7 @@ def rank_fingerprint(config: RunConfig, facts: ModelFacts) -> Fingerprint:
         **software(),
         "wire version": codec.VERSION,
         "model": facts.fingerprint,
+        "policy": parse_policy(config.policy).source,
         **{f"option {name}": repr(value) for name, value in asdict(options).items()},
     }
 

@@ -18,16 +18,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sarathi_pp.core.coordinator import Coordinator, IdleReason
+from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.head_placement import HeadPlacement
-from sarathi_pp.core.plan import MicroBatch, StepResult
+from sarathi_pp.core.plan import IdleReason, MicroBatch, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Completion, Request
 from sarathi_pp.engine.progress import IgnoreReports, Progress, RunListener
 from sarathi_pp.errors import PeerLostError, ProtocolError, RowError, StoppedError
+from sarathi_pp.inputs.prompt_limits import kv_cache_exhausted
 from sarathi_pp.inputs.row import Row
-from sarathi_pp.inputs.source import Source, kv_cache_exhausted
+from sarathi_pp.inputs.source import Source
 from sarathi_pp.outputs.sink import Sink
 from sarathi_pp.process.signals import NEVER_ASKED, Asked, StopRequests
 from sarathi_pp.stages.runner import StageRunner
@@ -38,7 +39,7 @@ from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import Instant
 from sarathi_pp.trace.token_times import TokenTimes
 from sarathi_pp.wire.channel import Message, Receiver
-from sarathi_pp.wire.codec import HeadFrame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import HeadFrame, MicroBatchFrame
 
 _PROGRESS_EVERY_S = 0.2
 # How long the engine sleeps for new rows when nothing at all is in flight.
@@ -76,7 +77,7 @@ class Engine:
     After any exception of `run` the next call begins anew, or raises PeerLostError at once if the pipeline is lost.
 
     stop_checkers: makes the checker for a request's stop strings. cost: of the stages, as far as is known; results
-    refine it. heads: which of them the first stage computes. warn: told what a user should know while the run goes on.
+    refine it. heads: which of them the first stage computes. listener: gets progress and warnings.
     """
 
     def __init__(
@@ -114,14 +115,14 @@ class Engine:
         self._starved: IdleReason | None = None
         self._started_s = clock.now()
         self._reported_s = self._started_s
-        self._requests_seen = self._requests_done = self._requests_failed = 0
+        self._requests_seen = self._requests_done = self._requests_failed = self._chunks_done = 0
         self._prompt_tokens = self._output_tokens = 0
         self._stage_compute_s = (0.0,) * limits.num_stages
         self._reported_compute_s = self._stage_compute_s
         self._first_issue_s = math.inf
         self._last_result_s = 0.0
         self._longest_wait_s = 0.0  # between two results
-        self._shrunk_at = self._chunks_done = 0  # microbatches from the first on were issued after it
+        self._shrunk_at = 0  # index of the first microbatch that was issued after the limits shrank
         self._inflight: deque[MicroBatch] = deque()  # those that were really sent
         self._cause: BaseException | None = None
 
@@ -169,8 +170,6 @@ class Engine:
                 continue
             if self._coordinator.num_inflight:
                 self._collect(sink, timeout_s=self._patience_s(source))
-            elif self._coordinator.unfinished:
-                raise AssertionError(f"work is left, nothing is in flight: {self._coordinator.idle_reason}")
             elif source.exhausted:
                 pool = self._coordinator.pool
                 assert pool.num_free == pool.num_pages, f"{pool.num_free} of {pool.num_pages} pages came back"
@@ -291,8 +290,8 @@ class Engine:
             if isinstance(message.frame, HeadFrame):
                 result, head_s, arrived_s = self._compute_head(message.frame, microbatch, message)
             else:
-                assert isinstance(message.frame, ResultFrame), message.frame
-                result = message.frame.result
+                assert isinstance(message.frame, StepResult), message.frame
+                result = message.frame
                 if microbatch is None or microbatch.head_on_first:
                     due = "a head was left to the first stage" if microbatch else "nothing is in flight"
                     raise ProtocolError(f"result {result.index} came where {due}")

@@ -74,14 +74,14 @@ class RequestError:
 
 Message = Submit | Stop | Abort | Result | RequestError | Progress
 # The name of each kind on the wire.
-_KINDS = {Submit: "ask", Stop: "stop", Abort: "abort", Result: "answer", RequestError: "failure", Progress: "watch"}
+_KINDS = {Submit: "submit", Stop: "stop", Abort: "abort", Result: "result", RequestError: "error", Progress: "progress"}
 
 
 def encode(message: Message) -> bytes:
     """Return the message as a JSON text, which `decode` reads."""
     fields = asdict(message)
     if isinstance(message, Progress):
-        fields = {"snapshot": fields}
+        fields = {"progress": fields}
     elif isinstance(message, Submit):
         fields["request"]["prompt_token_ids"] = list(message.request.prompt_token_ids)
     return json.dumps([_KINDS[type(message)], fields], separators=(",", ":")).encode()
@@ -98,7 +98,7 @@ def decode(text: bytes) -> Message:
 
 def _restore(kind: str, fields: dict[str, Any]) -> Message:
     match kind:
-        case "ask":
+        case "submit":
             request = fields["request"]
             sampling = SamplingParams(**request["sampling"])
             prompt, ends = array("i", request["prompt_token_ids"]), tuple(request["paragraph_ends"])
@@ -107,12 +107,12 @@ def _restore(kind: str, fields: dict[str, Any]) -> Message:
             return Stop(**fields)
         case "abort":
             return Abort(**fields)
-        case "answer":
+        case "result":
             return Result(**{**fields, "token_ids": tuple(fields["token_ids"])})
-        case "failure":
+        case "error":
             return RequestError(**fields)
-        case "watch":
-            counts = fields["snapshot"]
+        case "progress":
+            counts = fields["progress"]
             by_stage = {name: tuple(counts[name]) for name in ("stage_busy", "stage_compute_s")}
             return Progress(**{**counts, **by_stage})
     raise ValueError(f"kind {kind!r}")

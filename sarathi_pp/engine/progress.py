@@ -95,11 +95,16 @@ class Progress:
         return tuple(max(0.0, 1 - compute_s / self.window_s) for compute_s in self.stage_compute_s)
 
 
-class RunListener(Protocol):
+class Warner(Protocol):
+    """Shows the user a warning. Any thread may call it."""
+
+    def warn(self, text: str) -> None: ...
+
+
+class RunListener(Warner, Protocol):
     """Follows a run while it goes on. Any thread may call it."""
 
     def report_progress(self, progress: Progress) -> None: ...
-    def warn(self, text: str) -> None: ...
 
 
 class IgnoreReports:

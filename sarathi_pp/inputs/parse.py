@@ -104,7 +104,8 @@ def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: in
             reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
         return reader.read_text(data) if plain_text else reader.read(data)
     except RowError as error:
-        # Its traceback holds all values of the line.
+        # Its traceback and the error behind it hold all values of the line.
+        error.__context__ = error.__cause__ = None
         return reader.refused(error.with_traceback(None))
 
 

@@ -33,3 +33,8 @@ class Row:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids) if self.request else 0
+
+
+def shorten(message: str) -> str:
+    """Cut the middle out of a long message: it may quote a value, and a value may be as long as a line."""
+    return message if len(message) <= 1000 else f"{message[:500]} ... {message[-200:]}"

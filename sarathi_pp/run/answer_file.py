@@ -7,15 +7,15 @@ from contextlib import closing, contextmanager
 from signal import Signals as Signal
 from typing import TYPE_CHECKING, Any
 
-from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import SarathiError, StoppedError
-from sarathi_pp.inputs.source import FileSource, Limits, RequestMaker, is_stream
+from sarathi_pp.inputs.input_file import is_stream
+from sarathi_pp.inputs.request_maker import RequestMaker
+from sarathi_pp.inputs.source import FileSource
 from sarathi_pp.outputs.journal import Journal, LateJournal
 from sarathi_pp.outputs.sink import FileSink
 from sarathi_pp.process.signals import Asked, Signals
 from sarathi_pp.run.display import Display, StopNotice
 from sarathi_pp.run.preflight import BatchOptions
-from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Si
     """Answer every row; returns what the report says of that."""
     checked, run, clock = rank.checked, rank.run, SystemClock()
     tokenizer = checked.tokenizer()
-    maker = _request_maker(rank, tokenizer, display)
+    maker = rank.request_maker(tokenizer, display)
     with (
         _opened_output(options, rank, signals) as journal,
         closing(FileSink(journal, tokenizer=tokenizer, clock=clock, model=run.model)) as sink,
@@ -54,16 +54,6 @@ def _outcome(rank: Rank, journal: Journal | LateJournal, sink: FileSink, asked: 
         "stopped_by": Signal(asked.number).name if asked is not None else None,
         **counts,
     }
-
-
-def _request_maker(rank: Rank, tokenizer: Tokenizer, display: Display) -> RequestMaker:
-    checked, run = rank.checked, rank.run
-    limits = Limits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
-    if (small := limits.small_kv_cache()) is not None:
-        display.warn(small)
-    config = checked.config
-    paragraphs = parse_policy(config.policy).kind.wants_paragraphs
-    return RequestMaker(tokenizer, checked.defaults, limits, config.seed, paragraphs)
 
 
 def _open_source(options: BatchOptions, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:

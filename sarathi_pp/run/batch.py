@@ -14,33 +14,30 @@ from sarathi_pp.distributed.refusal import refuse
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run.answer_file import answer_file
-from sarathi_pp.run.display import Display
-from sarathi_pp.run.ending import Ending, exit_code, heeding
+from sarathi_pp.run.display import BatchDisplay
+from sarathi_pp.run.ending import Ending, exit_code, handle_signals
 from sarathi_pp.run.joining import joined, ready
 from sarathi_pp.run.preflight import (
     BatchOptions,
     Preflight,
-    as_restarted,
     check_lines,
     check_weights,
     finished_before,
     follow,
     identify,
-    is_continuation,
-    is_restart,
     preflight,
-    run_directory,
 )
+from sarathi_pp.run.restart import as_restarted, is_continuation, is_restart
 
 if TYPE_CHECKING:
     from sarathi_pp.distributed.control_plane import ControlPlane
 
 
-def run_batch(options: BatchOptions, env: RankEnvironment | None, display: Display) -> int:
+def run_batch(options: BatchOptions, env: RankEnvironment | None, display: BatchDisplay) -> int:
     """Run one rank, the only one if env is None. Returns the exit code of this process."""
     alone, env = env is None, env or RankEnvironment()
     again = is_restart(options, env)
-    ended = run_directory(options).read_exit_code() if again else None
+    ended = options.run_directory().read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
         return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
     with ExitStack() as held:
@@ -58,27 +55,34 @@ def run_batch(options: BatchOptions, env: RankEnvironment | None, display: Displ
         return _run_checked(options, checked, env, display, again)
 
 
-def _run_checked(options: BatchOptions, checked: Preflight, env: RankEnvironment, display: Display, again: bool) -> int:
+def _run_checked(
+    options: BatchOptions, checked: Preflight, env: RankEnvironment, display: BatchDisplay, again: bool
+) -> int:
     run_dir = checked.run_dir if env.rank == 0 else None
     ending = Ending(env, checked.config, display, run_dir, scratch=options.scratch, how_to_resume=options.how_to_resume)
-    with exit_code(ending), heeding(ending), joined(env, checked.config) as plane:
-        if env.world_size > 1:
-            checked = _inspect_together(plane, options, display, again, checked)
-        with ready(checked, plane, ending) as rank:
-            facts: dict[str, Any] = {}
-            with ending.signals.draining():
-                if env.rank == 0:
-                    facts = answer_file(options, rank, display, ending.signals)
-                else:
-                    rank.serve()
-            finished = rank.finish(facts)
-        if finished is not None:
-            ending.code = _show(display.report(finished), options, display)
+    report: dict[str, Any] | None = None
+    with exit_code(ending):
+        with handle_signals(ending), joined(env, checked.config) as plane:
+            if env.world_size > 1:
+                checked = _inspect_together(plane, options, display, again, checked)
+            with ready(checked, plane, ending) as rank:
+                facts: dict[str, Any] = {}
+                with ending.signals.draining():
+                    if env.rank == 0:
+                        facts = answer_file(options, rank, display, ending.signals)
+                    else:
+                        rank.serve()
+                finished = rank.finish(facts)
+            if finished is not None:
+                report = display.fold(finished)
+        if report is not None:  # whoever reads it may take any time
+            display.show(report)
+            ending.code = _judge(report, options, display)
     return ending.code
 
 
 def _check(
-    options: BatchOptions, env: RankEnvironment, display: Display, again: bool
+    options: BatchOptions, env: RankEnvironment, display: BatchDisplay, again: bool
 ) -> tuple[BatchOptions, Preflight]:
     """Do the checks that are quick, before ranks join. again: this start is a restart of an earlier one."""
     with _refusing(options, env, again):
@@ -94,7 +98,7 @@ def _check(
 
 
 def _inspect(
-    options: BatchOptions, env: RankEnvironment, display: Display, again: bool, checked: Preflight
+    options: BatchOptions, env: RankEnvironment, display: BatchDisplay, again: bool, checked: Preflight
 ) -> Preflight:
     """Do the checks that may take long, for which the whole input is read, or all weights."""
     if env.rank == 0:
@@ -108,7 +112,7 @@ def _inspect(
 
 
 def _inspect_together(
-    plane: ControlPlane, options: BatchOptions, display: Display, again: bool, checked: Preflight
+    plane: ControlPlane, options: BatchOptions, display: BatchDisplay, again: bool, checked: Preflight
 ) -> Preflight:
     """Do them while the other ranks wait, which they do for as long as this one gets on."""
     from sarathi_pp.distributed.agreement import Agreement
@@ -126,7 +130,7 @@ def _refusing(options: BatchOptions, env: RankEnvironment, again: bool) -> Itera
         # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
         if env.world_size > 1:
             known = options.start != "new" or again or (env.rank == 0 and is_continuation(options, env))
-            run_directory(options).write_refusal(error.exit_code, overwrite=known, launch_id=env.launch_id)
+            options.run_directory().write_refusal(error.exit_code, overwrite=known, launch_id=env.launch_id)
         raise
 
 
@@ -144,7 +148,7 @@ def _claim(options: BatchOptions, env: RankEnvironment, again: bool, held: ExitS
     return replace(checked, run_dir=held.enter_context(claimed))
 
 
-def end_if_finished(options: BatchOptions, checked: Preflight, display: Display) -> int | None:
+def end_if_finished(options: BatchOptions, checked: Preflight, display: BatchDisplay) -> int | None:
     """Return the exit code of a run whose output has a line for each row already, else None. Raises InputError."""
     done = finished_before(options)
     if done is None:
@@ -155,7 +159,7 @@ def end_if_finished(options: BatchOptions, checked: Preflight, display: Display)
     return code
 
 
-def _show(report: dict[str, Any], options: BatchOptions, display: Display) -> int:
+def _judge(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) -> int:
     """Say how the run ended; returns the exit code."""
     if report["stopped_by"] is not None:
         display.warn(f"stopped by {report['stopped_by']}; {options.how_to_resume}")

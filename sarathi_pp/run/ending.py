@@ -32,7 +32,7 @@ class Ending:
 
     Attributes:
         code: the exit code if all goes well.
-        run_dir: where the code is noted; on other ranks than 0 None until rank 0 has named it.
+        run_dir: where the code is noted. None on other ranks than 0 until rank 0 has named it.
         title: this rank in messages.
     """
 
@@ -45,11 +45,13 @@ class Ending:
         *,
         scratch: Path | None = None,
         how_to_resume: str | None = None,
+        speaks: bool = True,
     ) -> None:
         """
         Args:
             scratch: a folder that holds the run directory and is removed at the end; no code is noted in it.
             how_to_resume: ends the message of a run that was stopped.
+            speaks: False for a worker of a Python program, which has every error too, and reports and notes it.
         """
         self.env = env
         self.code = EXIT_OK
@@ -59,12 +61,15 @@ class Ending:
         self._console = console
         self._scratch = scratch
         self._how_to_resume = how_to_resume
+        self._speaks = speaks
         self.watchdog = Watchdog(self)
         launched = env.store is not None and env.rank > 0
         self.signals = Signals(self.title, self.watchdog, launched=launched, hurried=env.under_torchrun)
 
     def leave(self, error: SarathiError) -> None:
         """Note and say why this process ends, which its watchdog ends next."""
+        if not self._speaks:
+            return
         self.judge(error)
         text, spoken = self._last_words(error), is_echo(error, self.env)
         report_cause(self.env)
@@ -74,12 +79,14 @@ class Ending:
 
     def judge(self, error: SarathiError) -> None:
         """Give an error the code 2 if the start before failed at the same place: schedulers start a 75 again."""
-        if error.at_start and self.run_dir is not None and self.run_dir.fails_again():
+        if self._speaks and error.at_start and self.run_dir is not None and self.run_dir.fails_again():
             error.exit_code = ConfigError.exit_code
             error.args = (f"{error}. The start before ended like this too, so another one will not help",)
 
     def note(self, code: int) -> None:
         """Write the code down, unless another rank knows better."""
+        if not self._speaks:
+            return
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)  # here, because a rank that fails does not return
             return
@@ -105,18 +112,8 @@ class Ending:
         return text if self._how_to_resume is None else f"{text}; {self._how_to_resume}"
 
 
-class WorkerEnding(Ending):
-    """That of a worker of a Python program, which has every error too and says it to its user."""
-
-    def leave(self, error: SarathiError) -> None:
-        pass
-
-    def note(self, code: int) -> None:
-        pass
-
-
 @contextmanager
-def heeding(ending: Ending) -> Iterator[None]:
+def handle_signals(ending: Ending) -> Iterator[None]:
     """While inside, signals and lost peers end this process as `ending` says, and so does its launcher's end."""
     env, signals, watchdog = ending.env, ending.signals, ending.watchdog
     if env.launcher is not None:

@@ -37,7 +37,7 @@ def joined(env: RankEnvironment, config: RunConfig) -> Iterator[ControlPlane]:
 
 @contextmanager
 def ready(checked: Preflight, plane: ControlPlane, ending: Ending) -> Iterator[Rank]:
-    """Set this rank up. Raises what any rank found wrong, the same on every rank."""
+    """Set this rank up. In a step of the agreement, what any rank finds wrong is raised on all."""
     with _uncollected():
         from sarathi_pp.run.rank import set_up
         from sarathi_pp.run.setup import Member, agree_on_start

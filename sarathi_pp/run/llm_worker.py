@@ -13,7 +13,7 @@ from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.console import Console
-from sarathi_pp.run.ending import WorkerEnding, exit_code, heeding
+from sarathi_pp.run.ending import Ending, exit_code, handle_signals
 from sarathi_pp.run.joining import joined, ready
 from sarathi_pp.run.preflight import Preflight
 
@@ -21,16 +21,16 @@ from sarathi_pp.run.preflight import Preflight
 def serve_llm(config: RunConfig, console: Console) -> int:
     """Return the exit code of this process. Raises ConfigError where no program has started it."""
     env = find_environment()
-    if env is None:
+    if env is None or env.store is None:
         raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
     parse_policy(config.policy)
     model_dir = find_model(config.model)
-    # On this host, as the program is; without a name rank 0 tells which.
-    run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(Path())
+    # On this host, as the program is, whose own directory holds the store too.
+    run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(Path(env.store).parent / "run")
     defaults = read_generation_config(model_dir, config.override_generation_config)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, run_dir)
-    ending = WorkerEnding(env, config, console)
-    with exit_code(ending), heeding(ending), joined(env, config) as plane:
+    ending = Ending(env, config, console, speaks=False)
+    with exit_code(ending), handle_signals(ending), joined(env, config) as plane:
         with ready(checked, plane, ending) as rank:
             rank.serve()
             rank.finish()

@@ -11,20 +11,20 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import parse_policy
-from sarathi_pp.distributed.environment import RankEnvironment, rendezvous_of
+from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import ConfigError, InputError
 from sarathi_pp.inputs.done import Done
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
-from sarathi_pp.inputs.input_format import InputFormat
-from sarathi_pp.inputs.source import (
+from sarathi_pp.inputs.input_file import (
     check_input,
     check_redirected,
     count_rows,
     has_every_row,
     is_regular,
     is_stream,
-    scan_input,
 )
+from sarathi_pp.inputs.input_format import InputFormat
+from sarathi_pp.inputs.scan import scan_input
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
@@ -62,6 +62,9 @@ class BatchOptions:
     how_to_resume: str = "to resume, give --resume"
     input_format: InputFormat = "auto"
     lock_patience_s: float = 0.0
+
+    def run_directory(self) -> RunDirectory:
+        return RunDirectory(self.config.run_dir or RunDirectory.default_path(self.output_path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def preflight(options: BatchOptions) -> Preflight:
         from sarathi_pp.run.metrics import check_port
 
         check_port(options.metrics_port)
-    run_dir = run_directory(options)
+    run_dir = options.run_directory()
     RunDirectory.check(run_dir.path, overwrite=options.start == "replace", resume=options.start == "resume")
     if options.output_path != "-" and Path(options.output_path).resolve().is_relative_to(run_dir.path.resolve()):
         raise ConfigError(
@@ -205,68 +208,9 @@ def check_weights(options: BatchOptions) -> None:
         verify_checksums(find_model(options.config.model))
 
 
-def is_restart(options: BatchOptions, env: RankEnvironment) -> bool:
-    """Return whether the run directory is that of an earlier start of this very launch.
-
-    torchrun's own count does not tell: a restart because hosts came or went is none to it.
-    """
-    return env.launch_id in run_directory(options).launches()
-
-
-def is_continuation(options: BatchOptions, env: RankEnvironment) -> bool:
-    """Whether another agent of the same rendezvous had the run directory last, and was lost.
-
-    torchrun numbers ranks anew when hosts come and go: rank 0 may be on one that was not there before. A name that is
-    used again, for a run after one that has ended, is no continuation.
-    """
-    run_dir, rendezvous = run_directory(options), rendezvous_of(env.launch_id)
-    launches = run_dir.launches()
-    if not rendezvous or not launches or env.launch_id in launches:
-        return False
-    return rendezvous_of(launches[-1]) == rendezvous and run_dir.is_unfinished()
-
-
-def as_restarted(options: BatchOptions, env: RankEnvironment, display: Display) -> BatchOptions:
-    """A run that is started again goes on with what it has answered, however it was started at first.
-
-    Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
-    """
-    if options.scratch is not None and env.restart > 0:
-        raise ConfigError(
-            f"a restart would answer again what went to --output {options.output_path} before it; name an output file"
-        )
-    if options.start == "resume":
-        return options
-    run_dir, continued = run_directory(options), is_continuation(options, env)
-    if not is_restart(options, env) and not continued:
-        if env.restart > 0 and options.start == "replace" and holds_anything(options.output_path):
-            raise ConfigError(
-                f"a restart does not replace {options.output_path}: it may be what this job has answered before it was "
-                f"lost; start it again with --resume or with --overwrite"
-            )
-        return options
-    begun = run_dir.read_run() or {}
-    if begun.get("identity") is not None and begun.get("job") in run_dir.launches():
-        if continued:
-            display.warn(
-                f"{options.output_path} is gone on with: an earlier start of the rendezvous "
-                f"{rendezvous_of(env.launch_id)} was lost; a run of its own needs another --rdzv-id (RDZV_ID)"
-            )
-        return replace(options, start="resume")
-    # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
-    # line.
-    return replace(
-        options, start="replace" if options.start == "replace" or not holds_anything(options.output_path) else "new"
-    )
-
-
 def is_unkept(output: str) -> bool:
     """Return whether answers go to a stream: the current folder or /dev is no place for its run directory."""
     return is_stream(output) or output.startswith(("/dev/", "/proc/"))
-
-
-def run_directory(options: BatchOptions) -> RunDirectory:
-    return RunDirectory(options.config.run_dir or RunDirectory.default_path(options.output_path))
 
 
 def follow(options: BatchOptions) -> Preflight:
@@ -274,7 +218,7 @@ def follow(options: BatchOptions) -> Preflight:
     parse_policy(options.config.policy)  # a policy of the user's own may be missing on this host alone
     config, model_dir, profile, facts = open_model(options.config)
     defaults = _generation_defaults(config, model_dir)
-    return Preflight(config, model_dir, profile, facts, defaults, run_directory(options))
+    return Preflight(config, model_dir, profile, facts, defaults, options.run_directory())
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:

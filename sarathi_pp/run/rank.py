@@ -17,19 +17,21 @@ from sarathi_pp.distributed.clock_sync import sync_clocks
 from sarathi_pp.distributed.fingerprint import software
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine
-from sarathi_pp.engine.progress import ReplicaProgress, RunListener
+from sarathi_pp.engine.progress import ReplicaProgress, RunListener, Warner
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
-from sarathi_pp.errors import OutputError, PeerLostError, SarathiError
+from sarathi_pp.errors import PeerLostError, SarathiError
+from sarathi_pp.inputs.prompt_limits import PromptLimits
+from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.run.collect_traces import gather
 from sarathi_pp.run.finished_run import FinishedRun
 from sarathi_pp.run.setup import (
+    AgreedStart,
     LoadedStage,
     Member,
     OpenTrace,
     Pipeline,
-    Start,
     agree_on_run,
     load_stage,
     make_stage,
@@ -50,7 +52,7 @@ class Rank:
     def __init__(
         self,
         member: Member,
-        start: Start,
+        start: AgreedStart,
         loaded: LoadedStage,
         run: ResolvedRun,
         stage: Stage,
@@ -108,6 +110,15 @@ class Rank:
             self._member.clock,
         )
         return self._dispatcher
+
+    def request_maker(self, tokenizer: Tokenizer, console: Warner) -> RequestMaker:
+        """Return what makes the requests of this run from input lines. Warns of a KV cache that is small for them."""
+        checked, run = self.checked, self.run
+        limits = PromptLimits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
+        if (small := limits.small_kv_cache()) is not None:
+            console.warn(small)
+        paragraphs = parse_policy(run.policy).kind.wants_paragraphs
+        return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs)
 
     def serve(self) -> None:
         """Every other rank: run what comes until rank 0 says goodbye, and lead a replica if it is the leader."""
@@ -229,8 +240,7 @@ class Rank:
     def abandon(self) -> None:
         """Keep what was traced, let the watchdog rest."""
         self._member.watchdog.dismiss()
-        with suppress(OutputError):
-            self._trace.recorder.close()
+        self._trace.abandon()
 
     def _report_facts(self) -> dict[str, Any]:
         run, shards = self.run, self._member.mesh.shards
@@ -254,13 +264,18 @@ class Rank:
         return {"kv_cache_bytes": held, "max_pages": min(self._loaded.num_pages)}
 
 
-def set_up(member: Member, start: Start) -> Rank:
-    """Make this rank, from loading its layers to open edges. What any rank finds wrong is raised on every rank."""
+def set_up(member: Member, start: AgreedStart) -> Rank:
+    """Make this rank, from loading its layers to open edges. What a rank finds wrong in an agreed step, all raise."""
     loaded = load_stage(member, start)
     run = agree_on_run(member, loaded)
     stage = make_stage(member, start, loaded, run)
     trace = open_trace(member, start, loaded, run)
-    pipeline = open_pipeline(member, start, loaded, run, stage, trace)
+    try:
+        pipeline = open_pipeline(member, start, loaded, run, stage, trace)
+    except BaseException:
+        trace.abandon()
+        raise
+    member.plane.end_set_up()
     return Rank(member, start, loaded, run, stage, trace, pipeline)
 
 

@@ -7,7 +7,8 @@
     open_trace       this rank's trace, and its clock's offset
     open_pipeline    the edges, and what computes between them
 
-What any rank finds wrong is raised on every rank.
+What a rank finds wrong in a step of the agreement is raised on every rank. What opens edges and compares clocks raises
+where it fails, and the other ranks lose that peer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from sarathi_pp.distributed.edges import Edges, open_shard_group
 from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.fingerprint import rank_fingerprint
 from sarathi_pp.distributed.transport import Transport, choose_transport, has_nccl, nccl_options
+from sarathi_pp.errors import OutputError
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.host import host_id
 from sarathi_pp.process.watchdog import Watchdog
@@ -96,7 +99,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class AgreedStart:
     """What ranks agree on before they load anything.
 
     devices: where each rank computes. transport: how activations travel between stages.
@@ -138,6 +141,11 @@ class OpenTrace:
     offset: ClockOffset
     sends: bool
 
+    def abandon(self) -> None:
+        """Keep what was recorded."""
+        with suppress(OutputError):
+            self.recorder.close()
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -149,7 +157,7 @@ class Pipeline:
     shared_edges: tuple[tuple[int, int], ...]  # edges of the run that use shared memory, as pairs of ranks
 
 
-def agree_on_start(member: Member) -> Start:
+def agree_on_start(member: Member) -> AgreedStart:
     """Raises ConfigError where ranks differ in what must be the same."""
     checked, env, agreement = member.checked, member.env, member.agreement
     config, run_dir = checked.config, checked.run_dir
@@ -165,13 +173,14 @@ def agree_on_start(member: Member) -> Start:
     with agreement.step("choosing the run directory") as step:
         step.own = {"path": str(run_dir.path), "attempt": run_dir.attempt, "replaces": run_dir.replaces}
     first = step.answers[0]
-    run_dir = run_dir.joining(
-        Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
-    )
-    return Start(device, devices, transport, run_dir)
+    with agreement.step("making the run directory"):
+        run_dir = run_dir.joining(
+            Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
+        )
+    return AgreedStart(device, devices, transport, run_dir)
 
 
-def load_stage(member: Member, start: Start) -> LoadedStage:
+def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
     """Read this stage's weights. Raises CapacityError where ranks have no room for them together."""
     checked, env, mesh, agreement = member.checked, member.env, member.mesh, member.agreement
     config, facts = checked.config, checked.facts
@@ -202,10 +211,13 @@ def load_stage(member: Member, start: Start) -> LoadedStage:
 
 
 def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
-    """Decide what was left open. Raises ConfigError or CapacityError for what cannot run."""
+    """Decide what was left open. Raises ConfigError, CapacityError or PolicyError for what cannot run.
+
+    A policy of the user's own decides too, and may give another answer on another rank.
+    """
     checked, maker = member.checked, loaded.maker
-    with member.agreement.alike():
-        return resolve(
+    with member.agreement.step("resolving the run", must_match=True) as step:
+        run = resolve(
             checked.config,
             checked.facts,
             loaded.split,
@@ -216,9 +228,11 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
             attention=maker.attention,
             moves_head=loaded.moves_head,
         )
+        step.own = dataclasses.asdict(run)
+    return run
 
 
-def make_stage(member: Member, start: Start, loaded: LoadedStage, run: ResolvedRun) -> Stage:
+def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> Stage:
     """Take the memory for KV pages and bear the costs of first calls. Raises CapacityError."""
     maker, agreement = loaded.maker, member.agreement
     pages = f"KV pages of {maker.page_size} tokens"
@@ -234,7 +248,7 @@ def make_stage(member: Member, start: Start, loaded: LoadedStage, run: ResolvedR
     return stage
 
 
-def open_trace(member: Member, start: Start, loaded: LoadedStage, run: ResolvedRun) -> OpenTrace:
+def open_trace(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> OpenTrace:
     """Begin this rank's trace, in rank 0's directory or in one of its own, which alone is cleared for a new run."""
     run_dir, agreement, clock = start.run_dir, member.agreement, member.clock
     with agreement.step("opening the run directory") as step:
@@ -247,13 +261,17 @@ def open_trace(member: Member, start: Start, loaded: LoadedStage, run: ResolvedR
             path.unlink(missing_ok=True)
         run_dir.make(path.parent)
         recorder = Recorder(path, most_bytes=run_dir.most_trace_bytes)
-    offset = sync_clocks(member.plane, clock, range(member.mesh.replicas)).offset
-    recorder.record(_trace_start(member, loaded, run, offset))
+    try:
+        offset = sync_clocks(member.plane, clock, range(member.mesh.replicas)).offset
+        recorder.record(_trace_start(member, loaded, run, offset))
+    except BaseException:
+        recorder.close()
+        raise
     return OpenTrace(recorder, offset, sends)
 
 
 def open_pipeline(
-    member: Member, start: Start, loaded: LoadedStage, run: ResolvedRun, stage: Stage, trace: OpenTrace
+    member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun, stage: Stage, trace: OpenTrace
 ) -> Pipeline:
     """Open this rank's edges. Raises PeerLostError if one does not open."""
     checked, clock, mesh, shards = member.checked, member.clock, member.mesh, loaded.shards
@@ -280,7 +298,6 @@ def open_pipeline(
     )
     upstream = over_link(wires.way_in, checked.profile, member.coordinate.stage, mesh.stages, clock)
     remotes = tuple(edges.open_byte_stream(rank) for rank in _other_leaders(member))
-    member.plane.start()
     return Pipeline(upstream, runner, remotes, tuple(edges.shared))
 
 
@@ -288,7 +305,7 @@ def _dtype_name(checked: Preflight) -> str:
     return checked.facts.dtype if checked.config.dtype == "auto" else checked.config.dtype
 
 
-def _choose_maker(member: Member, start: Start, dtype: torch.dtype, shards: ShardGroup | None) -> StageMaker:
+def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards: ShardGroup | None) -> StageMaker:
     """Raises what is missing here: what an attention backend needs may be installed on some hosts alone."""
     checked, config = member.checked, member.checked.config
     moves = _may_move_head(member, start)
@@ -311,7 +328,7 @@ def _choose_maker(member: Member, start: Start, dtype: torch.dtype, shards: Shar
     )
 
 
-def _may_move_head(member: Member, start: Start) -> bool:
+def _may_move_head(member: Member, start: AgreedStart) -> bool:
     """As far as is known before the first stage has loaded it."""
     mesh, profile, head = member.mesh, member.checked.profile, member.checked.config.head
     if profile is not None:
@@ -359,7 +376,7 @@ def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: 
     )
 
 
-def _may_share(member: Member, start: Start, run: ResolvedRun) -> bool:
+def _may_share(member: Member, start: AgreedStart, run: ResolvedRun) -> bool:
     """Whether edges go through memory where two ranks have some in common: what lies there is on CPU."""
     by_gloo = start.transport.name == "gloo" and member.checked.config.transport == "auto"
     return by_gloo and start.on_cpu and edge_buffers(run.inflight) <= MAX_SLOTS
@@ -373,7 +390,7 @@ def _loss_listener(member: Member) -> LossListener:
     return IgnoreLosses() if member.mesh.replicas > 1 and member.env.rank == 0 else member.watchdog
 
 
-def _timer(start: Start, clock: Clock) -> Timer:
+def _timer(start: AgreedStart, clock: Clock) -> Timer:
     return CudaTimer(clock) if start.device.type == "cuda" else HostTimer(clock)
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
 
-from sarathi_pp.core.coordinator import Coordinator, IdleReason
+from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.head_placement import HeadPlacement
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
+from sarathi_pp.core.plan import Chunk, IdleReason, MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.sim.arrivals import Arrivals, InOrder

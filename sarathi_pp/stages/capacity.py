@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.policy import Limits, make_policy, parse_policy
+from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import KVShard, page_bytes
@@ -130,7 +130,7 @@ def resolve(
         chunk_size=limits.chunk_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        max_microbatch_tokens=make_policy(config.policy).max_tokens(limits),
+        max_microbatch_tokens=parse_policy(config.policy).max_tokens(limits),
         page_size=page_size,
         num_pages=limits.num_pages,
         inflight=limits.inflight,

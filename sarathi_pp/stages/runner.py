@@ -24,7 +24,7 @@ from sarathi_pp.trace.events import SendWait
 from sarathi_pp.trace.recorder import Recorder
 from sarathi_pp.trace.timer import Instant, Mark, Timer
 from sarathi_pp.wire.channel import Receiver, Sender
-from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.stage_progress import StageProgress
 
@@ -177,7 +177,7 @@ class StageRunner:
         if output.rows is not None:
             return HeadFrame(microbatch.index, len(output.rows), stage_times, frame.bad, short), output.rows
         tokens = _blamed(output.tokens, dict(frame.bad), self._index) if self._debug_nan else output.tokens
-        return ResultFrame(StepResult(microbatch.index, tokens, stage_times, short)), None
+        return StepResult(microbatch.index, tokens, stage_times, short), None
 
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
         """The output, and whether it took a second attempt: the coordinator then asks for less at a time.

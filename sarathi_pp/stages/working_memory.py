@@ -40,7 +40,7 @@ class LargestMicrobatch:
 
     @classmethod
     def of(cls, policy: PolicySpec, limits: Limits) -> LargestMicrobatch:
-        num_tokens = policy.make().max_tokens(limits)
+        num_tokens = policy.max_tokens(limits)
         return cls(num_tokens, min(limits.max_num_seqs, num_tokens), limits.max_model_len)
 
     def spans(self, page_size: int) -> list[Span]:
@@ -62,8 +62,8 @@ def smaller_options(policy: PolicySpec, limits: Limits) -> str:
         "--chunk-size": replace(limits, chunk_size=max(1, limits.chunk_size // 2)),
         "--max-model-len": replace(limits, max_model_len=max(1, limits.max_model_len // 2)),
     }
-    num_tokens = policy.make().max_tokens(limits)
-    smaller = [option for option, half in halves.items() if policy.make().max_tokens(half) < num_tokens]
+    num_tokens = policy.max_tokens(limits)
+    smaller = [option for option, half in halves.items() if policy.max_tokens(half) < num_tokens]
     return " or ".join((*smaller, "--max-num-seqs"))
 
 

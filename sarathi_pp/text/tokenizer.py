@@ -43,7 +43,7 @@ _PARAGRAPH_BREAK = re.compile(r"(?:\r?\n){2,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedPrompt:
     """A text's token ids. paragraph_ends: see Request; empty unless asked for and known."""
 
     token_ids: tuple[int, ...]
@@ -120,7 +120,7 @@ class Tokenizer:
         add_special_tokens: bool = True,
         paragraphs: bool = False,
         most_tokens: int | None = None,
-    ) -> Encoded:
+    ) -> EncodedPrompt:
         """Return a prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
 
         A text that begins with the BOS token, as one that a chat template wrote, gets no second one.
@@ -140,9 +140,9 @@ class Tokenizer:
         encoded = self._encode(text, special=add_special_tokens, paragraphs=paragraphs)
         bos = backend.bos_token_id
         if add_special_tokens and self._adds_bos and encoded.token_ids[:2] == (bos, bos):
-            encoded = Encoded(encoded.token_ids[1:], tuple(end - 1 for end in encoded.paragraph_ends))
+            encoded = EncodedPrompt(encoded.token_ids[1:], tuple(end - 1 for end in encoded.paragraph_ends))
         if add_special_tokens and not encoded.token_ids and bos is not None:
-            encoded = Encoded((bos,))
+            encoded = EncodedPrompt((bos,))
         if not encoded.token_ids:
             why = "the model has no BOS token to start from" if add_special_tokens else "add_special_tokens is false"
             raise RowError("empty_prompt", f"the prompt has no tokens and {why}")
@@ -151,7 +151,7 @@ class Tokenizer:
 
     def encode_chat(
         self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False, most_tokens: int | None = None
-    ) -> Encoded:
+    ) -> EncodedPrompt:
         """The chat template's rendering of the messages, with the opening of the answer.
 
         Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or failed, or
@@ -266,7 +266,7 @@ class Tokenizer:
             "context_length_exceeded", f"the text has {len(text)} characters; they do not fit into {most_tokens} tokens"
         )
 
-    def _encode(self, text: str, *, special: bool, paragraphs: bool = False) -> Encoded:
+    def _encode(self, text: str, *, special: bool, paragraphs: bool = False) -> EncodedPrompt:
         backend = self._require("text")
         # Only tokenizers of the Rust library know where in the text a token lies.
         located = {"return_offsets_mapping": True} if paragraphs and backend.is_fast else {}
@@ -276,7 +276,7 @@ class Tokenizer:
             # What the library says of lone surrogates, which JSON can write ("\ud800") and UTF-8 cannot.
             raise RowError("invalid_parameter", "the prompt holds half a surrogate pair; it is not Unicode") from error
         ends = _paragraph_ends(text, found["offset_mapping"]) if located else ()
-        return Encoded(tuple(found["input_ids"]), ends)
+        return EncodedPrompt(tuple(found["input_ids"]), ends)
 
     def _require(self, what: str) -> Any:
         if self._backend is None:

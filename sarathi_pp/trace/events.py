@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from sarathi_pp.core.cost.model import Load
-from sarathi_pp.core.plan import MicroBatch
+from sarathi_pp.core.plan import IdleReason, MicroBatch
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import InputError
 
@@ -30,7 +30,6 @@ SCHEMA = "sarathi-pp/trace/2"
 _SEQUENCE = re.compile(r"s(\d+)")
 
 CutReason = Literal["size", "queue"]
-StarvedReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ class Starved:
     """
 
     at_s: float
-    reason: StarvedReason
+    reason: IdleReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +340,7 @@ _LEGAL: dict[object, Callable[[object], bool]] = {
     tuple[int, int]: lambda value: _are_ints(value) and len(value) == 2,  # type: ignore[arg-type]
     Sequence[int]: _are_ints,
     CutReason: lambda value: value in get_args(CutReason),
-    StarvedReason: lambda value: value in get_args(StarvedReason),
+    IdleReason: lambda value: value in get_args(IdleReason),
     FinishReason: lambda value: value in get_args(FinishReason),
 }
 

@@ -1,6 +1,4 @@
-"""`sarathi-pp profile`: the real runtime on synthetic requests, and what its spans say of the machine.
-
-    timetable (core/policy/calibration) -> requests -> the runtime -> traces -> spans -> cost model -> profile.json
+"""What the spans of a calibration run say of the machine: traces -> spans -> cost model, jitter, drift, links.
 
 Every fifth microbatch is kept from the fit and used to say how far it is off. On a CPU that others use too, a span ends
 late because its thread was not running: there the thread's own CPU time is what the stage took.
@@ -8,34 +6,16 @@ late because its thread was not running: there the thread's own CPU time is what
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from sarathi_pp.analysis.timeline import Timeline
-from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
 from sarathi_pp.core.cost.model import CostModel
-from sarathi_pp.core.cost.profile import Drift, EdgeLink, Profile
-from sarathi_pp.core.cost.sizing import MOST_TOKENS, saturation
-from sarathi_pp.core.policy.calibration import make_timetable
-from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.distributed.environment import RankEnvironment
-from sarathi_pp.errors import ConfigError, RowError, SarathiError
-from sarathi_pp.inputs.row import Row
-from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.kv import page_bytes
-from sarathi_pp.outputs.profile_file import write_profile
-from sarathi_pp.run.display import Display
-from sarathi_pp.run.rows import run_rows
-from sarathi_pp.stages.capacity import limits_of
-from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.core.cost.profile import Drift, EdgeLink
+from sarathi_pp.errors import ConfigError
 from sarathi_pp.trace.events import Compute, Event
-from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.tuning.fit import (
     MEDIAN_TO_SIGMA,
     Fit,
@@ -48,9 +28,6 @@ from sarathi_pp.tuning.fit import (
     measure_links,
     without_outliers,
 )
-
-if TYPE_CHECKING:
-    from sarathi_pp.run.finished_run import FinishedRun
 
 _HELD_OUT = 5
 # Below this share of its span the computing thread was kept from a core.
@@ -83,22 +60,6 @@ class Measurement:
     links: tuple[EdgeLink, ...]
     host_s: float
     throughput: tuple[tuple[int, float], ...]
-
-
-def run_profile(
-    config: RunConfig, env: RankEnvironment | None, output: Path, display: Display, *, overwrite: bool
-) -> int:
-    """One rank of a calibration run; rank 0 writes the profile. Returns the exit code of this process.
-
-    overwrite: whether the run directory may replace that of an earlier run.
-    """
-    calibrator = _Calibrator(output, config.seed, display)
-    return run_rows(calibration_config(config), env, calibrator, _Discard(), display, overwrite=overwrite)
-
-
-def calibration_config(config: RunConfig) -> RunConfig:
-    """The run that measures, for the run that is to be profiled."""
-    return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None, head="last")
 
 
 def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> Measurement:
@@ -134,90 +95,6 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
         host_s=measure_host(timeline, counted),
         throughput=_throughput(model, measured),
     )
-
-
-@dataclass(slots=True)
-class _Calibrator:
-    """Rank 0's part: the requests before the run, the profile after it."""
-
-    output: Path
-    seed: int
-    display: Display
-    _run: ResolvedRun | None = field(default=None, init=False)
-    _facts: ModelFacts | None = field(default=None, init=False)
-
-    def rows(self, run: ResolvedRun, facts: ModelFacts) -> list[Row]:
-        self._run, self._facts = run, facts
-        timetable = make_timetable(limits_of(run), self.seed)
-        draw, now_s = random.Random(self.seed), SystemClock().now()
-        rows = []
-        for index, (prompt, output) in enumerate(zip(timetable.prompts, timetable.outputs, strict=True)):
-            token_ids = tuple(draw.choices(range(facts.vocab_size), k=prompt))
-            sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=index)
-            rows.append(Row(index + 1, index, "own", Request(index, token_ids, sampling, now_s), arrival_s=now_s))
-        return rows
-
-    def finish(self, finished: FinishedRun) -> None:
-        """Write the profile, and show it with what else is worth knowing."""
-        self.display.show(finished.keep([self._measured(finished.traces[0])]))
-
-    def _measured(self, traces: Sequence[Path]) -> dict[str, Any]:
-        run, model = self._run, self._facts
-        assert run is not None and model is not None, "rows come before their analysis"
-        dtype: torch.dtype = getattr(torch, run.dtype)
-        warm_up = make_timetable(limits_of(run), self.seed).warm_up
-        found = measure([list(read_trace(trace)) for trace in traces], warm_up, model.hidden_size * dtype.itemsize)
-        profile = _profile(run, model, found, dtype)
-        write_profile(self.output, profile)
-        return {
-            **profile.to_json(),
-            "output": str(self.output),
-            "saturation_tokens": saturation(profile.cost),
-            "stage_errors": list(found.fit.stage_errors),
-            **{name: getattr(found, name) for name in ("microbatches", "held_out", "disturbed", "throughput")},
-        }
-
-
-def _profile(run: ResolvedRun, facts: ModelFacts, found: Measurement, dtype: torch.dtype) -> Profile:
-    held = facts.sharded(run.tensor_parallel_size)
-
-    def sized(layers: tuple[int, int]) -> int:
-        return page_bytes(layers[1] - layers[0], run.page_size, held.num_kv_heads, held.head_dim, dtype)
-
-    model = found.fit.model
-    stages = tuple(replace(stage, page_bytes=sized(stage.layers)) for stage in model.stages)
-    return Profile(
-        model=run.model,
-        device=run.device,
-        dtype=run.dtype,
-        hidden_size=facts.hidden_size,
-        num_layers=facts.num_layers,
-        cost=replace(model, stages=stages),
-        link_latency_s=found.link.latency_s,
-        link_bytes_per_s=found.link.bytes_per_s,
-        links=found.links,
-        jitter_cv=found.jitter_cv,
-        drift=found.drift,
-        pages=run.num_pages,
-        max_num_seqs=run.max_num_seqs,
-        error=found.fit.error,
-        page_size=run.page_size,
-        tensor_parallel_size=run.tensor_parallel_size,
-        host_s=found.host_s,
-    )
-
-
-class _Discard:
-    """Nobody wants these answers; but a model whose logits are not finite has not been measured."""
-
-    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        pass
-
-    def fail(self, row: Row, error: RowError) -> None:
-        raise SarathiError(f"calibration request {row.id}: {error.message}")
-
-    def close(self) -> None:
-        pass
 
 
 def _own_cores(spans: Spans, traces: Sequence[Sequence[Event]]) -> tuple[Spans, float | None]:

@@ -69,11 +69,6 @@ class HeadFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultFrame:
-    result: StepResult
-
-
-@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The sender is alive.
 
@@ -98,7 +93,7 @@ class Goodbye:
     """The last frame of an edge: the run is over in good order."""
 
 
-Frame = MicroBatchFrame | HeadFrame | ResultFrame | Heartbeat | Fragment | Goodbye
+Frame = MicroBatchFrame | HeadFrame | StepResult | Heartbeat | Fragment | Goodbye
 Number = TypeVar("Number", int, float)
 Numbers = tuple[Sequence[int], Sequence[float]]
 
@@ -174,10 +169,10 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
     match frame:
         case MicroBatchFrame():
             return 1, _flatten_microbatch(frame)
-        case ResultFrame(result):
-            columns = chain.from_iterable(zip(*result.tokens, strict=True))
-            integers = [result.index, int(result.short), len(result.tokens), *map(int, columns)]
-            return 2, (integers, [v for time in result.stage_times for v in time])
+        case StepResult(index, tokens, stage_times, short):
+            columns = chain.from_iterable(zip(*tokens, strict=True))
+            integers = [index, int(short), len(tokens), *map(int, columns)]
+            return 2, (integers, [v for time in stage_times for v in time])
         case Heartbeat(progress, busy, steps):
             return 3, ([progress, int(busy), steps], [])
         case Goodbye():
@@ -200,7 +195,7 @@ def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Fram
             sequences, epochs, token_ids, failed, first_bad = _columns(rest, 0, 5, count)
             fields = zip(sequences, epochs, token_ids, map(_flag, failed), first_bad, strict=True)
             tokens = tuple(map(SampledToken._make, fields))
-            return ResultFrame(StepResult(index, tokens, _stage_times(reals), _flag(short)))
+            return StepResult(index, tokens, _stage_times(reals), _flag(short))
         case 3:
             progress, busy, steps = integers
             _expect(not reals, "reals in a heartbeat")

@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import psutil
@@ -115,6 +117,18 @@ def test_an_llm_that_fails_when_its_stages_are_up_leaves_none_behind(monkeypatch
     monkeypatch.undo()
     with LLM(ADDER, stages=2) as llm:
         assert llm.generate("40+2=")[0].outputs[0].text == "42"
+
+
+def test_a_refused_start_leaves_no_thread_and_no_folder(tmp_path, monkeypatch):
+    threads = set(threading.enumerate())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(MissingError):
+        LLM("/nowhere/at/all")
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError):
+        LLM(ADDER)
+    assert not [thread for thread in threading.enumerate() if thread not in threads and thread.name == "LLM"]
 
 
 def test_refusals():

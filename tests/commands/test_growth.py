@@ -16,11 +16,13 @@ import torch
 from sarathi_pp.analysis.summary import summarise
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.policy import make_policy
-from sarathi_pp.core.policy.view import Limits as EngineLimits
+from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.inputs.generation_config import GenerationDefaults
-from sarathi_pp.inputs.source import FileSource, Limits, RequestMaker
+from sarathi_pp.inputs.prompt_limits import PromptLimits
+from sarathi_pp.inputs.request_maker import RequestMaker
+from sarathi_pp.inputs.source import FileSource
 from sarathi_pp.outputs.journal import Journal
 from sarathi_pp.outputs.sink import FileSink
 from sarathi_pp.stages.emulated_stage import EmulatedStage
@@ -89,12 +91,12 @@ def answer(folder: Path, num_rows: int, measure: Any, *, named: bool) -> tuple[S
         edge: QueueChannel = QueueChannel(clock, 3)
         runner = StageRunner(stage, edge, recorder, clock, HostTimer(clock))
         engine = Engine(
-            EngineLimits(1, 256, SEATS, 512, 4, PAGES, 2), make_policy("sarathi"), runner, edge, recorder, clock,
+            Limits(1, 256, SEATS, 512, 4, PAGES, 2), make_policy("sarathi"), runner, edge, recorder, clock,
             eos_token_ids=(), stop_checkers=lambda stop: None, listener=Mock(report_progress=sampler.sample),
         )  # fmt: skip
         journal = Journal.open(str(folder / "out.jsonl"))
         sink = FileSink(journal, tokenizer=tokenizer, clock=clock, model="m")
-        maker = RequestMaker(tokenizer, GenerationDefaults(), Limits(512, PAGES, 4, VOCAB), seed=0)
+        maker = RequestMaker(tokenizer, GenerationDefaults(), PromptLimits(512, PAGES, 4, VOCAB), seed=0)
         source = FileSource(str(folder / "in.jsonl"), maker, clock=clock, capacity=2 * SEATS)
         engine.run(source, sink)
         sink.close()

@@ -1,5 +1,6 @@
 """Policies from outside the package: a class by its module, a name by an entry point, and what is refused."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from sarathi_pp.core.policy import POLICIES, parse_policy, parse_recorded, registry
 from sarathi_pp.core.policy.orca import Orca
 from sarathi_pp.core.policy.sarathi import Sarathi
-from sarathi_pp.errors import ConfigError
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.errors import ConfigError, PolicyError
 from tests.core.driving import run_golden
 from tests.thinning import examples
 
@@ -46,6 +48,28 @@ class Duck:
 
 def function():
     pass
+
+@dataclass(frozen=True, slots=True)
+class Field(Sarathi):
+    wants_cost: bool = True
+
+class Word(Sarathi):
+    default_chunk_size = "256"
+
+class Empty(Sarathi):
+    default_chunk_size = 0
+
+class Fails(Sarathi):
+    def __init__(self):
+        raise OSError("no licence")
+
+class Unbounded(Sarathi):
+    def max_tokens(self, limits):
+        return 1.5 * limits.chunk_size
+
+class Lost(Sarathi):
+    def max_tokens(self, limits):
+        return limits.no_such_limit
 """
 
 
@@ -57,6 +81,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "broken": "import no_such_library",
         "unfinished": "def",
         "failing": "raise RuntimeError('no licence')",
+        "script": "raise SystemExit(0)",
+        "program": f"{MINE}\nfrom sarathi_pp import LLM\nLLM('any', policy='program_of_test:Mine')",
     }.items():
         (tmp_path / f"{name}_of_test.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -117,7 +143,7 @@ def test_what_a_policy_says_that_it_needs_is_taken_from_its_class(folder):
     [
         ("mine_of_test:Mine:odd=1", "mine_of_test:Mine has no parameter 'odd'; it takes: even, tbt_slo"),
         ("mine_of_test:Mine:label=x", "no parameter 'label'"),
-        ("mine_of_test:Other", "mine_of_test has no Other; its policies are: Half, Mine, Needs, Sarathi"),
+        ("mine_of_test:Other", "mine_of_test has no Other; its policies are: Empty, Fails, Field, Half, Lost, Mine, "),
         ("mine_of_test:Half", "mine_of_test:Half lacks pick; a policy defines pick and max_tokens"),
         ("mine_of_test:Needs", "missing a required argument: 'patience'; give each field of a policy a default"),
         ("mine_of_test:Duck", "is no policy; derive the class from sarathi_pp.core.policy.Policy"),
@@ -127,6 +153,14 @@ def test_what_a_policy_says_that_it_needs_is_taken_from_its_class(folder):
         ("broken_of_test:Mine", "importing broken_of_test failed with ModuleNotFoundError: .*no_such_library"),
         ("unfinished_of_test:Mine", "importing unfinished_of_test failed with SyntaxError"),
         ("failing_of_test:Mine", "failed with RuntimeError: no licence; see python -c 'import failing_of_test'"),
+        ("script_of_test:Mine", "ends the program when it is imported; put what it runs below if __name__ == "),
+        (
+            "program_of_test:Mine",
+            "ConfigError: program_of_test is imported for its policy, and starts an LLM; put",
+        ),
+        ("mine_of_test:Field", r"Field.wants_cost is a field of a dataclass; .*: write wants_cost: ClassVar\[bool\]"),
+        ("mine_of_test:Word", "Word.default_chunk_size is '256'; it must be int of at least 1"),
+        ("mine_of_test:Empty", "Empty.default_chunk_size is 0; it must be int of at least 1"),
         ("./mine_of_test.py:Mine", "names no class; give package.module:Class, as Python imports it"),
         (":Mine", "names no class"),
         ("__main__:Mine", "the other processes of a run cannot import __main__"),
@@ -173,3 +207,40 @@ def test_entry_points_are_looked_up_for_no_other_name(folder, monkeypatch):
 def test_nothing_is_imported_because_a_trace_names_it(text, folder):
     install(folder, "one", mine="mine_of_test:Mine")
     assert parse_recorded(text) is None and "mine_of_test" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Fails", "--policy mine_of_test:Fails: making it failed with OSError: no licence"),
+        ("Unbounded", "mine_of_test:Unbounded has a max_tokens of 384.0; it must be an integer of at least 1"),
+        ("Lost", "mine_of_test:Lost failed in max_tokens with AttributeError: .* no attribute 'no_such_limit'"),
+    ],
+)
+def test_what_sizes_the_buffers_of_a_run_is_checked_before_it(name, says, folder):
+    with pytest.raises(PolicyError, match=says):
+        parse_policy(f"mine_of_test:{name}").max_tokens(Limits(2, 256, 4, 256, 16, 64, 2))
+
+
+def test_ranks_compare_the_source_of_a_policy(folder):
+    """Its name alone says little of a file that each host has for itself."""
+    first = parse_policy("mine_of_test:Mine").source
+    assert first.startswith("mine_of_test:Mine in a file with SHA-256 ")
+    (folder / "mine_of_test.py").write_text(f"{MINE}# edited\n")
+    assert parse_policy("mine_of_test:Mine").source != first
+    assert parse_policy("sarathi:even=1").source == "sarathi"
+
+
+def test_the_current_directory_is_searched_for_what_is_nowhere_else(folder, monkeypatch):
+    here = folder / "here"
+    here.mkdir()
+    (here / "local_of_test.py").write_text(MINE)
+    monkeypatch.chdir(here)
+    searched = [*sys.path]
+    for text in ("mine_of_test:Mine", "nowhere_of_test:Mine", "broken_of_test:Mine"):
+        with contextlib.suppress(ConfigError):
+            parse_policy(text)
+        assert sys.path == searched, text
+    parse_policy("local_of_test:Mine")
+    assert sys.path == [*searched, str(here)]
+    sys.path.remove(str(here))

@@ -67,6 +67,7 @@ def test_an_error_on_one_rank_is_raised_on_all_with_where_it_happened():
     for taken in take(None, CapacityError("no room"), None):
         error = taken.exception()
         assert (type(error), str(error)) == (CapacityError, "stage 1 (rank 1): no room")
+        assert error.__context__ is None or error.__suppress_context__, "its own rank shows it twice"
         assert error.agreed
 
 

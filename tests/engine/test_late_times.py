@@ -25,7 +25,7 @@ from sarathi_pp.trace.clock import Clock, ManualClock
 from sarathi_pp.trace.events import Compute, Issued
 from sarathi_pp.trace.timer import Instant
 from sarathi_pp.wire.channel import QueueChannel
-from sarathi_pp.wire.codec import Frame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Frame, MicroBatchFrame
 from tests.commands.processes import ROOT
 from tests.engine.pipeline import ListRecorder, run_pipeline
 
@@ -116,7 +116,7 @@ def test_each_span_is_recorded_told_and_its_buffer_given_back_when_the_device_ha
     told: list[StageTime] = []
     for index in range(20):
         frame = edge.receive(0).frame
-        (time,) = frame.result.stage_times if isinstance(frame, ResultFrame) else frame.stage_times
+        (time,) = frame.stage_times
         assert index - behind <= time.microbatch <= index
         if time.seconds:
             told.append(time)

@@ -67,7 +67,7 @@ def test_anything_else_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    "text", [b"[]", b"[1, 2]", b'["ask", {}]', b'["stop", {"number": 1}]', b'["dance", {}]', b"[" * 100_000]
+    "text", [b"[]", b"[1, 2]", b'["submit", {}]', b'["stop", {"number": 1}]', b'["dance", {}]', b"[" * 100_000]
 )
 def test_json_of_another_form_is_refused(text):
     with pytest.raises(ProtocolError):
@@ -77,12 +77,12 @@ def test_json_of_another_form_is_refused(text):
 def test_each_kind_has_its_name_on_the_wire():
     request = Request(5, (1, 2), SamplingParams(seed=1))
     kinds = {
-        "ask": Submit(request),
+        "submit": Submit(request),
         "stop": Stop(15, None),
         "abort": Abort(),
-        "answer": Result(5, (7,), "length", 0, {}),
-        "failure": RequestError(5, "non_finite_logits", "no"),
-        "watch": Progress.nothing(2),
+        "result": Result(5, (7,), "length", 0, {}),
+        "error": RequestError(5, "non_finite_logits", "no"),
+        "progress": Progress.nothing(2),
     }
     assert [json.loads(encode(message))[0] for message in kinds.values()] == list(kinds)
 

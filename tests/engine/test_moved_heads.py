@@ -29,7 +29,7 @@ from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.trace.events import Compute, Head, Returned
 from sarathi_pp.trace.timer import HostTimer
 from sarathi_pp.wire.channel import QueueChannel
-from sarathi_pp.wire.codec import Frame, HeadFrame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Frame, HeadFrame, MicroBatchFrame
 from tests.analysis.schedules import start
 from tests.commands.processes import COMMAND, ROOT, Files, run
 from tests.engine.pipeline import ListRecorder, ListSink, ListSource, run_pipeline
@@ -160,7 +160,7 @@ def test_a_head_is_a_span_of_the_first_stage_and_a_result_like_any_other() -> No
         (lambda frame: HeadFrame(0, 0, times(frame)), "the head of m0 came with 0 rows, not 1"),
         (lambda frame: HeadFrame(0, 1, frame.stage_times), "result 0 has times of 1 stages, not of 2"),
         (
-            lambda frame: ResultFrame(StepResult(0, (), times(frame))),
+            lambda frame: StepResult(0, (), times(frame)),
             "result 0 came where a head was left to the first",
         ),
     ],

@@ -16,7 +16,6 @@ from sarathi_pp.engine.progress import Progress
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.channel import QueueChannel
-from sarathi_pp.wire.codec import ResultFrame
 from tests.engine.pipeline import ListRecorder, ListSink, ListSource
 
 COMPUTE_S = (0.5, 0.25)
@@ -35,7 +34,7 @@ class OneSecondPipeline:
         chunks = frame.microbatch.chunks
         tokens = tuple(SampledToken(c.sequence, c.epoch, 7) for c in chunks if c.sampling is not None)
         times = tuple(StageTime(frame.microbatch.index, seconds) for seconds in COMPUTE_S)
-        self._results.send(ResultFrame(StepResult(frame.microbatch.index, tokens, times)))
+        self._results.send(StepResult(frame.microbatch.index, tokens, times))
         self.num_sent += 1
 
     def close(self) -> None:

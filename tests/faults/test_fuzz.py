@@ -20,7 +20,8 @@ from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.input_format import choose_format
 from sarathi_pp.inputs.lines import read_lines
 from sarathi_pp.inputs.parse import parse_line
-from sarathi_pp.inputs.source import Limits, RequestMaker
+from sarathi_pp.inputs.prompt_limits import PromptLimits
+from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.outputs.sink import encode_line
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.wire import codec
@@ -95,7 +96,7 @@ CHUNKS = (
 FRAMES = (
     codec.MicroBatchFrame(MicroBatch(7, CHUNKS, (4, 5), 1.5), (StageTime(7, 0.25),), ((3, 0),)),
     codec.MicroBatchFrame(MicroBatch(0, (), (2,), 0.0)),
-    codec.ResultFrame(StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, True, 1)), (StageTime(6, 0.5),))),
+    StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, True, 1)), (StageTime(6, 0.5),)),
     codec.HeadFrame(7, 3, (StageTime(7, 0.25),), ((3, 0),)),
     codec.Heartbeat(12, True),
     codec.Fragment(True),
@@ -166,7 +167,9 @@ def test_a_row_is_made_of_any_bytes_or_refused() -> None:
     seeds = [*texts, b"".join(texts), b"\xef\xbb\xbf" + texts[0], b'{"prompt": ' + b"[" * 300 + b"\r\n", b"1e999\n"]
     seeds.append(b'{"id": 1e999, "prompt": "\xff"}\n')
     tokenizer = Tokenizer.load(ADDER, vocab_size=VOCAB_SIZE)
-    maker = RequestMaker(tokenizer, GenerationDefaults({"temperature": 0.0}), Limits(99, 99, 16, VOCAB_SIZE), seed=0)
+    maker = RequestMaker(
+        tokenizer, GenerationDefaults({"temperature": 0.0}), PromptLimits(99, 99, 16, VOCAB_SIZE), seed=0
+    )
     asked = failed = lines = 0
     while lines < CASES:
         data = mutated(rng, seeds)

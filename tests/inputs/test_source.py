@@ -18,13 +18,16 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
+from sarathi_pp.inputs.input_file import check_input
+from sarathi_pp.inputs.prompt_limits import PromptLimits
+from sarathi_pp.inputs.request_maker import RequestMaker, row_seed
 from sarathi_pp.inputs.row import Row
-from sarathi_pp.inputs.source import FileSource, Limits, MemorySource, RequestMaker, Source, check_input, row_seed
+from sarathi_pp.inputs.source import FileSource, MemorySource, Source
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock
 from tests.machine import patient
 
-LIMITS = Limits(max_model_len=8, num_pages=3, page_size=2, vocab_size=100)
+LIMITS = PromptLimits(max_model_len=8, num_pages=3, page_size=2, vocab_size=100)
 
 
 class Words:
@@ -46,7 +49,9 @@ class Words:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
-def maker(*, backend: object | None = None, limits: Limits = LIMITS, seed: int = 5, **sampling: object) -> RequestMaker:
+def maker(
+    *, backend: object | None = None, limits: PromptLimits = LIMITS, seed: int = 5, **sampling: object
+) -> RequestMaker:
     return RequestMaker(Tokenizer(backend, vocab_size=100), GenerationDefaults(sampling), limits, seed)
 
 
@@ -135,7 +140,7 @@ def test_an_id_that_was_seen_gives_an_error_with_both_lines(tmp_path):
     ],
 )
 def test_a_prompt_that_cannot_fit_is_refused_and_one_that_just_fits_is_not(max_model_len, num_pages, fits, code, words):
-    limits = Limits(max_model_len, num_pages, page_size=2, vocab_size=100)
+    limits = PromptLimits(max_model_len, num_pages, page_size=2, vocab_size=100)
     limits.check_prompt(fits)
     with pytest.raises(RowError, match=words) as caught:
         limits.check_prompt(fits + 1)

@@ -12,7 +12,7 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.text.chat_template import Renderer
-from sarathi_pp.text.tokenizer import Encoded, Tokenizer, _paragraph_ends
+from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer, _paragraph_ends
 from tests.text.tokenizer_kinds import continued
 
 CORPUS = [
@@ -85,7 +85,7 @@ def code_of(call, *args) -> str:
 
 
 def test_a_prompt_gets_bos_and_a_rendered_chat_gets_one_only():
-    assert tokenizer().encode_prompt("hello") == Encoded((0, *plain_ids("hello")))
+    assert tokenizer().encode_prompt("hello") == EncodedPrompt((0, *plain_ids("hello")))
     backend = byte_level()
     backend.chat_template = TEMPLATE
     ids = tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}]).token_ids
@@ -116,9 +116,9 @@ def test_a_prompt_is_taken_as_it_is_if_asked_for():
 
 
 def test_an_empty_prompt_is_bos_or_an_error():
-    assert tokenizer().encode_prompt("") == Encoded((0,))
+    assert tokenizer().encode_prompt("") == EncodedPrompt((0,))
     assert code_of(tokenizer(byte_level(bos=False)).encode_prompt, "") == "empty_prompt"
-    assert tokenizer(byte_level(bos=False)).encode_prompt(" ") == Encoded(tuple(plain_ids(" ")))
+    assert tokenizer(byte_level(bos=False)).encode_prompt(" ") == EncodedPrompt(tuple(plain_ids(" ")))
 
 
 def paragraphs(backend: PreTrainedTokenizerFast, text: str) -> list[str]:

@@ -158,7 +158,8 @@ def test_text_is_what_transformers_pipeline_adds_to_the_prompt(kind, model, tmp_
         assert answer == continued(by_class, asked.prompt_token_ids, output)
         (found,) = pipeline(prompt, **options)
         if kind in NEED_THE_PROMPT:
-            assert answer.strip() == found["generated_text"].removeprefix("##").strip()
+            shown = found["generated_text"]
+            assert answer.strip() == (shown.removeprefix("##") if kind == "word_piece" else shown).strip()
         else:
             assert answer == found["generated_text"]
 

@@ -19,7 +19,8 @@ from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import Link, Links, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.events import Compute, Event, TraceStart
-from sarathi_pp.tuning.measure import Measurement, calibration_config, measure
+from sarathi_pp.tuning.calibrate import calibration_config
+from sarathi_pp.tuning.measure import Measurement, measure
 from tests.analysis.schedules import start
 from tests.core.test_calibration import requests_of
 

@@ -30,14 +30,11 @@ bad = st.lists(st.tuples(int64, int64), max_size=3).map(tuple)
 frames = st.one_of(
     st.builds(codec.MicroBatchFrame, microbatches, times, bad, st.booleans()),
     st.builds(
-        codec.ResultFrame,
-        st.builds(
-            StepResult,
-            st.integers(0, 2**62),
-            st.lists(st.builds(SampledToken, int64, int64, int64, st.booleans(), int64), max_size=5).map(tuple),
-            times,
-            st.booleans(),
-        ),
+        StepResult,
+        st.integers(0, 2**62),
+        st.lists(st.builds(SampledToken, int64, int64, int64, st.booleans(), int64), max_size=5).map(tuple),
+        times,
+        st.booleans(),
     ),
     st.builds(codec.HeadFrame, st.integers(0, 2**62), st.integers(0, 2**31), times, bad, st.booleans()),
     st.builds(codec.Heartbeat, st.integers(0, 2**62), st.booleans()),

@@ -26,7 +26,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, StageTime, StepResult
 from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.trace.clock import Clock, ManualClock, SystemClock
 from sarathi_pp.wire import shared_memory
-from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame
 from sarathi_pp.wire.message import Payloads
 from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
 
@@ -99,8 +99,8 @@ def frame_of(index: int, num_tokens: int) -> MicroBatchFrame:
     return MicroBatchFrame(MicroBatch(index, (chunk,), (), 0.5), (StageTime(index, 0.25),))
 
 
-def result_of(index: int) -> ResultFrame:
-    return ResultFrame(StepResult(index, (), ()))
+def result_of(index: int) -> StepResult:
+    return StepResult(index, (), ())
 
 
 def rows_of(num_rows: int, seed: int) -> torch.Tensor:

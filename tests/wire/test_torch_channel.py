@@ -18,7 +18,7 @@ from sarathi_pp.errors import PeerLostError, ProtocolError, SarathiError
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.channel import COMMUNICATING
-from sarathi_pp.wire.codec import Fragment, Frame, Goodbye, Heartbeat, MicroBatchFrame, ResultFrame
+from sarathi_pp.wire.codec import Fragment, Frame, Goodbye, Heartbeat, MicroBatchFrame
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.stage_progress import StageProgress
 from sarathi_pp.wire.torch_channel import Edge, Payloads, TorchReceiver, TorchSender
@@ -129,7 +129,7 @@ def in_turn(peer, losses: Losses | None = None) -> TorchSender:
 def test_a_buffer_is_held_until_its_message_has_left(peer):
     """A third message waits for one of two buffers; each keeps what it was given meanwhile."""
     sender = in_turn(peer)
-    frames = [ResultFrame(StepResult(index, (), ())) for index in range(3)]
+    frames = [StepResult(index, (), ()) for index in range(3)]
     for frame in frames[:2]:
         sender.reserve()
         sender.send(frame)
@@ -153,7 +153,7 @@ def test_whoever_sends_to_a_lost_peer_is_told_at_the_next_reservation(peer):
     sender = in_turn(peer, losses)
     sender.reserve()
     peer.gone = True
-    sender.send(ResultFrame(StepResult(0, (), ())))
+    sender.send(StepResult(0, (), ()))
     assert "closed its connection" in str(losses.errors.get(timeout=BLOCKED_S))
     for _ in range(5):
         with pytest.raises(PeerLostError, match="stage 1 closed its connection"):

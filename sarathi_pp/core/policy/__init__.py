@@ -1,5 +1,6 @@
 """Policies: which tokens of which sequences run next. Each is a file of its own; see registry.py for the names."""
 
+from sarathi_pp.core.policy.class_path import module_being_imported
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.registry import POLICIES
 from sarathi_pp.core.policy.spec import PolicySpec, parse_policy, parse_recorded, with_tbt_slo
@@ -14,6 +15,7 @@ __all__ = [
     "SequenceView",
     "View",
     "make_policy",
+    "module_being_imported",
     "parameter",
     "parse_policy",
     "parse_recorded",

@@ -1,8 +1,9 @@
-"""The policies of this package. To add one, write its file in this folder and give it a line here."""
+"""The names of policies. To add one to this package, write its file in this folder and give it a line here."""
 
 from __future__ import annotations
 
-from sarathi_pp.core.policy.outside import choose_installed, installed_policies, load_class, search_current_directory
+from sarathi_pp.core.policy.class_path import load_class
+from sarathi_pp.core.policy.entry_points import choose_installed, installed_policies
 from sarathi_pp.core.policy.view import Policy
 from sarathi_pp.errors import ConfigError
 
@@ -39,7 +40,6 @@ def find_class(name: str) -> type[Policy]:
     if is_built_in(name):
         return load_class((POLICIES | UNLISTED)[name], name)
     if ":" in name:
-        search_current_directory()
         return load_class(name, name)
     installed = installed_policies()
     if name not in installed:

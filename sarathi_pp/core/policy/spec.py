@@ -9,13 +9,17 @@ package.module:Class:key=value         with parameters
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from sarathi_pp.core.policy.parameter import parameters_of, read_parameter
 from sarathi_pp.core.policy.registry import find_class, is_built_in
-from sarathi_pp.core.policy.view import Policy
-from sarathi_pp.errors import ConfigError
+from sarathi_pp.core.policy.view import Limits, Policy, class_name, max_tokens_of
+from sarathi_pp.errors import ConfigError, PolicyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,25 @@ class PolicySpec:
         return f"{self.name}:{','.join(self.parameters)}" if self.parameters else self.name
 
     def make(self) -> Policy:
-        """Return a new policy: it may keep state, so each coordinator has its own."""
-        return self.kind(**self._values())
+        """Return a new policy: it may keep state, so each coordinator has its own. Raises PolicyError."""
+        try:
+            return self.kind(**self._values())
+        except Exception as error:
+            raise PolicyError(f"--policy {self}: making it failed with {type(error).__name__}: {error}") from error
+
+    def max_tokens(self, limits: Limits) -> int:
+        """Return the most tokens of one microbatch under these limits. Raises PolicyError."""
+        return max_tokens_of(self.make(), limits)
+
+    @property
+    def source(self) -> str:
+        """What must be the same on all ranks that schedule by it: for a policy of the user's own its very source."""
+        if is_built_in(self.name):
+            return self.name
+        with suppress(OSError, TypeError):
+            digest = hashlib.sha256(Path(inspect.getfile(self.kind)).read_bytes()).hexdigest()[:12]
+            return f"{class_name(self.kind)} in a file with SHA-256 {digest}..."
+        return class_name(self.kind)
 
     def inflight(self, num_stages: int) -> int:
         """Return the most microbatches at once, unless the user or a profile says."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.errors import PolicyError
 
 
 class SequenceView(Protocol):
@@ -118,3 +119,22 @@ class Policy(ABC):
     @abstractmethod
     def max_tokens(self, limits: Limits) -> int:
         """Return the most tokens that one microbatch can hold under these limits; sizes the wire's buffers."""
+
+
+def class_name(kind: type[Policy]) -> str:
+    """Return module:Class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def max_tokens_of(policy: Policy, limits: Limits) -> int:
+    """Return the policy's `max_tokens`. Raises PolicyError if it gives none, or no integer of at least 1."""
+    try:
+        most = policy.max_tokens(limits)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise PolicyError(f"the policy {class_name(type(policy))} failed in max_tokens with {what}") from error
+    if type(most) is not int or most < 1:
+        raise PolicyError(
+            f"the policy {class_name(type(policy))} has a max_tokens of {most!r}; it must be an integer of at least 1"
+        )
+    return most

@@ -1,0 +1,145 @@
+"""From `package.module:Class` to a policy's class that keeps the rules of one.
+
+A module that is not installed may lie in the current directory. The console script and the workers (`python -P`) leave
+that directory out of Python's search, so it is added as a last resort. No file there hides an installed module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import ClassVar, get_origin, get_type_hints
+
+from sarathi_pp.core.policy.view import Policy
+from sarathi_pp.errors import ConfigError
+
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+# What a policy needs from the runtime, by name, and the least legal number.
+_ATTRIBUTES = [name for name, hint in get_type_hints(Policy).items() if get_origin(hint) is ClassVar]
+_LEAST = {"default_chunk_size": 1, "spare_microbatches": 0}
+# Modules that are being imported for a policy.
+_importing: list[str] = []
+
+
+def module_being_imported() -> str | None:
+    """Return the module that is being imported for a policy at this moment.
+
+    A program that names a policy of its own file is imported by that name too. What starts a run at its top level would
+    start another one in there, without end.
+    """
+    return _importing[-1] if _importing else None
+
+
+def load_class(path: str, name: str) -> type[Policy]:
+    """Return the class that module:Class names.
+
+    Args:
+        name: what the user gave, for errors.
+
+    Raises:
+        ConfigError: it cannot be imported, is no policy, lacks a method, needs arguments to be made, or what it says of
+            its needs is not legal.
+    """
+    if re.fullmatch(f"{_DOTTED}:{_DOTTED}", path) is None:
+        raise ConfigError(f"--policy {name}: {path} names no class; give package.module:Class, as Python imports it")
+    module, _, attribute = path.partition(":")
+    kind: object = _import(module, name)
+    for part in attribute.split("."):
+        if not hasattr(kind, part):
+            raise ConfigError(f"--policy {name}: {module} has no {attribute}; its policies are: {_policies_in(module)}")
+        kind = getattr(kind, part)
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise ConfigError(f"--policy {name}: {path} is no policy; derive the class from sarathi_pp.core.policy.Policy")
+    if kind.__abstractmethods__:
+        missing = " and ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(f"--policy {name}: {path} lacks {missing}; a policy defines pick and max_tokens")
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise ConfigError(f"--policy {name}: {path} is {error}; give each field of a policy a default") from None
+    _check_attributes(kind, f"--policy {name}: {path}")
+    return kind
+
+
+def _check_attributes(kind: type[Policy], where: str) -> None:
+    fields: list[str] = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    for attribute in _ATTRIBUTES:
+        expected = type(getattr(Policy, attribute))
+        value = getattr(kind, attribute)
+        if attribute in fields:
+            raise ConfigError(
+                f"{where}.{attribute} is a field of a dataclass; it belongs to the class: "
+                f"write {attribute}: ClassVar[{expected.__name__}]"
+            )
+        if type(value) is not expected or value < _LEAST.get(attribute, value):
+            least = f" of at least {_LEAST[attribute]}" if attribute in _LEAST else ""
+            raise ConfigError(f"{where}.{attribute} is {value!r}; it must be {expected.__name__}{least}")
+
+
+def _import(module: str, name: str) -> ModuleType:
+    if module == "__main__":
+        raise ConfigError(
+            f"--policy {name}: the other processes of a run cannot import __main__; put the class into its own module"
+        )
+    _importing.append(module)
+    try:
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module.partition(".")[0]:
+                raise
+        with _in_current_directory():
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _failed(module, name, error) from error
+        raise ConfigError(
+            f"--policy {name}: there is no module {error.name}; install it, add its folder to PYTHONPATH, or start in "
+            f"that folder"
+        ) from None
+    except SystemExit as error:
+        raise ConfigError(
+            f"--policy {name}: {module} ends the program when it is imported; put what it runs below "
+            f'if __name__ == "__main__":'
+        ) from error
+    except Exception as error:
+        raise _failed(module, name, error) from error
+    finally:
+        _importing.pop()
+
+
+@contextmanager
+def _in_current_directory() -> Iterator[None]:
+    """Search the current directory after all others. It stays if what is sought is found: policies import late too."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        here = ""
+    searched = not here or here in sys.path
+    if not searched:
+        sys.path.append(here)
+    try:
+        yield
+    except BaseException:
+        if not searched:
+            sys.path.remove(here)
+        raise
+
+
+def _failed(module: str, name: str, error: Exception) -> ConfigError:
+    what = f"{type(error).__name__}: {error}"
+    return ConfigError(f"--policy {name}: importing {module} failed with {what}; see python -c 'import {module}'")
+
+
+def _policies_in(module: str) -> str:
+    """Return the names of the policies that a module defines, for an error message."""
+    kinds = vars(sys.modules[module]).values()
+    names = {kind.__name__ for kind in kinds if isinstance(kind, type) and issubclass(kind, Policy)}
+    return ", ".join(sorted(names - {Policy.__name__})) or "none"

@@ -1,0 +1,32 @@
+"""Names of policies that installed distributions register.
+
+A distribution does so in its pyproject.toml:
+
+    [project.entry-points."sarathi_pp.policies"]
+    shortest-first = "my_package.policies:ShortestFirst"
+"""
+
+from __future__ import annotations
+
+from sarathi_pp.errors import ConfigError
+
+GROUP = "sarathi_pp.policies"
+
+
+def installed_policies() -> dict[str, dict[str, str]]:
+    """Return module:Class by distribution, by name, of all entry points in GROUP."""
+    from importlib.metadata import entry_points  # slow to import, and reads a file of every distribution
+
+    registered: dict[str, dict[str, str]] = {}
+    for point in entry_points(group=GROUP):
+        owner = point.dist.name if point.dist is not None else "?"
+        registered.setdefault(point.name, {})[owner] = f"{point.module}:{point.attr}"
+    return registered
+
+
+def choose_installed(name: str, registered: dict[str, str]) -> str:
+    """Return the one module:Class of a name. Raises ConfigError if distributions registered different ones."""
+    if len({*registered.values()}) > 1:
+        owners = " and ".join(f"{path} of {owner}" for owner, path in sorted(registered.items()))
+        raise ConfigError(f"--policy {name}: the name stands for {owners}; give the one you mean as module:Class")
+    return next(iter(registered.values()))

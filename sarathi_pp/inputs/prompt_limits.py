@@ -1,0 +1,59 @@
+"""What a prompt must fit before it becomes a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.errors import RowError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What a prompt must fit: the model's length, and the smallest stage's KV pool (num_pages x page_size)."""
+
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Check that a prompt can be computed. A prompt of max_model_len is legal: it gets no output.
+
+        Raises RowError: `context_length_exceeded` or `kv_cache_exhausted`.
+        """
+        if num_tokens > self.max_model_len:
+            raise RowError(
+                "context_length_exceeded",
+                f"the prompt has {num_tokens} tokens and max_model_len is {self.max_model_len}",
+            )
+        if num_tokens > self.num_pages * self.page_size:
+            raise kv_cache_exhausted(f"the prompt has {num_tokens} tokens", self.num_pages, self.page_size)
+
+    def small_kv_cache(self) -> str | None:
+        """Return a warning if a request of max_model_len tokens does not fit into the KV cache."""
+        held = self.num_pages * self.page_size
+        if held >= self.max_model_len:
+            return None
+        return (
+            f"the KV cache holds {held} tokens and max_model_len is {self.max_model_len}: a request that needs more "
+            f"ends with the error kv_cache_exhausted. Raise --kv-cache-memory, or lower --max-model-len to {held}"
+        )
+
+    def clamp(self, sampling: SamplingParams) -> SamplingParams:
+        """The same request in numbers of ordinary size: what exceeds a limit means no limit."""
+        top_k = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
+        return replace(sampling, top_k=top_k, max_new_tokens=min(sampling.max_new_tokens, self.max_model_len))
+
+
+def kv_cache_exhausted(needed: str, num_pages: int, page_size: int) -> RowError:
+    """Return the error of a request that the whole KV cache cannot hold.
+
+    Args:
+        needed: what the request needs, a clause for the message.
+    """
+    return RowError(
+        "kv_cache_exhausted",
+        f"{needed}, and the KV cache holds {num_pages * page_size} ({num_pages} pages of {page_size}). Raise "
+        f"--kv-cache-memory, and run again with --resume --retry-errors",
+    )

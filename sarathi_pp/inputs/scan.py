@@ -1,0 +1,77 @@
+"""A look at every line of an input file before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sarathi_pp.errors import InputError, RowError
+from sarathi_pp.inputs.generation_config import GenerationDefaults
+from sarathi_pp.inputs.input_file import open_input, parsed_lines
+from sarathi_pp.inputs.input_format import InputFormat
+from sarathi_pp.inputs.parse import ParsedLine
+from sarathi_pp.inputs.row import shorten
+
+# How many problems are named.
+_SHOWN_PROBLEMS = 5
+# Codes of problems whose messages quote what the line holds.
+_QUOTING = ("invalid_parameter", "unknown_parameter", "unsupported_parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class InputScan:
+    """What is wrong with the lines of a file. problems: the first few, for people."""
+
+    num_rows: int
+    num_problems: int
+    problems: tuple[str, ...]
+
+
+def scan_input(
+    path: str, defaults: GenerationDefaults, *, asked: InputFormat = "auto", has_text: bool = True
+) -> InputScan:
+    """Looks at every line without tokenising it: UTF-8, JSON, keys, sampling values, and ids that occur twice.
+
+    What needs the model (lengths, token ids) shows when the line is run.
+
+    Args:
+        asked: the format that the user named.
+        has_text: the model has a tokenizer; otherwise only token ids can run.
+
+    Raises:
+        InputError: the file cannot be read, or is of no format that has rows.
+    """
+    num_rows, num_problems = 0, 0
+    problems: list[str] = []
+    with open_input(path) as stream:
+        try:
+            for parsed in parsed_lines(path, stream, asked):
+                num_rows += 1
+                error = _find_error(parsed, defaults, has_text=has_text)
+                if error is not None:
+                    num_problems += 1
+                    if len(problems) < _SHOWN_PROBLEMS:
+                        problems.append(f"line {parsed.line}: {parsed.summary or _without_values(error)}")
+        except OSError as error:
+            raise InputError(f"--input {path} cannot be read on: {error}") from error
+    return InputScan(num_rows, num_problems, tuple(problems))
+
+
+def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: bool) -> RowError | None:
+    """Return the error of a line, as far as it is known without its tokens."""
+    if parsed.error is not None:
+        return parsed.error
+    if not has_text and parsed.prompt_token_ids is None:
+        return RowError("no_tokenizer", "text needs the model's tokenizer files, which are not there")
+    if parsed.overrides or defaults.unsupported:  # the defaults alone were checked before
+        try:
+            defaults.params(parsed.overrides, parsed.switched_off)
+        except RowError as error:
+            return error
+    return None
+
+
+def _without_values(problem: RowError) -> str:
+    """Return a problem's text for a log, which must hold no prompt. The row's line in the output has the values."""
+    if problem.code in _QUOTING:
+        return problem.code
+    return shorten(problem.message)

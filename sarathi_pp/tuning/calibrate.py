@@ -1,0 +1,164 @@
+"""`sarathi-pp profile`: run synthetic requests through the real runtime, and fit a profile to its traces.
+
+timetable (core/policy/calibration) -> requests -> the runtime -> traces -> measure.py -> profile.json
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.cost.sizing import MOST_TOKENS, saturation
+from sarathi_pp.core.policy.calibration import make_timetable
+from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.distributed.environment import RankEnvironment
+from sarathi_pp.distributed.refusal import refuse
+from sarathi_pp.errors import RowError, SarathiError
+from sarathi_pp.inputs.generation_config import GenerationDefaults
+from sarathi_pp.inputs.row import Row
+from sarathi_pp.inputs.source import MemorySource
+from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.outputs.profile_file import write_profile
+from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.run.display import Display
+from sarathi_pp.run.ending import Ending, exit_code, handle_signals
+from sarathi_pp.run.joining import joined, ready
+from sarathi_pp.run.preflight import Preflight, open_model
+from sarathi_pp.stages.capacity import limits_of
+from sarathi_pp.text.tokenizer import Tokenizer
+from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.trace.recorder import read_trace
+from sarathi_pp.tuning.measure import Measurement, measure
+
+if TYPE_CHECKING:
+    from sarathi_pp.run.rank import Rank
+
+
+def run_profile(
+    config: RunConfig, env: RankEnvironment | None, output: Path, display: Display, *, overwrite: bool
+) -> int:
+    """Run one rank of a calibration; rank 0 writes the profile. Returns the exit code of this process.
+
+    Args:
+        overwrite: the run directory may replace that of an earlier run. It is deleted at the end unless the
+            configuration names one.
+    """
+    env, config = env or RankEnvironment(), calibration_config(config)
+    try:
+        config, model_dir, profile, facts = open_model(config)
+    except SarathiError as error:
+        return refuse(error, env, config.join_timeout_s, display)
+    # Inside the launcher's own directory if there is one, which it removes: a rank that fails does not tidy up.
+    private = Path(env.store).parent if env.store else None
+    with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:
+        run_dir = RunDirectory(config.run_dir or Path(scratch) / "run")
+        if config.run_dir is not None and env.rank == 0:
+            run_dir = held.enter_context(RunDirectory.claim(config.run_dir, overwrite=overwrite))
+        config = replace(config, run_dir=run_dir.path)
+        checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir)
+        ending = Ending(env, config, display, run_dir)
+        with exit_code(ending):
+            with handle_signals(ending), joined(env, config) as plane, ready(checked, plane, ending) as rank:
+                if env.rank == 0:
+                    _answer(rank, display)
+                else:
+                    rank.serve()
+                finished = rank.finish()
+            if finished is not None:
+                display.show(finished.keep([_write_profile(rank.run, facts, finished.traces[0], output)]))
+    return ending.code
+
+
+def calibration_config(config: RunConfig) -> RunConfig:
+    """Return the run that measures, for the run that is to be profiled."""
+    return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None, head="last")
+
+
+def _answer(rank: Rank, display: Display) -> None:
+    """Answer the requests of the timetable, which are token ids and need no tokenizer."""
+    run, facts = rank.run, rank.checked.facts
+    rank.checked.run_dir.begin(rank.describe())
+    with (
+        display.progress(run.num_stages) as listener,
+        rank.driving(Tokenizer(None, vocab_size=facts.vocab_size), listener) as driver,
+    ):
+        driver.run(MemorySource(_rows(run, facts)), _Discard())
+
+
+def _rows(run: ResolvedRun, facts: ModelFacts) -> list[Row]:
+    timetable = make_timetable(limits_of(run), run.seed)
+    draw, now_s = random.Random(run.seed), SystemClock().now()
+    rows = []
+    for index, (prompt, output) in enumerate(zip(timetable.prompts, timetable.outputs, strict=True)):
+        token_ids = tuple(draw.choices(range(facts.vocab_size), k=prompt))
+        sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=index)
+        rows.append(Row(index + 1, index, "own", Request(index, token_ids, sampling, now_s), arrival_s=now_s))
+    return rows
+
+
+def _write_profile(run: ResolvedRun, facts: ModelFacts, traces: Sequence[Path], output: Path) -> dict[str, Any]:
+    """Fold the traces and write the profile; returns what is shown of it. Raises as `measure`, and OutputError."""
+    dtype: torch.dtype = getattr(torch, run.dtype)
+    warm_up = make_timetable(limits_of(run), run.seed).warm_up
+    measurement = measure([list(read_trace(trace)) for trace in traces], warm_up, facts.hidden_size * dtype.itemsize)
+    profile = _profile(run, facts, measurement, dtype)
+    write_profile(output, profile)
+    return {
+        **profile.to_json(),
+        "output": str(output),
+        "saturation_tokens": saturation(profile.cost),
+        "stage_errors": list(measurement.fit.stage_errors),
+        **{name: getattr(measurement, name) for name in ("microbatches", "held_out", "disturbed", "throughput")},
+    }
+
+
+def _profile(run: ResolvedRun, facts: ModelFacts, measurement: Measurement, dtype: torch.dtype) -> Profile:
+    held = facts.sharded(run.tensor_parallel_size)
+
+    def sized(layers: tuple[int, int]) -> int:
+        return page_bytes(layers[1] - layers[0], run.page_size, held.num_kv_heads, held.head_dim, dtype)
+
+    model = measurement.fit.model
+    stages = tuple(replace(stage, page_bytes=sized(stage.layers)) for stage in model.stages)
+    return Profile(
+        model=run.model,
+        device=run.device,
+        dtype=run.dtype,
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
+        cost=replace(model, stages=stages),
+        link_latency_s=measurement.link.latency_s,
+        link_bytes_per_s=measurement.link.bytes_per_s,
+        links=measurement.links,
+        jitter_cv=measurement.jitter_cv,
+        drift=measurement.drift,
+        pages=run.num_pages,
+        max_num_seqs=run.max_num_seqs,
+        error=measurement.fit.error,
+        page_size=run.page_size,
+        tensor_parallel_size=run.tensor_parallel_size,
+        host_s=measurement.host_s,
+    )
+
+
+class _Discard:
+    """Nobody wants these answers; but a model whose logits are not finite has not been measured."""
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        pass
+
+    def fail(self, row: Row, error: RowError) -> None:
+        raise SarathiError(f"calibration request {row.id}: {error.message}")
+
+    def close(self) -> None:
+        pass

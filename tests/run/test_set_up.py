@@ -1,0 +1,75 @@
+"""What a set-up leaves that fails, and in which order a run that succeeds lets go and shows."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sarathi_pp.cli.main import main
+from sarathi_pp.cli.show import BatchDisplay
+from sarathi_pp.config import RunConfig
+from sarathi_pp.distributed.control_plane import ControlPlane
+from sarathi_pp.distributed.environment import RankEnvironment
+from sarathi_pp.errors import CapacityError
+from sarathi_pp.inputs.generation_config import GenerationDefaults
+from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.process.watchdog import Watchdog
+from sarathi_pp.run import rank as rank_module
+from sarathi_pp.run.preflight import Preflight
+from sarathi_pp.run.rank import set_up
+from sarathi_pp.run.setup import Member, agree_on_start
+from sarathi_pp.stages.emulated_stage import emulated_facts, with_profile
+from sarathi_pp.trace.clock import SystemClock
+from tests.core.cost.test_profile import PROFILE
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def trace_writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "trace-writer"]
+
+
+def test_edges_that_do_not_open_leave_no_open_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        assert len(trace_writers()) == 1
+        raise CapacityError("no memory for edges")
+
+    monkeypatch.setattr(rank_module, "open_pipeline", refuse)
+    config = with_profile(RunConfig(model=""), PROFILE)
+    facts = emulated_facts(PROFILE, config.page_size)
+    checked = Preflight(config, None, PROFILE, facts, GenerationDefaults(), RunDirectory(tmp_path / "run"))
+    member = Member(checked, ControlPlane.join(RankEnvironment(), 60, 60), Watchdog(None), SystemClock())
+    with pytest.raises(CapacityError, match="no memory for edges"):
+        set_up(member, agree_on_start(member))
+    assert trace_writers() == []
+    member.plane.leave()
+
+
+def test_ranks_that_fail_while_they_introduce_themselves_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+    monkeypatch.setattr("sarathi_pp.distributed.control_plane._connect", lambda *args: None)
+    monkeypatch.setattr(ControlPlane, "leave", lambda plane: left.append(plane))
+    with pytest.raises(AssertionError):  # there is no connection
+        ControlPlane.join(RankEnvironment(world_size=2), 60, 60)
+    assert len(left) == 1
+
+
+def test_a_report_is_shown_once_the_run_has_let_go_of_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads it may take any time: no other rank, no lock and no handler of the run waits for them."""
+    order = []
+    for owner, name in ((ControlPlane, "leave"), (BatchDisplay, "fold"), (BatchDisplay, "show"), (Watchdog, "close")):
+        work = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, _work=work, _name=name: (order.append(_name), _work(*args))[1])
+    # Of other tests in this process threads may be left, with which a rank would not return.
+    monkeypatch.setattr("sarathi_pp.run.ending._communicates", lambda: False)
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [3, 4]}\n')
+    files = ("--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"))
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--emulate", str(EXAMPLES / "emulated.json"), "--stages", "1", *files])
+    assert ended.value.code == 0
+    assert order == ["fold", "leave", "close", "show"]

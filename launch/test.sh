@@ -11,7 +11,7 @@ source launch/setup.sh
 set_up "$root"
 
 # Seconds, with AVX512-BF16; processors without it have half as much again.
-declare -A budgets=([static]=30 [pure]=40 [model]=300 [reports]=120 [runtime]=300 [faults]=270 [launch]=140)
+declare -A budgets=([static]=45 [pure]=25 [model]=340 [reports]=90 [runtime]=380 [faults]=230 [launch]=90)
 known=(static pure model reports runtime faults launch)
 options=()
 tiers=()
@@ -84,15 +84,17 @@ pure() {
     local jobs=(-n auto)
     run_tests tests/core tests/trace tests/analysis tests/sim
 }
+# Cases of a family follow each other, so each worker makes the models and answers of its own half of them.
+families=(-n auto --dist worksteal)
 model() {
-    local bad=0 jobs=(-n auto)
+    local bad=0 jobs=("${families[@]}")
     run_tests tests/model tests/kernels tests/mockgpu || bad=1
     oldest || bad=1
     return $bad
 }
 # The cases marked `oldest` once more, with the oldest transformers in front of .venv's. Kept like .venv.
 oldest() {
-    local jobs=(-m oldest) folder=$root/.oldest
+    local jobs=(-m oldest "${families[@]}") folder=$root/.oldest
     echo "-- $(grep ^transformers launch/oldest.txt)"
     if ! cmp -s launch/oldest.txt "$folder/oldest.txt"; then
         rm -rf "$folder"
@@ -129,17 +131,17 @@ reports() {
 waiting=(-n auto --dist loadfile)
 # These compare measured times with expected ones, so nothing may run beside them.
 timed_runtime=(
-    tests/commands/test_bench_command.py tests/commands/test_emulated.py tests/commands/test_links.py
-    tests/commands/test_profile_command.py tests/engine/test_simulated_order.py
+    tests/commands/test_bench_command.py tests/commands/test_emulated.py tests/engine/test_simulated_order.py
 )
 timed_faults=(tests/faults/test_slow.py)
 runtime() {
-    local bad=0 jobs=(-n auto)
+    local bad=0 jobs=("${families[@]}")
     has ip iproute2  # hosts are network namespaces
     run_tests tests/exact || bad=1
     jobs=("${waiting[@]}" "${timed_runtime[@]/#/--ignore=}")
-    run_tests tests/process tests/text tests/wire tests/stages tests/inputs tests/outputs tests/distributed \
-        tests/engine tests/run tests/api tests/commands || bad=1
+    # The longest files first: the last ones then end together.
+    run_tests tests/commands tests/api tests/distributed tests/stages tests/engine tests/wire tests/text tests/run \
+        tests/inputs tests/outputs tests/process || bad=1
     jobs=()
     run_tests "${timed_runtime[@]}" || bad=1
     return $bad
@@ -147,7 +149,7 @@ runtime() {
 faults() {
     local bad=0 jobs=("${waiting[@]}" "${timed_faults[@]/#/--ignore=}")
     has ip iproute2
-    run_tests tests/faults || bad=1
+    run_tests tests/faults/test_resume.py tests/faults/test_network.py tests/faults || bad=1
     jobs=()
     run_tests "${timed_faults[@]}" || bad=1
     return $bad

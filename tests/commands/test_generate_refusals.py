@@ -198,7 +198,7 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         ("in.csv", b"id,prompt\n1,hi\n", "is CSV: python"),
         ("in.jsonl", b'[{"prompt": "1+2="}]', "is a JSON array"),
         ("in.txt", "1+2=\n".encode("utf-16"), "is UTF-16: iconv"),
-        ("in.jsonl", gzip.compress(b"{}"), "is gzip-compressed: zcat"),
+        ("in.jsonl", gzip.compress(b"{}", mtime=0), "is gzip-compressed: zcat"),
         ("in.parquet", b"PAR1\x15\x04", "is a Parquet file"),
         ("in", b"1+2=\n", "--input-format text takes each line as a prompt"),
         (

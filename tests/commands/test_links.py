@@ -169,7 +169,7 @@ def finished(agents: Agents) -> dict[str, Any]:
     ("link", "elastic"),
     [
         ("100 Mbit/s", True),
-        ("1 Gbit/s", False),
+        pytest.param("1 Gbit/s", False, marks=pytest.mark.full),
         *(pytest.param(*case, marks=pytest.mark.full) for case in [("unshaped", True), ("1 Gbit/s", True)]),
         *(pytest.param(*case, marks=pytest.mark.full) for case in [("unshaped", False), ("100 Mbit/s", False)]),
     ],

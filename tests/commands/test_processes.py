@@ -42,7 +42,8 @@ def expect(files: Files, known: Reference, stages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "stages", [1, pytest.param(2, marks=pytest.mark.oldest), pytest.param(3, marks=pytest.mark.full), 4]
+    "stages",
+    [1, pytest.param(2, marks=pytest.mark.oldest), *(pytest.param(more, marks=pytest.mark.full) for more in (3, 4))],
 )
 def test_generate_starts_its_own_stages(stages, reference, tmp_path):
     known, files = reference("llama"), Files(tmp_path)
@@ -61,10 +62,10 @@ def shared_edges(files: Files) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("stages", "shards", "options", "expected"),
     [
-        (3, 1, (), [[0, 1], [1, 2], [2, 0]]),
+        pytest.param(3, 1, (), [[0, 1], [1, 2], [2, 0]], marks=pytest.mark.full),
         (2, 2, (), [[0, 2], [1, 3], [2, 0], [0, 1]]),
-        (3, 1, ("--transport", "gloo"), []),
-        (2, 1, ("--inflight", "128"), []),
+        pytest.param(3, 1, ("--transport", "gloo"), [], marks=pytest.mark.full),
+        pytest.param(2, 1, ("--inflight", "128"), [], marks=pytest.mark.full),
     ],
     ids=["stages", "shards", "asked for gloo", "too many in flight"],
 )

@@ -79,14 +79,22 @@ def test_greedy_output_is_that_of_transformers(family, stages, chunk_size, polic
 
 
 @pytest.mark.parametrize("policy", sorted({*policies.POLICIES} - {*POLICIES}))
-@pytest.mark.parametrize("family, stages", [("llama", 2), ("gemma3_text", 4)])
+@pytest.mark.parametrize("family, stages", [("llama", 2), pytest.param("gemma3_text", 4, marks=pytest.mark.full)])
 def test_no_policy_changes_a_token(family, stages, policy, reference):
     known = reference(family)
     expect(run_pipeline(known.directory, known.prompts, stages=stages, chunk_size=16, policy=policy), known.outputs)
 
 
-@pytest.mark.parametrize("stages, policy", [(1, "orca"), (2, "sarathi"), (4, "sarathi"), (2, "balanced")])
-@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+def preempting() -> Iterator[object]:
+    """Every family and every shape, by default each shape of one family and each family in one shape."""
+    shapes = ((1, "orca"), (2, "sarathi"), (4, "sarathi"), (2, "balanced"))
+    for number, family in enumerate(("llama", *WINDOWED)):
+        for place, shape in enumerate(shapes):
+            default = number == 0 or number % len(shapes) == place
+            yield pytest.param(family, *shape, marks=[] if default else [pytest.mark.full])
+
+
+@pytest.mark.parametrize("family, stages, policy", list(preempting()))
 def test_preempted_sequences_are_recomputed_to_the_same_tokens(family, stages, policy, reference):
     known = reference(family)
     outcome = run_pipeline(

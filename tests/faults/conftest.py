@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.outputs.profile_file import write_profile
 from tests.model.families import write_checkpoint
 
 
@@ -13,3 +16,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
     write_checkpoint("llama", directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile in place of a model, for what concerns processes and not what they compute."""
+    path = tmp_path_factory.mktemp("emulated") / "profile.json"
+    stage = StageCost((0, 4), 0.01, 1e-5, 0.0, 0.0, 0.0)
+    write_profile(
+        path,
+        Profile(
+            model="synthetic",
+            device="cpu",
+            dtype="float32",
+            hidden_size=64,
+            num_layers=4,
+            cost=CostModel(1, (stage,)),
+            link_latency_s=0.0,
+            link_bytes_per_s=1e10,
+            jitter_cv=0.0,
+            pages=4000,
+            max_num_seqs=64,
+        ),
+    )
+    return path

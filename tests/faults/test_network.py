@@ -64,14 +64,14 @@ class Ranks:
 
 @contextmanager
 def started(
-    files: Files, model: Path, ranks: dict[int, tuple[str, ...]], *options: str, **place: str
+    files: Files, emulated: Path, ranks: dict[int, tuple[str, ...]], *options: str, **place: str
 ) -> Iterator[Ranks]:
     """Those ranks by hand, as a batch system starts them; each with what runs a command on its host."""
     processes = []
     for rank, on in ranks.items():
         mine = {"RANK": str(rank), "WORLD_SIZE": "2", **place}
         own = () if rank == 0 else ("--run-dir", str(files.folder / f"run-of-{rank}"))
-        command = (*on, *COMMAND, *files.options(model, *OPTIONS, *own, *options))
+        command = (*on, *COMMAND, *files.options(emulated, *OPTIONS, *own, *options))
         processes.append(
             subprocess.Popen(
                 command, cwd=files.folder, env={**environment(), **mine}, stderr=subprocess.PIPE, text=True
@@ -93,10 +93,10 @@ MEET = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(hosts, model, tmp_path_factory):
+def undisturbed(hosts, emulated, tmp_path_factory):
     files = Files(tmp_path_factory.mktemp("undisturbed"))
     files.write_prompts(PROMPTS)
-    with started(files, model, on_both(hosts), **MEET) as ranks:
+    with started(files, emulated, on_both(hosts), **MEET) as ranks:
         said = ranks.end()
         assert ranks.codes == [0, 0], said
     found = answers(files)
@@ -106,11 +106,11 @@ def undisturbed(hosts, model, tmp_path_factory):
 
 @pytest.mark.parametrize("unplugged", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_with(
-    unplugged, hosts, files, model, undisturbed
+    unplugged, hosts, files, emulated, undisturbed
 ):
     timeout = ("--peer-timeout", str(PEER_TIMEOUT_S))
     try:
-        with started(files, model, on_both(hosts), *timeout, **MEET) as ranks:
+        with started(files, emulated, on_both(hosts), *timeout, **MEET) as ranks:
             wait_for_lines(ranks.processes[0], files, 30)
             hosts.unplug(unplugged)
             began_s = time.monotonic()
@@ -124,14 +124,14 @@ def test_a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_wi
         assert "has been silent for longer than --peer-timeout" in text
     assert files.exit_code() == 75
     assert 30 <= len(answers(files)) < len(PROMPTS)
-    with started(files, model, on_both(hosts), "--resume", *timeout, **MEET) as ranks:
+    with started(files, emulated, on_both(hosts), "--resume", *timeout, **MEET) as ranks:
         said = ranks.end()
         assert ranks.codes == [0, 0], said
     assert answers(files) == undisturbed
 
 
-def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, model, undisturbed):
-    with started(files, model, on_both(hosts), **MEET) as ranks:
+def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, emulated, undisturbed):
+    with started(files, emulated, on_both(hosts), **MEET) as ranks:
         wait_for_lines(ranks.processes[0], files, 30)
         hosts.unplug(1)
         try:
@@ -146,8 +146,8 @@ def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, model, 
     assert answers(files) == undisturbed
 
 
-def test_ranks_listen_at_the_one_address_where_they_meet_and_say_so(hosts, files, model):
-    with started(files, model, on_both(hosts), **MEET) as ranks:
+def test_ranks_listen_at_the_one_address_where_they_meet_and_say_so(hosts, files, emulated):
+    with started(files, emulated, on_both(hosts), **MEET) as ranks:
         wait_for_lines(ranks.processes[0], files, 5)
         for process, address in zip(ranks.processes, ADDRESSES, strict=True):
             found = listeners(Started(process, files))
@@ -158,13 +158,13 @@ def test_ranks_listen_at_the_one_address_where_they_meet_and_say_so(hosts, files
     assert "encrypted" not in said[1]
 
 
-def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, model, undisturbed, tmp_path):
+def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, emulated, undisturbed, tmp_path):
     script = console_script(tmp_path)
     agents = []
     for host in range(2):
         rdzv = ("--nnodes", "2", "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(PORT))
         own = () if host == 0 else ("--run-dir", str(tmp_path / "elsewhere"))
-        command = (str(TORCHRUN), "--nproc-per-node", "1", *rdzv, str(script), *files.options(model, *OPTIONS, *own))
+        command = (str(TORCHRUN), "--nproc-per-node", "1", *rdzv, str(script), *files.options(emulated, *OPTIONS, *own))
         agents.append(
             subprocess.Popen(
                 (*hosts.on(host), *command), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
@@ -186,26 +186,26 @@ def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, model, u
         (1, "rank 1 of 2 could not reach MASTER_ADDR=127.0.0.1"),
     ],
 )
-def test_a_rank_that_never_comes_is_missed_in_time(rank, message, files, model):
+def test_a_rank_that_never_comes_is_missed_in_time(rank, message, files, emulated):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with started(files, model, {rank: ()}, "--join-timeout", str(JOIN_TIMEOUT_S), **place) as ranks:
+    with started(files, emulated, {rank: ()}, "--join-timeout", str(JOIN_TIMEOUT_S), **place) as ranks:
         said = ranks.end()
         assert time.monotonic() - ranks.began_s < JOIN_END_S
         assert ranks.codes == [2] and message in said[0], said
     assert not files.output.exists()
 
 
-def test_ranks_that_were_told_of_other_numbers_are_refused(files, model):
+def test_ranks_that_were_told_of_other_numbers_are_refused(files, emulated):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with started(files, model, {0: ()}, **place) as first:
-        with started(files, model, {1: ()}, **{**place, "WORLD_SIZE": "3"}) as second:
+    with started(files, emulated, {0: ()}, **place) as first:
+        with started(files, emulated, {1: ()}, **{**place, "WORLD_SIZE": "3"}) as second:
             said = [*first.end(), *second.end()]
         assert [*first.codes, *second.codes] == [2, 2], said
     for text in said:
         assert "rank 1 was started as one of 3 ranks, rank 0 as one of 2" in text
 
 
-def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, model):
+def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, emulated):
     """A port that is taken, and the other host's address."""
     on = hosts.on(0)
     program = f"import socket, sys; s = socket.create_server(('{ADDRESSES[0]}', {PORT})); print(flush=True); input()"
@@ -218,17 +218,17 @@ def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, model):
             (ADDRESSES[0], "another process listens there; give another MASTER_PORT"),
             (ADDRESSES[1], "that is no address of rank 0's host; give one that all ranks reach"),
         ):
-            with started(files, model, {0: on}, **{**MEET, "MASTER_ADDR": address}) as ranks:
+            with started(files, emulated, {0: on}, **{**MEET, "MASTER_ADDR": address}) as ranks:
                 said = ranks.end()
                 assert ranks.codes == [2], said
             assert f"MASTER_ADDR={address} MASTER_PORT={PORT}: {message}" in said[0] and "Traceback" not in said[0]
         other.communicate("\n")
 
 
-def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, model):
+def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, emulated):
     """What leads nowhere is said before the run directory is claimed."""
     for _ in range(2):
-        with started(files, model, {0: hosts.on(0)}, **MEET, GLOO_SOCKET_IFNAME="nosuch0") as ranks:
+        with started(files, emulated, {0: hosts.on(0)}, **MEET, GLOO_SOCKET_IFNAME="nosuch0") as ranks:
             said = ranks.end()
             assert ranks.codes == [2], said
         assert "GLOO_SOCKET_IFNAME=nosuch0: no such interface with an address; name one of lo, wire0" in said[0]
@@ -236,9 +236,9 @@ def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, model):
 
 
 @pytest.mark.parametrize("without", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, hosts, files, model):
+def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, hosts, files, emulated):
     there, nowhere = ({host: hosts.on(host)} for host in (1 - without, without))
-    with started(files, model, there, **MEET) as one:
+    with started(files, emulated, there, **MEET) as one:
         with started(files, files.folder / "nosuch", nowhere, **MEET) as other:
             said = [*one.end(), *other.end()]
             assert [*one.codes, *other.codes] == [66, 66], said
@@ -252,20 +252,20 @@ def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, host
     assert not files.output.exists()
 
 
-def test_loopback_leads_to_no_other_host(hosts, files, model):
+def test_loopback_leads_to_no_other_host(hosts, files, emulated):
     place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
-    with started(files, model, {0: hosts.on(0)}, **place) as first:
-        with started(files, model, {1: hosts.on(1)}, **place, GLOO_SOCKET_IFNAME="lo") as second:
+    with started(files, emulated, {0: hosts.on(0)}, **place) as first:
+        with started(files, emulated, {1: hosts.on(1)}, **place, GLOO_SOCKET_IFNAME="lo") as second:
             said = [*first.end(), *second.end()]
         assert [*first.codes, *second.codes] == [2, 2], said
     for text in said:
         assert f"rank 0 talks on wire0 ({ADDRESSES[0]}), rank 1 on lo (127.0.0.1), and they do not reach" in text
 
 
-def test_an_interface_that_rank_0_names_is_where_it_talks_and_not_where_it_is_met(hosts, files, model, undisturbed):
+def test_an_interface_that_rank_0_names_is_where_it_talks_and_not_where_it_is_met(hosts, files, emulated, undisturbed):
     """Clusters name one for data and give a master address of another; here its own loopback is that other one."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
-    with started(files, model, {0: hosts.on(0), 1: hosts.on(0)}, **place, GLOO_SOCKET_IFNAME="wire0") as both:
+    with started(files, emulated, {0: hosts.on(0), 1: hosts.on(0)}, **place, GLOO_SOCKET_IFNAME="wire0") as both:
         said = both.end()
         assert both.codes == [0, 0], said
     assert f"stages talk over wire0 ({ADDRESSES[0]})" in said[0]

@@ -34,8 +34,17 @@ def files_of(folder: Path, num_rows: int = NUM_ROWS) -> Files:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    files = files_of(tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(emulated: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return run_to_its_end(emulated, tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def answers_of_the_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return run_to_its_end(model, tmp_path_factory.mktemp("model"))
+
+
+def run_to_its_end(model: Path, folder: Path) -> Answers:
+    files = files_of(folder)
     with started(files, model, *OPTIONS) as run:
         assert run.end() == "" and run.process.returncode == 0
     found = answers(files)
@@ -44,7 +53,7 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answer
 
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, undisturbed, tmp_path):
+def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, answers_of_the_model, tmp_path):
     files = files_of(tmp_path)
     moments = random.Random(f"moments {stages}")
     lines = 0
@@ -60,7 +69,7 @@ def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, undisturbed, tmp
     with started(files, model, *OPTIONS, "--stages", "2" if stages == "1" else "1", "--resume") as run:
         said = run.end()
         assert run.process.returncode == 0, said
-    assert answers(files) == undisturbed
+    assert answers(files) == answers_of_the_model
     report = files.report()
     assert (report["resumed"], report["requests"]) == ({"rows": lines, "failed": 0}, NUM_ROWS - lines)
 
@@ -87,9 +96,9 @@ def test_a_job_that_is_killed_as_a_whole_at_random_moments_goes_on(model, tmp_pa
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2])
-def test_a_stage_that_is_killed_is_started_again(stage, model, undisturbed, tmp_path):
+def test_a_stage_that_is_killed_is_started_again(stage, emulated, undisturbed, tmp_path):
     files = files_of(tmp_path)
-    with started(files, model, *OPTIONS, "--stages", "3", "--max-restarts", "1") as run:
+    with started(files, emulated, *OPTIONS, "--stages", "3", "--max-restarts", "1") as run:
         run.wait_for_lines(40)
         run.stage(stage).kill()
         said = run.end()
@@ -153,20 +162,20 @@ def test_in_bfloat16_it_goes_on_with_the_same_rows(model, tmp_path):
     assert equal_starts > 0.9 * NUM_ROWS
 
 
-def test_a_lost_stage_without_a_restart_is_75_and_can_be_resumed(model, undisturbed, tmp_path):
+def test_a_lost_stage_without_a_restart_is_75_and_can_be_resumed(emulated, undisturbed, tmp_path):
     files = files_of(tmp_path)
-    with started(files, model, *OPTIONS, "--stages", "2") as run:
+    with started(files, emulated, *OPTIONS, "--stages", "2") as run:
         run.wait_for_lines(20)
         run.stage(1).kill()
         run.end()
         assert (run.process.returncode, files.exit_code()) == (75, 75)
-    with started(files, model, *OPTIONS, "--stages", "2", "--resume") as run:
+    with started(files, emulated, *OPTIONS, "--stages", "2", "--resume") as run:
         assert run.end() == "" and run.process.returncode == 0
     assert (answers(files), files.exit_code()) == (undisturbed, 0)
 
 
 @pytest.mark.parametrize("earlier", [pytest.param(None, marks=pytest.mark.full), "--overwrite"])
-def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, model, undisturbed, ended, tmp_path):
+def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, emulated, undisturbed, ended, tmp_path):
     """Also where it was to replace an earlier output: not the part of it that it has written itself."""
     files = files_of(tmp_path)
     options = OPTIONS
@@ -175,7 +184,7 @@ def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, model, undist
         shutil.copytree(ended.run, files.run)
         options = (*OPTIONS, earlier)
     front = restarting_torchrun(tmp_path)
-    with started(files, model, *options, front=front) as run:
+    with started(files, emulated, *options, front=front) as run:
         run.wait_for_lines(40)
         run.stage(1).kill()
         said = run.end()
@@ -189,31 +198,31 @@ def restarting_torchrun(folder: Path) -> tuple[str, ...]:
     return (*front[:1], "--max-restarts", "1", *front[1:])
 
 
-def test_under_torchrun_only_a_lost_stage_is_worth_a_restart(model, tmp_path):
+def test_under_torchrun_only_a_lost_stage_is_worth_a_restart(emulated, tmp_path):
     """torchrun starts again whatever does not end with 0; a finished run with a bad row keeps its report and code."""
     files = Files(tmp_path)
     files.write_prompts([(5, 6), (), (8, 9, 10)])
-    with started(files, model, "--max-new-tokens", "4", front=restarting_torchrun(tmp_path)) as run:
+    with started(files, emulated, "--max-new-tokens", "4", front=restarting_torchrun(tmp_path)) as run:
         run.end()
         assert run.process.returncode == 1
     assert (files.exit_code(), files.report()["requests"], num_lines(files.output)) == (3, 3, 3)
     assert [path.name for path in files.run.glob("attempt-*")] == ["attempt-0000"]
 
 
-def generate(files: Files, model: Path, *options: str) -> tuple[int, str]:
+def generate(files: Files, emulated: Path, *options: str) -> tuple[int, str]:
     done = subprocess.run(
-        (*COMMAND, *files.options(model, "--quiet", *options)),
+        (*COMMAND, *files.options(emulated, "--quiet", *options)),
         cwd=files.folder, env=environment(), capture_output=True, text=True, timeout=patient(100),
     )  # fmt: skip
     return done.returncode, done.stderr
 
 
 @pytest.fixture(scope="module")
-def ended(model, tmp_path_factory):
+def ended(emulated, tmp_path_factory):
     """A small run that has ended."""
     files = Files(tmp_path_factory.mktemp("ended"))
     files.write_prompts([(5, 6), (7,), (8, 9, 10)])
-    assert generate(files, model, "--max-new-tokens", "4") == (0, "")
+    assert generate(files, emulated, "--max-new-tokens", "4") == (0, "")
     return files
 
 
@@ -224,28 +233,28 @@ def finished(ended, tmp_path):
 
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_another_question_is_refused_with_what_is_different(stages, finished, model):
+def test_another_question_is_refused_with_what_is_different(stages, finished, emulated):
     before = finished.output.read_bytes()
-    code, said = generate(finished, model, "--resume", "--max-new-tokens", "5", "--seed", "1", "--stages", stages)
+    code, said = generate(finished, emulated, "--resume", "--max-new-tokens", "5", "--seed", "1", "--stages", stages)
     assert code == 2
     assert "answers something else: seed was 0 and is 1; max_new_tokens was 4 and is 5; name another" in said
     assert finished.output.read_bytes() == before
     finished.write_prompts([(5, 6)])
     assert (
         "something else: the input file was changed; name"
-        in generate(finished, model, "--resume", "--max-new-tokens", "4")[1]
+        in generate(finished, emulated, "--resume", "--max-new-tokens", "4")[1]
     )
     assert finished.output.read_bytes() == before
 
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_what_is_done_is_not_done_again(stages, finished, model):
+def test_what_is_done_is_not_done_again(stages, finished, emulated):
     """No attempt is made, so no model is loaded."""
     before, report = finished.output.read_bytes(), finished.report()
     again = ("--resume", "--max-new-tokens", "4", "--stages", stages)
-    assert generate(finished, model, *again) == (0, "")
+    assert generate(finished, emulated, *again) == (0, "")
     done = subprocess.run(
-        (*COMMAND, *finished.options(model, *again, "--json")),
+        (*COMMAND, *finished.options(emulated, *again, "--json")),
         cwd=finished.folder, env=environment(), capture_output=True, text=True, timeout=patient(100),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "all 3 rows have a line; nothing to do\n")
@@ -254,56 +263,56 @@ def test_what_is_done_is_not_done_again(stages, finished, model):
     assert [path.name for path in finished.run.glob("attempt-*")] == ["attempt-0000"]
 
 
-def test_lines_that_were_appended_to_the_input_are_answered(finished, model):
+def test_lines_that_were_appended_to_the_input_are_answered(finished, emulated):
     before = finished.output.read_bytes()
     with finished.input.open("a") as file:
         file.write('{"prompt_token_ids": [11]}\n')
-    assert generate(finished, model, "--resume", "--max-new-tokens", "4") == (0, "")
+    assert generate(finished, emulated, "--resume", "--max-new-tokens", "4") == (0, "")
     assert finished.output.read_bytes().startswith(before) and num_lines(finished.output) == 4
     assert finished.report()["resumed"]["rows"] == 3
-    assert generate(finished, model, "--resume", "--max-new-tokens", "4") == (0, "")
+    assert generate(finished, emulated, "--resume", "--max-new-tokens", "4") == (0, "")
     assert finished.report()["resumed"]["rows"] == 3
 
 
-def test_force_goes_on_with_other_parameters(finished, model):
+def test_force_goes_on_with_other_parameters(finished, emulated):
     with finished.input.open("a") as file:
         file.write('{"prompt_token_ids": [11]}\n')
-    assert generate(finished, model, "--resume", "--force", "--max-new-tokens", "2") == (0, "")
+    assert generate(finished, emulated, "--resume", "--force", "--max-new-tokens", "2") == (0, "")
     assert [len(tokens) for tokens in finished.tokens()] == [4, 4, 4, 2]
 
 
-def test_a_run_directory_belongs_to_one_output(model, tmp_path):
+def test_a_run_directory_belongs_to_one_output(emulated, tmp_path):
     """It tells what that one answers, and nothing of another that was written beside it."""
     files = {name: Files(tmp_path / name) for name in ("one", "two")}
     for number, its in enumerate(files.values()):
         its.folder.mkdir()
         its.write_prompts([(5 + number,)])
     shared = ("--run-dir", str(tmp_path / "shared"), "--max-new-tokens", "4", "--ignore-eos")
-    assert generate(files["one"], model, *shared) == (0, "")
-    code, said = generate(files["two"], model, *shared, "--resume")
+    assert generate(files["one"], emulated, *shared) == (0, "")
+    code, said = generate(files["two"], emulated, *shared, "--resume")
     assert code == 2 and "shared is that of ../one/out.jsonl, not of ../two/out.jsonl" in said
-    assert generate(files["two"], model, *shared, "--resume", "--force") == (0, "")
+    assert generate(files["two"], emulated, *shared, "--resume", "--force") == (0, "")
     first = files["one"].output.read_text()
     shutil.copy(files["two"].input, files["one"].input)
-    code, said = generate(files["one"], model, *shared, "--resume")
+    code, said = generate(files["one"], emulated, *shared, "--resume")
     assert code == 2 and "output was ../two/out.jsonl and is ../one/out.jsonl" in said
     assert files["one"].output.read_text() == first
-    assert generate(files["two"], model, *shared, "--resume") == (0, "")
+    assert generate(files["two"], emulated, *shared, "--resume") == (0, "")
 
 
-def test_an_output_that_was_moved_with_its_run_directory_is_gone_on_with(finished, model, tmp_path):
+def test_an_output_that_was_moved_with_its_run_directory_is_gone_on_with(finished, emulated, tmp_path):
     elsewhere = Files(tmp_path / "elsewhere")
     shutil.copytree(finished.folder, elsewhere.folder)
     renamed = elsewhere.folder / "answers.jsonl"
     elsewhere.output.rename(renamed)
     elsewhere.run.rename(f"{renamed}.run")
     again = ("--output", str(renamed), "--resume", "--max-new-tokens", "4")
-    assert generate(elsewhere, model, *again) == (0, "")
+    assert generate(elsewhere, emulated, *again) == (0, "")
 
 
-def test_without_a_run_json_nobody_knows_what_the_output_answers(finished, model):
+def test_without_a_run_json_nobody_knows_what_the_output_answers(finished, emulated):
     (finished.run / "run.json").unlink()
-    code, said = generate(finished, model, "--resume", "--max-new-tokens", "4")
+    code, said = generate(finished, emulated, "--resume", "--max-new-tokens", "4")
     assert code == 2 and "run.json does not tell what" in said
 
 
@@ -339,45 +348,45 @@ def test_a_stream_cannot_be_resumed(model, tmp_path):
         (("--force",), "give --resume too"),
     ],
 )
-def test_options_that_say_nothing_are_refused(options, says, finished, model):
-    code, said = generate(finished, model, *options)
+def test_options_that_say_nothing_are_refused(options, says, finished, emulated):
+    code, said = generate(finished, emulated, *options)
     assert code == 2 and says in said
 
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_strict_refuses_a_file_with_a_bad_line_before_anything_runs(stages, model, tmp_path):
+def test_strict_refuses_a_file_with_a_bad_line_before_anything_runs(stages, emulated, tmp_path):
     files = Files(tmp_path)
     files.input.write_text('{"id": 1, "prompt_token_ids": [5]}\n{nonsense\n{"id": 1, "prompt_token_ids": [6]}\n')
-    code, said = generate(files, model, "--strict", "--stages", stages)
+    code, said = generate(files, emulated, "--strict", "--stages", stages)
     assert code == 65
     assert "of 3 rows 2 cannot run: line 2: " in said and "line 3: id 1 is already that of line 1" in said
     assert not files.output.exists() and not files.run.exists()
-    code, said = generate(files, model, "--stages", stages, "--max-new-tokens", "1")
+    code, said = generate(files, emulated, "--stages", stages, "--max-new-tokens", "1")
     assert code == 3 and said.count("of 3 rows 2 cannot run") == 1
     assert len(files.output.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("wrong", ['"temperature": -1', '"max_tokens": "x"', '"top_p": 0', '"stop": "\\ud800"'])
-def test_strict_looks_at_sampling_values_too(wrong, model, tmp_path):
+def test_strict_looks_at_sampling_values_too(wrong, emulated, tmp_path):
     files = Files(tmp_path)
     files.input.write_text(f'{{"prompt_token_ids": [5], "top_k": 3}}\n{{"prompt_token_ids": [5], {wrong}}}\n')
     named = wrong.partition(":")[0]
-    code, said = generate(files, model, "--strict")
+    code, said = generate(files, emulated, "--strict")
     assert code == 65 and re.search(
         f"of 2 rows 1 cannot run: line 2: {named} has a value that is not legal; it must be", said
     ), said
     assert not files.output.exists()
 
 
-def test_two_starts_do_not_go_on_with_one_output(model, tmp_path):
+def test_two_starts_do_not_go_on_with_one_output(emulated, tmp_path):
     files = files_of(tmp_path)
-    with started(files, model, *OPTIONS) as run:
+    with started(files, emulated, *OPTIONS) as run:
         run.wait_for_lines(1)
         run.process.send_signal(signal.SIGSTOP)  # it keeps its locks
-        code, said = generate(files, model, *OPTIONS, "--resume")
+        code, said = generate(files, emulated, *OPTIONS, "--resume")
         assert code == 2 and "another run is using" in said
         elsewhere = ("--run-dir", str(tmp_path / "elsewhere"))
-        code, said = generate(files, model, *OPTIONS, "--resume", "--force", *elsewhere)
+        code, said = generate(files, emulated, *OPTIONS, "--resume", "--force", *elsewhere)
         assert code == 2 and "is being written by another run" in said
         run.process.send_signal(signal.SIGCONT)
         run.end()
@@ -385,7 +394,7 @@ def test_two_starts_do_not_go_on_with_one_output(model, tmp_path):
     assert len(answers(files)) == NUM_ROWS
 
 
-def test_a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way(model, tmp_path):
+def test_a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way(emulated, tmp_path):
     """It goes by its line number, which another row may have for its id; in whatever order they come."""
     files = Files(tmp_path)
     rows = [{"id": name, "prompt_token_ids": [3, 4, 5]} for name in ("5", "1", "2", "3", "4", "6")]
@@ -393,7 +402,7 @@ def test_a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way(model, t
     bad = ['{"id": "x", "prompt_token_ids": [3', '{"id": "y", "prompt_token_ids": [4']
     # The third line and the fifth: one before and one behind the row that has such an id.
     files.input.write_text("\n".join([*lines[:2], bad[0], lines[2], bad[1], *lines[3:]]) + "\n")
-    with started(files, model, *OPTIONS) as run:
+    with started(files, emulated, *OPTIONS) as run:
         said = run.end()
         assert run.process.returncode == 3, said
     whole = files.output.read_text().splitlines(keepends=True)
@@ -408,7 +417,7 @@ def test_a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way(model, t
         whole if thinning.full else whole[::3]
     ):  # each of them may be what a start that was killed has not written yet
         files.output.write_text("".join(other for other in whole if other != line))
-        with started(files, model, *OPTIONS, "--resume") as run:
+        with started(files, emulated, *OPTIONS, "--resume") as run:
             said = run.end()
             assert run.process.returncode == 3, said
         assert found() == expected

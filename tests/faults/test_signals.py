@@ -70,8 +70,8 @@ def last_begun_s(files: Files) -> float:
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
 )
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_what_runs_is_finished(number, code, stages, files, model):
-    with started(files, model, *OPTIONS, "--stages", stages) as run:
+def test_what_runs_is_finished(number, code, stages, files, emulated):
+    with started(files, emulated, *OPTIONS, "--stages", stages) as run:
         run.wait_for_lines(30)
         family = run.family
         run.process.send_signal(number)
@@ -87,10 +87,10 @@ def test_what_runs_is_finished(number, code, stages, files, model):
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGUSR1])
-def test_under_torchrun_too(number, files, model, tmp_path):
+def test_under_torchrun_too(number, files, emulated, tmp_path):
     """By itself it heeds no SIGUSR1, and ends by it at once."""
     agent = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--signals-to-handle", "SIGTERM,SIGUSR1")
-    with started(files, model, *OPTIONS, front=torchrun(2, console_script(tmp_path), *agent)) as run:
+    with started(files, emulated, *OPTIONS, front=torchrun(2, console_script(tmp_path), *agent)) as run:
         run.wait_for_lines(30)
         family = run.family
         run.process.send_signal(number)
@@ -101,9 +101,9 @@ def test_under_torchrun_too(number, files, model, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_a_signal_to_every_process_is_one_signal(first, number, files, model):
+def test_a_signal_to_every_process_is_one_signal(first, number, files, emulated):
     """As a batch system sends it to all processes of a job; first: with the launcher among them, or only the stages."""
-    with started(files, model, *OPTIONS, "--stages", "2", "--max-restarts", "1") as run:
+    with started(files, emulated, *OPTIONS, "--stages", "2", "--max-restarts", "1") as run:
         run.wait_for_lines(30)
         for process in run.family[first:]:
             process.send_signal(number)
@@ -112,12 +112,12 @@ def test_a_signal_to_every_process_is_one_signal(first, number, files, model):
     expect_drained(run, number, 75)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_the_second_signal_ends_it_at_once(number, stages, files, model):
+def test_the_second_signal_ends_it_at_once(number, stages, files, emulated):
     """Outputs so long that nobody would wait for their end. What is written by then is whole lines."""
     options = ("--max-new-tokens", "100000", "--max-model-len", "512", "--ignore-eos", "--max-num-seqs", "16")
-    with started(files, model, *options, "--stages", stages) as run:
+    with started(files, emulated, *options, "--stages", stages) as run:
         run.wait_for_lines(1)
         run.process.send_signal(number)
         time.sleep(0.5)
@@ -135,11 +135,11 @@ def test_the_second_signal_ends_it_at_once(number, stages, files, model):
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 @pytest.mark.parametrize("told", [True, False])
-def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, files, model):
+def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, files, emulated):
     """A supervisor repeats SIGTERM; told: from the middle of the run, or only once rank 0 has written its exit code."""
     if not told:
         files.write_prompts(PROMPTS[:8])
-    with started(files, model, *OPTIONS, "--stages", stages) as run:
+    with started(files, emulated, *OPTIONS, "--stages", stages) as run:
         run.wait_for_lines(8)
         while not told and run.process.poll() is None and not (files.run / "exit_code").exists():
             time.sleep(0.001)
@@ -153,8 +153,8 @@ def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, f
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, model):
-    with started(files, model, *OPTIONS, "--stages", "2") as run:
+def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, emulated):
+    with started(files, emulated, *OPTIONS, "--stages", "2") as run:
         run.stage(1)
         began_s = time.monotonic()
         run.process.send_signal(number)
@@ -164,9 +164,9 @@ def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, model):
     assert not files.output.exists()
 
 
-def test_a_stage_that_is_silent_is_not_waited_for(files, model):
+def test_a_stage_that_is_silent_is_not_waited_for(files, emulated):
     """The coordinator is blocked on a stage that is stopped, for a minute by its own timeout."""
-    with started(files, model, *OPTIONS, "--stages", "2") as run:
+    with started(files, emulated, *OPTIONS, "--stages", "2") as run:
         run.wait_for_lines(30)
         silent = run.stage(1)
         silent.suspend()
@@ -181,10 +181,10 @@ def test_a_stage_that_is_silent_is_not_waited_for(files, model):
     assert len(answers(files)) >= 30
 
 
-def test_a_run_that_waits_for_its_input_ends_too(model, tmp_path):
+def test_a_run_that_waits_for_its_input_ends_too(emulated, tmp_path):
     files = Files(tmp_path)
     os.mkfifo(files.input)
-    with started(files, model, *OPTIONS) as run:
+    with started(files, emulated, *OPTIONS) as run:
         with files.input.open("w") as stream:
             stream.write('{"prompt_token_ids": [5]}\n')
             stream.flush()
@@ -202,12 +202,12 @@ def test_a_run_that_waits_for_its_input_ends_too(model, tmp_path):
     [signal.SIGTERM, *(pytest.param(more, marks=pytest.mark.full) for more in (signal.SIGUSR1, signal.SIGHUP))],
 )
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_while_the_input_is_looked_through_there_is_nothing_to_finish(number, stages, model, tmp_path):
+def test_while_the_input_is_looked_through_there_is_nothing_to_finish(number, stages, emulated, tmp_path):
     """For minutes, where it is large: no stage is there yet."""
     files = Files(tmp_path)
     line = json.dumps({"prompt_token_ids": [3] * 200}) + "\n"
     files.input.write_text(line * 400_000)
-    with started(files, model, *OPTIONS, "--stages", stages) as run:
+    with started(files, emulated, *OPTIONS, "--stages", stages) as run:
         process = psutil.Process(run.process.pid)
         deadline_s = time.monotonic() + patient(60)
         while str(files.input) not in [file.path for file in process.open_files()]:

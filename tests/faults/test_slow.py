@@ -87,7 +87,7 @@ def test_each_phase_of_set_up_may_take_longer_than_a_rank_may_be_silent(extra_ms
 
 
 # Phases by number, in the order in which a run goes through them.
-PHASES = {0: "checking the input and the weights", 6: "loading its layers", 10: "compiling kernels and warming up"}
+PHASES = {0: "checking the input and the weights", 7: "loading its layers", 12: "compiling kernels and warming up"}
 
 
 @pytest.mark.parametrize("number", PHASES)

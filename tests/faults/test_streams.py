@@ -23,15 +23,15 @@ PROMPTS = [(3, 4, 5), (6, 7)]
 
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages, model, tmp_path):
+def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages, emulated, tmp_path):
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)
     os.mkfifo(files.output)
     options = ("--stages", stages, "--max-new-tokens", "2", "--overwrite", "--run-dir", str(files.run))
-    with started(files, model, *options) as run, files.output.open("rb") as reader:
+    with started(files, emulated, *options) as run, files.output.open("rb") as reader:
         assert len(reader.read().splitlines()) == len(PROMPTS)
         assert run.end() == "" and run.process.returncode == 0
-    with started(files, model, *options) as run:
+    with started(files, emulated, *options) as run:
         deadline_s = time.monotonic() + patient(60)
         while not list(files.run.glob("attempt-0001/trace-00000*")):
             assert time.monotonic() < deadline_s and run.process.poll() is None
@@ -44,12 +44,14 @@ def test_a_pipe_that_nobody_reads_yet_is_waited_for_until_a_signal_comes(stages,
         assert run.process.returncode == 75 and "was stopped by SIGTERM" in said and "File " not in said, said
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
-def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages, number, code, model, tmp_path):
+def test_a_pipe_that_nobody_writes_yet_is_waited_for_until_a_signal_comes(stages, number, code, emulated, tmp_path):
     files = Files(tmp_path)
     os.mkfifo(files.input)
-    with started(files, model, "--stages", stages) as run:
+    with started(files, emulated, "--stages", stages) as run:
         deadline_s = time.monotonic() + patient(60)
         while not list(files.run.glob("attempt-0000/trace-00000*")):
             assert time.monotonic() < deadline_s and run.process.poll() is None
@@ -82,22 +84,22 @@ def test_what_a_shell_puts_in_place_of_files_reaches_the_stage_that_reads_and_wr
     assert {json.loads(row)["id"] for row in copy.read_text().splitlines()} == {"1", "2"}
 
 
-def test_a_descriptor_of_nobody_is_said_to_be_one(model, tmp_path):
+def test_a_descriptor_of_nobody_is_said_to_be_one(emulated, tmp_path):
     files = Files(tmp_path)
-    command = (*COMMAND, "generate", "--model", str(model), "--input", "/dev/fd/63", "--output", str(files.output))
+    command = (*COMMAND, "generate", "--model", str(emulated), "--input", "/dev/fd/63", "--output", str(files.output))
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 66 and "/dev/fd/63 is a stream of another process" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("name", ["input", "output"])
-def test_what_cannot_be_gone_on_with_is_not_restarted(name, model, tmp_path):
+def test_what_cannot_be_gone_on_with_is_not_restarted(name, emulated, tmp_path):
     """Said before anything is lost."""
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)
     place: Path = getattr(files, name)
     place.unlink(missing_ok=True)
     os.mkfifo(place)
-    command = (*COMMAND, *files.options(model, "--quiet", "--stages", "2", "--max-restarts", "1"))
+    command = (*COMMAND, *files.options(emulated, "--quiet", "--stages", "2", "--max-restarts", "1"))
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 2 and "a stream cannot be gone on with" in done.stderr, done.stderr
     assert not files.run.exists()
@@ -105,10 +107,10 @@ def test_what_cannot_be_gone_on_with_is_not_restarted(name, model, tmp_path):
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 @pytest.mark.parametrize("name", ["-", "in.jsonl"])
-def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, model, tmp_path):
+def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, emulated, tmp_path):
     files = Files(tmp_path)
     os.mkfifo(files.input)
-    command = (*COMMAND, *files.options(model, "--quiet", "--strict", "--stages", stages, "--input", name))
+    command = (*COMMAND, *files.options(emulated, "--quiet", "--strict", "--stages", stages, "--input", name))
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), input="{}\n", capture_output=True, text=True, timeout=patient(60)
     )

@@ -12,16 +12,14 @@ from tests.commands.processes import ROOT
 from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 
+# transformers' loader is told of a device by no argument of its own, so the oldest one is tried as well.
+MARKS = {"check_stage": pytest.mark.oldest, "check_contest": pytest.mark.full}
 CHECKS = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
 
 
 @pytest.mark.parametrize(
     "checks",
-    [
-        # transformers' loader is told of a device by no argument of its own.
-        pytest.param(path, id=path.stem, marks=[pytest.mark.oldest] if path.stem == "check_stage" else [])
-        for path in CHECKS
-    ],
+    [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in CHECKS],
 )
 def test_with_a_gpu(checks: Path, tmp_path: Path) -> None:
     # What is computed while a graph is captured is garbage, here as there.

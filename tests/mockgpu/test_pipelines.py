@@ -48,10 +48,10 @@ def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tu
 @pytest.mark.parametrize(
     ("gpus", "options", "transport"),
     [
-        (1, ("--stages", "1"), "gloo"),
-        (1, ("--stages", "2"), "gloo"),
+        pytest.param(1, ("--stages", "1"), "gloo", marks=pytest.mark.full),
+        pytest.param(1, ("--stages", "2"), "gloo", marks=pytest.mark.full),
         (2, ("--stages", "2"), "nccl"),
-        (2, ("--stages", "4"), "gloo"),
+        pytest.param(2, ("--stages", "4"), "gloo", marks=pytest.mark.full),
         pytest.param(4, ("--stages", "2", "--replicas", "2"), "nccl", marks=pytest.mark.full),
     ],
     ids=["alone", "shared", "nccl", "two-on-each", "replicas"],
@@ -68,9 +68,9 @@ def test_pipelines_by_graphs(
     ("gpus", "options", "transport"),
     [
         (1, ("--stages", "2", "--attention", "sdpa"), "gloo"),
-        (2, ("--stages", "2", "--enforce-eager"), "nccl"),
+        pytest.param(2, ("--stages", "2", "--enforce-eager"), "nccl", marks=pytest.mark.full),
         (2, ("--stages", "1", "--tensor-parallel-size", "2"), "nccl"),
-        (1, ("--stages", "1", "--tensor-parallel-size", "2"), "gloo"),
+        pytest.param(1, ("--stages", "1", "--tensor-parallel-size", "2"), "gloo", marks=pytest.mark.full),
     ],
     ids=["sdpa", "nccl", "shards", "shards-shared"],
 )
@@ -84,7 +84,7 @@ def test_pipelines_without_graphs(
 
 @pytest.mark.parametrize(
     "reference",
-    ["gemma2", "mixtral", "gpt_oss", pytest.param("qwen3", marks=pytest.mark.full)],
+    ["gpt_oss", *(pytest.param(family, marks=pytest.mark.full) for family in ("gemma2", "mixtral", "qwen3"))],
     indirect=True,
 )
 def test_families(reference: Reference, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def relative_error(answers: dict[str, dict[int, torch.Tensor]], reference: Any) 
     "layers, shards, backend",
     [
         (ONE_STAGE, 1, "auto"),
-        (TWO_STAGES, 1, "sdpa"),
+        pytest.param(TWO_STAGES, 1, "sdpa", marks=pytest.mark.full),
         pytest.param(TWO_STAGES, 3, "auto", marks=pytest.mark.oldest),
         (FOUR_STAGES, 3, "sdpa"),
     ],
@@ -211,8 +211,8 @@ def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, 
             assert not differing, (name, differing)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("width", [1000, 1376])
+@pytest.mark.parametrize("num_threads", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("width", [1000, pytest.param(1376, marks=pytest.mark.full)])
 def test_so_they_are_where_threads_share_the_work(num_threads: int, width: int, tmp_path: Path) -> None:
     """Widths that fill no registers, and more of a chunk than one thread takes by itself."""
     config = transformers.LlamaConfig(

@@ -101,7 +101,11 @@ def expected_greedy(reference: Any, prompt: list[int], num_tokens: int) -> list[
     return tokens
 
 
-@pytest.mark.parametrize("layers", [ONE_STAGE, pytest.param(TWO_STAGES, marks=pytest.mark.oldest)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "layers",
+    [pytest.param(ONE_STAGE, marks=pytest.mark.full), pytest.param(TWO_STAGES, marks=pytest.mark.oldest)],
+    ids=["one", "two"],
+)
 @pytest.mark.parametrize("family", PROVEN)
 def test_shards_together_give_the_whole_models_logits(
     family: str, layers: tuple[tuple[int, int], ...], saved: Saved, record_property: Any
@@ -128,7 +132,9 @@ def test_shards_together_give_the_whole_models_logits(
     assert len(found) > 3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", *(pytest.param(more, marks=pytest.mark.full) for more in ("llama", "qwen3"))]
+)
 def test_four_shards(family: str, saved: Saved) -> None:
     directory, reference = saved(family, num_key_value_heads=4)
     stages = gangs(directory, TWO_STAGES, 4, backend="sdpa")

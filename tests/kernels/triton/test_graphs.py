@@ -81,7 +81,7 @@ class Stage:
         return self.model.forward(x, inputs, self.kv)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("mistral", marks=pytest.mark.full)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)

@@ -33,6 +33,7 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from tests.machine import patient
 from tests.model.microbatches import CPU, Case, spec_for, visible
+from tests.thinning import examples
 
 every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])
 
@@ -63,7 +64,7 @@ def test_the_reference_sees_what_transformers_sees() -> None:
 
 
 @every_backend
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     extents=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(2, 30))), min_size=1, max_size=4),
     page_size=st.sampled_from([1, 3, 16, 64]),
@@ -103,7 +104,7 @@ def test_bfloat16_has_kernels_of_its_own_where_the_processor_can() -> None:
     assert NumbaAttention().fits_simd(shard) == has_avx512_bf16()
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     extents=st.lists(
         st.tuples(st.sampled_from([0, 1, 15, 16, 31, 200, 1020, 2100]), st.one_of(st.just(1), st.integers(1, 40))),
@@ -173,7 +174,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 HAS_AVX512 = all(f" avx512{part}" in Path("/proc/cpuinfo").read_text() for part in ("f", "bw", "cd", "dq", "vl"))
 
 
-@pytest.mark.parametrize("cpu", ["haswell", "skylake-avx512"])
+@pytest.mark.parametrize("cpu", ["haswell", pytest.param("skylake-avx512", marks=pytest.mark.full)])
 def test_decodes_are_compiled_for_processors_without_bfloat16(cpu: str, tmp_path: Path) -> None:
     """Only what such a processor lacks is left out: this one runs the code."""
     if platform.machine() != "x86_64":

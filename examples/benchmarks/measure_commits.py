@@ -4,18 +4,19 @@
     python examples/benchmarks/measure_commits.py --model /tmp/m254 --commit a44db26 --commit c1cdb6a \
         --output docs/benchmarks/commits.json
 
-Each commit's `sarathi_pp` is laid out by itself and run by this Python with the libraries of now, two stages with a
-compute thread each, in rounds of which every second goes backwards; a run of each before them, in which its kernels are
-compiled, is not counted. Of each commit: medians and extremes of its figures, what it has of the tokens a second of the
-one named before it, in the same round, and to how many of the requests it gave the same tokens as that one; then each
-round's. In bfloat16 a sum that is made in another order may give others. Two commits between which `sarathi_pp` did not
-change tell what the same code differs by. Written after every round.
+Each commit's `sarathi_pp` and `kernels` are laid out by themselves and run by this Python with the libraries of now, on
+two stages with a compute thread each, in rounds of which every second goes backwards. A run of each before them, in
+which its kernels are compiled, is not counted. Of each commit: medians and extremes of its figures, what it has of the
+tokens a second of the one named before it, in the same round, and to how many of the requests it gave the same tokens
+as that one; then each round's. In bfloat16 a sum that is made in another order may give others. Two commits between
+which `sarathi_pp` did not change tell what the same code differs by. Written after every round.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -50,7 +51,7 @@ class CommitRun(OurRun):
 
     @property
     def _path(self) -> dict[str, str]:
-        return {"PYTHONPATH": str(self.tree)}
+        return {"PYTHONPATH": os.pathsep.join((str(self.tree), str(self.tree / "kernels")))}
 
     def _answers(self, work: Work) -> Path:
         # Of its own: older code replaces no directory in which it finds files that it does not know.
@@ -60,7 +61,9 @@ class CommitRun(OurRun):
     def lay_out(cls, commit: str, arguments: tuple[str, ...], directory: Path) -> CommitRun:
         """Raises click.ClickException where the commit has no `sarathi_pp`, or this Python would run other files."""
         run = cls(commit, arguments, directory / commit)
-        found = subprocess.run(("git", "-C", str(ROOT), "archive", commit, "sarathi_pp"), capture_output=True)
+        found = subprocess.run(
+            ("git", "-C", str(ROOT), "archive", commit, "sarathi_pp", "kernels"), capture_output=True
+        )
         if found.returncode:
             raise click.ClickException(f"{commit} is not laid out: {found.stderr.decode().strip()}")
         with tarfile.open(fileobj=io.BytesIO(found.stdout)) as files:
@@ -69,11 +72,12 @@ class CommitRun(OurRun):
         return run
 
     def _check(self) -> None:
-        command = (sys.executable, "-P", "-c", "import sarathi_pp; print(sarathi_pp.__path__[0])")
-        found = subprocess.run(command, env=inherited(self._path), capture_output=True, text=True, check=True)
-        taken = found.stdout.strip()
-        if Path(taken) != self.tree / "sarathi_pp":
-            raise click.ClickException(f"{self.label} would run {taken}, not what was laid out in {self.tree}")
+        for package, folder in (("sarathi_pp", self.tree), ("sarathi_pp_kernels", self.tree / "kernels")):
+            command = (sys.executable, "-P", "-c", f"import {package}; print({package}.__path__[0])")
+            found = subprocess.run(command, env=inherited(self._path), capture_output=True, text=True, check=True)
+            taken = found.stdout.strip()
+            if Path(taken) != folder / package:
+                raise click.ClickException(f"{self.label} would run {taken}, not what was laid out in {self.tree}")
 
 
 def figures_of(report: Report) -> dict[str, float]:

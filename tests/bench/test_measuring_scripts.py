@@ -357,20 +357,24 @@ def test_a_commit_s_own_code_runs_and_none_that_is_not_there(
     commits = load("measure_commits")
     repository = tmp_path / "repository"
     (repository / "sarathi_pp").mkdir(parents=True)
-    (repository / "sarathi_pp" / "__init__.py").write_text("AGE = 'old'\n")
+    (repository / "kernels" / "sarathi_pp_kernels").mkdir(parents=True)
+    kernels = repository / "kernels" / "sarathi_pp_kernels" / "__init__.py"
+    for module in (repository / "sarathi_pp" / "__init__.py", kernels):
+        module.write_text("AGE = 'old'\n")
     git(repository, "init", "-q")
     git(repository, "add", ".")
     git(repository, "commit", "-qm", "first")
     commit = git(repository, "rev-parse", "--short", "HEAD").strip()
-    (repository / "sarathi_pp" / "__init__.py").write_text("AGE = 'new'\n")
+    for module in (repository / "sarathi_pp" / "__init__.py", kernels):
+        module.write_text("AGE = 'new'\n")
     monkeypatch.setattr(commits, "ROOT", repository)
     run = commits.CommitRun.lay_out(commit, (), tmp_path)
     assert (run.tree / "sarathi_pp" / "__init__.py").read_text() == "AGE = 'old'\n"
     # As a contest runs it.
     work = Work(tmp_path, "bfloat16", (), 1, tmp_path)
-    command = [sys.executable, "-P", "-c", "import sarathi_pp; print(sarathi_pp.AGE)"]
+    command = [sys.executable, "-P", "-c", "import sarathi_pp as a, sarathi_pp_kernels as b; print(a.AGE, b.AGE)"]
     environment = {**os.environ, **run.environment(work)}
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "old\n"
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "old old\n"
     assert str(run.tree) in " ".join(run.command(work))
     assert commits.resolve("HEAD") == {"commit": commit, "subject": "first"}
     with pytest.raises(click.ClickException, match="--commit c0ffee0"):

@@ -59,7 +59,7 @@ class CommitRun(OurRun):
 
     @classmethod
     def lay_out(cls, commit: str, arguments: tuple[str, ...], directory: Path) -> CommitRun:
-        """Raises click.ClickException where the commit has no `sarathi_pp`, or this Python would run other files."""
+        """Raises click.ClickException where the commit lacks a package, or this Python would run other files."""
         run = cls(commit, arguments, directory / commit)
         found = subprocess.run(
             ("git", "-C", str(ROOT), "archive", commit, "sarathi_pp", "kernels"), capture_output=True

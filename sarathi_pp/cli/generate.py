@@ -27,7 +27,7 @@ from sarathi_pp.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from sarathi_pp.cli.show import BatchDisplay
+    from sarathi_pp.cli.show import BatchConsoleDisplay
     from sarathi_pp.distributed.environment import RankEnvironment
     from sarathi_pp.outputs.journal import Start
     from sarathi_pp.run.preflight import BatchOptions
@@ -64,7 +64,7 @@ def generate(**options: Any) -> int:
 
 
 def _generate(options: dict[str, Any]) -> int:
-    from sarathi_pp.cli.show import BatchDisplay, RunConsole
+    from sarathi_pp.cli.show import BatchConsoleDisplay, RunConsole
     from sarathi_pp.distributed.environment import find_environment
     from sarathi_pp.inputs.input_file import is_stream
     from sarathi_pp.run.batch import run_batch
@@ -86,7 +86,7 @@ def _generate(options: dict[str, Any]) -> int:
     )
     run_dir = batch_options.config.run_dir
     console = RunConsole(quiet=env is not None and env.rank != 0)
-    display = BatchDisplay(
+    display = BatchConsoleDisplay(
         console,
         quiet=options["quiet"],
         as_json=options["as_json"],
@@ -138,7 +138,7 @@ def _start(options: dict[str, Any]) -> Start:
     return "resume" if options["resume"] else "replace" if options["overwrite"] else "new"
 
 
-def _launch(batch_options: BatchOptions, display: BatchDisplay, max_restarts: int) -> int:
+def _launch(batch_options: BatchOptions, display: BatchConsoleDisplay, max_restarts: int) -> int:
     from sarathi_pp.distributed.environment import mesh_of
     from sarathi_pp.distributed.launcher import descriptors_of, launch
     from sarathi_pp.run.batch import end_if_finished

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
@@ -15,10 +15,13 @@ from rich.text import Text
 
 from sarathi_pp.cli.option_group import SectionedCommand, SectionedOption
 from sarathi_pp.cli.options import MEMORY, MODEL, PARALLELISM, RECOVERY, RUN, SCHEDULE, run_config
-from sarathi_pp.cli.show import RunDisplay
+from sarathi_pp.cli.show import ConsoleDisplay
 from sarathi_pp.cli.values import OutputFile
 from sarathi_pp.config import RunConfig
 from sarathi_pp.report import formats
+
+if TYPE_CHECKING:
+    from sarathi_pp.distributed.environment import RankEnvironment
 
 
 @click.command(
@@ -49,10 +52,19 @@ def profile(output: Path, overwrite: bool, as_json: bool, quiet: bool, **options
     Runs microbatches of many sizes through the real pipeline for about a minute and fits the cost model to their times.
     Prints its error on microbatches that were kept from the fit. `plan` and `generate --profile` use the result.
     """
-    from sarathi_pp.distributed.environment import find_environment, let_threads_sleep, mesh_of
+    from sarathi_pp.distributed.environment import find_environment, let_threads_sleep
+    from sarathi_pp.process.signals import stoppable
 
     let_threads_sleep()
-    env = find_environment()
+    with stoppable("the calibration"):
+        return _profile(find_environment(), output, overwrite=overwrite, as_json=as_json, quiet=quiet, options=options)
+
+
+def _profile(
+    env: RankEnvironment | None, output: Path, *, overwrite: bool, as_json: bool, quiet: bool, options: dict[str, Any]
+) -> int:
+    from sarathi_pp.distributed.environment import mesh_of
+
     config = run_config(options, env.world_size if env else None)
     console = Console(stderr=True, quiet=env is not None and env.rank != 0)
     display = _ProfileDisplay(console, quiet=quiet, as_json=as_json, kept=str(output))
@@ -85,7 +97,7 @@ def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     check_shards(model_dir, config.tensor_parallel_size)
 
 
-class _ProfileDisplay(RunDisplay):
+class _ProfileDisplay(ConsoleDisplay):
     """A run's progress, and at its end the profile in place of the report."""
 
     def render(self, report: dict[str, Any]) -> RenderableType:

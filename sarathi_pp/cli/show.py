@@ -40,7 +40,7 @@ class RunConsole(Console):
         os.close(nowhere)
 
 
-class RunDisplay:
+class ConsoleDisplay:
     """Human text goes to the console on standard error; only the JSON document to standard output.
 
     A terminal that was closed, or a pipe that nobody reads, ends no run: what cannot be shown is not.
@@ -117,8 +117,8 @@ class RunDisplay:
             raise OutputError(f"standard output does not take the report: {error.strerror}{elsewhere}") from error
 
 
-class BatchDisplay(RunDisplay):
-    """That of `generate`."""
+class BatchConsoleDisplay(ConsoleDisplay):
+    """The display of `generate`, which also folds the report."""
 
     def fold(self, finished: FinishedRun) -> dict[str, Any]:
         """Fold the traces of the run into its report, which its directory keeps."""
@@ -140,7 +140,7 @@ class BatchDisplay(RunDisplay):
 class _Views:
     """Shows the progress of a run in each view. What cannot be shown is not."""
 
-    def __init__(self, display: RunDisplay, views: Sequence[MetricsServer | ProgressDisplay]) -> None:
+    def __init__(self, display: ConsoleDisplay, views: Sequence[MetricsServer | ProgressDisplay]) -> None:
         self._views = views
         self.warn = display.warn
 

@@ -49,6 +49,7 @@ def is_stream(path: str) -> bool:
 
 
 def open_input(path: str) -> io.BufferedReader:
+    """Open it for reading bytes. Raises InputError."""
     try:
         if path == "-":
             # A reader of its own on the descriptor: the interpreter takes the lock of sys.stdin when it ends,
@@ -92,6 +93,7 @@ def has_every_row(path: str, done: Done, asked: InputFormat = "auto") -> bool:
 
 
 def take_done(done: Done, parsed: ParsedLine) -> bool:
+    """Return whether the row has a line from an earlier start, which is taken out of `done`."""
     if parsed.nameless:
         return done.take_nameless(parsed.line)
     return done.take(parsed.id, first=parsed.error is None or parsed.error.code != DUPLICATE_ID)

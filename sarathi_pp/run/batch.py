@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from signal import Signals as Signal
 from typing import TYPE_CHECKING, Any
@@ -75,9 +75,10 @@ def _run_checked(
                 finished = rank.finish(facts)
             if finished is not None:
                 report = display.fold(finished)
-        if report is not None:  # whoever reads it may take any time
-            display.show(report)
-            ending.code = _judge(report, options, display)
+        if report is not None:
+            ending.code = _exit_code_of(report)
+            ending.note(ending.code)
+            _show(report, options, display)
     return ending.code
 
 
@@ -159,10 +160,16 @@ def end_if_finished(options: BatchOptions, checked: Preflight, display: BatchDis
     return code
 
 
-def _judge(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) -> int:
-    """Say how the run ended; returns the exit code."""
+def _exit_code_of(report: dict[str, Any]) -> int:
     if report["stopped_by"] is not None:
-        display.warn(f"stopped by {report['stopped_by']}; {options.how_to_resume}")
         return StoppedError.by(Signal[report["stopped_by"]], "the run").exit_code
     failed = report["failed"] or report.get("whole_run", report)["failed"] or report["resumed"]["failed"]
     return EXIT_ROWS_FAILED if failed else EXIT_OK
+
+
+def _show(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) -> None:
+    """Show how the run ended. Its reader may take any time; a signal ends that, and changes nothing about the run."""
+    with suppress(StoppedError, KeyboardInterrupt):
+        display.show(report)
+        if report["stopped_by"] is not None:
+            display.warn(f"stopped by {report['stopped_by']}; {options.how_to_resume}")

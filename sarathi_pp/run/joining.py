@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def joined(env: RankEnvironment, config: RunConfig) -> Iterator[ControlPlane]:
     """Join the other ranks, and leave them where all went well; raises ConfigError where one does not come.
 
-    After an error nobody is left in order: the process ends, or its program lets go of everything itself.
+    After an error inside, the plane stays open: the process ends, or its program lets go of everything itself.
     """
     with _uncollected():
         from sarathi_pp.distributed.control_plane import ControlPlane

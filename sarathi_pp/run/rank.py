@@ -272,10 +272,10 @@ def set_up(member: Member, start: AgreedStart) -> Rank:
     trace = open_trace(member, start, loaded, run)
     try:
         pipeline = open_pipeline(member, start, loaded, run, stage, trace)
+        member.plane.end_set_up()
     except BaseException:
         trace.abandon()
         raise
-    member.plane.end_set_up()
     return Rank(member, start, loaded, run, stage, trace, pipeline)
 
 

@@ -61,6 +61,9 @@ from sarathi_pp.wire.stage_progress import StageProgress
 
 _log = logging.getLogger(__name__)
 
+# Of a resolved run, what may differ from rank to rank: where the weights are, and what computes there.
+_RANKS_OWN = ("model", "device", "attention")
+
 # First calls cost the same for larger microbatches.
 _WARM_UP_TOKENS = 256
 _WARM_UP_KEYS = 4096
@@ -228,7 +231,7 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
             attention=maker.attention,
             moves_head=loaded.moves_head,
         )
-        step.own = dataclasses.asdict(run)
+        step.own = {name: value for name, value in dataclasses.asdict(run).items() if name not in _RANKS_OWN}
     return run
 
 
@@ -265,7 +268,8 @@ def open_trace(member: Member, start: AgreedStart, loaded: LoadedStage, run: Res
         offset = sync_clocks(member.plane, clock, range(member.mesh.replicas)).offset
         recorder.record(_trace_start(member, loaded, run, offset))
     except BaseException:
-        recorder.close()
+        with suppress(OutputError):
+            recorder.close()
         raise
     return OpenTrace(recorder, offset, sends)
 

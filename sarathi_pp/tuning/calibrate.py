@@ -67,15 +67,19 @@ def run_profile(
         config = replace(config, run_dir=run_dir.path)
         checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir)
         ending = Ending(env, config, display, run_dir)
+        found: dict[str, Any] | None = None
         with exit_code(ending):
-            with handle_signals(ending), joined(env, config) as plane, ready(checked, plane, ending) as rank:
-                if env.rank == 0:
-                    _answer(rank, display)
-                else:
-                    rank.serve()
-                finished = rank.finish()
-            if finished is not None:
-                display.show(finished.keep([_write_profile(rank.run, facts, finished.traces[0], output)]))
+            with handle_signals(ending), joined(env, config) as plane:
+                with ready(checked, plane, ending) as rank:
+                    if env.rank == 0:
+                        _answer(rank, display)
+                    else:
+                        rank.serve()
+                    finished = rank.finish()
+                if finished is not None:
+                    found = finished.keep([_write_profile(rank.run, facts, finished.traces[0], output)])
+            if found is not None:
+                display.show(found)
     return ending.code
 
 

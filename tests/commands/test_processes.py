@@ -64,8 +64,8 @@ def shared_edges(files: Files) -> list[list[int]]:
     [
         pytest.param(3, 1, (), [[0, 1], [1, 2], [2, 0]], marks=pytest.mark.full),
         (2, 2, (), [[0, 2], [1, 3], [2, 0], [0, 1]]),
-        pytest.param(3, 1, ("--transport", "gloo"), [], marks=pytest.mark.full),
-        pytest.param(2, 1, ("--inflight", "128"), [], marks=pytest.mark.full),
+        (2, 1, ("--transport", "gloo"), []),
+        (2, 1, ("--inflight", "128"), []),
     ],
     ids=["stages", "shards", "asked for gloo", "too many in flight"],
 )

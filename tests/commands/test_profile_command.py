@@ -113,7 +113,6 @@ def test_plan_reads_it(measured: tuple[Path, dict[str, Any]]) -> None:
     assert sum(found["layer_split"]) == 5 and found["inflight"] in (2, 3)
 
 
-@pytest.mark.full
 def test_torchrun_profiles_too_and_over_an_earlier_one(tmp_path: Path) -> None:
     script = console_script(tmp_path)
     folder = tmp_path / "earlier"
@@ -128,7 +127,6 @@ def test_torchrun_profiles_too_and_over_an_earlier_one(tmp_path: Path) -> None:
     assert not (folder / "run" / "attempt-0007").exists() and (folder / "run" / "run.json").exists()
 
 
-@pytest.mark.full
 def test_stages_that_two_ranks_hold_together_are_measured_with_their_sums(tmp_path: Path) -> None:
     shape = ("--model", str(ADDER), "--stages", "1", "--tensor-parallel-size", "2")
     options = ("-o", "profile.json", "--run-dir", "run", "--json", *SMALL)

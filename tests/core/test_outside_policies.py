@@ -2,13 +2,14 @@
 
 import contextlib
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.core.policy import POLICIES, parse_policy, parse_recorded, registry
+from sarathi_pp.core.policy import POLICIES, module_being_imported, parse_policy, parse_recorded, registry
 from sarathi_pp.core.policy.orca import Orca
 from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Limits
@@ -207,6 +208,17 @@ def test_entry_points_are_looked_up_for_no_other_name(folder, monkeypatch):
 def test_nothing_is_imported_because_a_trace_names_it(text, folder):
     install(folder, "one", mine="mine_of_test:Mine")
     assert parse_recorded(text) is None and "mine_of_test" not in sys.modules
+
+
+def test_what_one_thread_imports_is_no_matter_of_another(folder):
+    (folder / "slow_of_test.py").write_text(f"import time, sys\nsys.started.set()\nsys.go_on.wait(10)\n{MINE}")
+    sys.started, sys.go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=parse_policy, args=("slow_of_test:Mine",))
+    thread.start()
+    assert sys.started.wait(10) and module_being_imported() is None
+    sys.go_on.set()
+    thread.join()
+    del sys.started, sys.go_on
 
 
 @pytest.mark.parametrize(

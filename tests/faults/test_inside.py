@@ -6,6 +6,7 @@ Faults come from inject/sitecustomize.py, since nothing outside a process can ma
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -154,8 +155,14 @@ def test_no_memory_once_costs_no_answer(stage, files, model, undisturbed):
     assert answers(files) == undisturbed
 
 
-def two_ranks(files: Files, models: tuple[Path, Path], options: tuple[tuple[str, ...], ...], **more: str) -> list[str]:
-    """What two ranks say, started by nobody's launcher, each with a model directory and options of its own."""
+def two_ranks(
+    files: Files, models: tuple[Path, Path], options: tuple[tuple[str, ...], ...], code: int = 2, **more: str
+) -> list[str]:
+    """What two ranks say, which no launcher starts, each with a model directory and options of its own.
+
+    Args:
+        code: with which both end.
+    """
     (files.folder / "rendezvous").mkdir(mode=0o700)
     store = str(files.folder / "rendezvous" / "store")
     processes = []
@@ -175,8 +182,8 @@ def two_ranks(files: Files, models: tuple[Path, Path], options: tuple[tuple[str,
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [2, 2], said
-    assert not files.output.exists()
+    assert [process.returncode for process in processes] == [code, code], said
+    assert files.output.exists() == (code == 0)
     return said
 
 
@@ -197,3 +204,10 @@ def test_ranks_with_other_weights_do_not_mix(files, model, tmp_path):
     write_checkpoint("llama", other, seed=1)
     said = two_ranks(files, (model, other), ((), ()))[0]
     assert "model differs: rank 0 has " in said
+
+
+def test_ranks_may_have_the_model_in_different_places(files, model, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    two_ranks(files, (model, other), (OPTIONS, OPTIONS), code=0)
+    assert len(answers(files)) == len(PROMPTS)

@@ -132,7 +132,7 @@ def stage_pids(family: list[psutil.Process]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in range(STAGES - 1)), STAGES - 1]
+    "stage", [0, *(pytest.param(stage, marks=pytest.mark.full) for stage in range(1, STAGES - 1)), STAGES - 1]
 )
 def test_a_killed_stage_ends_the_run_with_75(stage, start):
     running = start(COMMAND, "--stages", str(STAGES), "--quiet", until=traced)

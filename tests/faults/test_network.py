@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.processes import COMMAND, TORCHRUN, Files, console_script, environment, free_port
+from tests.commands.processes import COMMAND, TORCHRUN, Files, console_script, environment, free_port, run
 from tests.exact.references import Tokens
 from tests.faults.jobs import Started, answers, num_lines, wait_for_lines
 from tests.faults.test_security import listeners
@@ -130,8 +130,16 @@ def test_a_network_that_swallows_packets_ends_both_and_the_run_can_be_gone_on_wi
     assert answers(files) == undisturbed
 
 
-def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, emulated, undisturbed):
-    with started(files, emulated, on_both(hosts), **MEET) as ranks:
+@pytest.fixture(scope="module")
+def answers_of_the_model(model, tmp_path_factory):
+    files = Files(tmp_path_factory.mktemp("alone"))
+    files.write_prompts(PROMPTS)
+    run((*COMMAND, *files.options(model, *OPTIONS)), files.folder)
+    return answers(files)
+
+
+def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, model, answers_of_the_model):
+    with started(files, model, on_both(hosts), **MEET) as ranks:
         wait_for_lines(ranks.processes[0], files, 30)
         hosts.unplug(1)
         try:
@@ -143,7 +151,7 @@ def test_a_network_that_comes_back_in_time_costs_no_answer(hosts, files, emulate
             hosts.plug(1)
         said = ranks.end()
         assert ranks.codes == [0, 0], said
-    assert answers(files) == undisturbed
+    assert answers(files) == answers_of_the_model
 
 
 def test_ranks_listen_at_the_one_address_where_they_meet_and_say_so(hosts, files, emulated):
@@ -236,9 +244,9 @@ def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, emulated):
 
 
 @pytest.mark.parametrize("without", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, hosts, files, emulated):
+def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, hosts, files, model):
     there, nowhere = ({host: hosts.on(host)} for host in (1 - without, without))
-    with started(files, emulated, there, **MEET) as one:
+    with started(files, model, there, **MEET) as one:
         with started(files, files.folder / "nosuch", nowhere, **MEET) as other:
             said = [*one.end(), *other.end()]
             assert [*one.codes, *other.codes] == [66, 66], said

@@ -249,7 +249,7 @@ def test_another_question_is_refused_with_what_is_different(stages, finished, em
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_what_is_done_is_not_done_again(stages, finished, emulated):
-    """No attempt is made, so no model is loaded."""
+    """No attempt is made."""
     before, report = finished.output.read_bytes(), finished.report()
     again = ("--resume", "--max-new-tokens", "4", "--stages", stages)
     assert generate(finished, emulated, *again) == (0, "")

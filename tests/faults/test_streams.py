@@ -84,9 +84,9 @@ def test_what_a_shell_puts_in_place_of_files_reaches_the_stage_that_reads_and_wr
     assert {json.loads(row)["id"] for row in copy.read_text().splitlines()} == {"1", "2"}
 
 
-def test_a_descriptor_of_nobody_is_said_to_be_one(emulated, tmp_path):
+def test_a_descriptor_of_nobody_is_said_to_be_one(model, tmp_path):
     files = Files(tmp_path)
-    command = (*COMMAND, "generate", "--model", str(emulated), "--input", "/dev/fd/63", "--output", str(files.output))
+    command = (*COMMAND, "generate", "--model", str(model), "--input", "/dev/fd/63", "--output", str(files.output))
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 66 and "/dev/fd/63 is a stream of another process" in done.stderr, done.stderr
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sarathi_pp.cli.main import main
-from sarathi_pp.cli.show import BatchDisplay
+from sarathi_pp.cli.show import BatchConsoleDisplay
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import RankEnvironment
@@ -57,19 +60,46 @@ def test_ranks_that_fail_while_they_introduce_themselves_leave_the_others(monkey
     assert len(left) == 1
 
 
-def test_a_report_is_shown_once_the_run_has_let_go_of_everything(
+def test_a_report_is_shown_once_the_run_has_left_the_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads it may take any time: no other rank, no lock and no handler of the run waits for them."""
+    """Its reader may take any time: no other rank waits for that, and the watchdog is closed."""
     order = []
-    for owner, name in ((ControlPlane, "leave"), (BatchDisplay, "fold"), (BatchDisplay, "show"), (Watchdog, "close")):
+    for owner, name in (
+        (ControlPlane, "leave"),
+        (BatchConsoleDisplay, "fold"),
+        (BatchConsoleDisplay, "show"),
+        (Watchdog, "close"),
+    ):
         work = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, _work=work, _name=name: (order.append(_name), _work(*args))[1])
+    assert answer_one(tmp_path, monkeypatch) == 0
+    assert order == ["fold", "leave", "close", "show"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_report_is_shown_changes_nothing_about_the_run(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    def show(display: BatchConsoleDisplay, report: dict[str, Any]) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+        shown.append(report)
+
+    monkeypatch.setattr(BatchConsoleDisplay, "show", show)
+    assert answer_one(tmp_path, monkeypatch) == 0
+    assert (tmp_path / "out.jsonl.run" / "exit_code").read_text() == "0\n"
+    assert shown == [], "it went on"
+
+
+def answer_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run `generate` in this process; returns its exit code."""
     # Of other tests in this process threads may be left, with which a rank would not return.
     monkeypatch.setattr("sarathi_pp.run.ending._communicates", lambda: False)
-    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [3, 4]}\n')
-    files = ("--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"))
+    (folder / "in.jsonl").write_text('{"prompt_token_ids": [3, 4]}\n')
+    files = ("--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"))
     with pytest.raises(SystemExit) as ended:
-        main(["generate", "--emulate", str(EXAMPLES / "emulated.json"), "--stages", "1", *files])
-    assert ended.value.code == 0
-    assert order == ["fold", "leave", "close", "show"]
+        main(["generate", "--emulate", str(EXAMPLES / "emulated.json"), "--stages", "1", "--quiet", *files])
+    return ended.value.code

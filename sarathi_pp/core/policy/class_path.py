@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -24,17 +25,25 @@ _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 # What a policy needs from the runtime, by name, and the least legal number.
 _ATTRIBUTES = [name for name, hint in get_type_hints(Policy).items() if get_origin(hint) is ClassVar]
 _LEAST = {"default_chunk_size": 1, "spare_microbatches": 0}
-# Modules that are being imported for a policy.
-_importing: list[str] = []
+
+
+class _Importing(threading.local):
+    """The modules that this thread is importing for a policy."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+
+
+_importing = _Importing()
 
 
 def module_being_imported() -> str | None:
-    """Return the module that is being imported for a policy at this moment.
+    """Return the module that this thread is importing for a policy.
 
     A program that names a policy of its own file is imported by that name too. What starts a run at its top level would
     start another one in there, without end.
     """
-    return _importing[-1] if _importing else None
+    return _importing.modules[-1] if _importing.modules else None
 
 
 def load_class(path: str, name: str) -> type[Policy]:
@@ -88,7 +97,7 @@ def _import(module: str, name: str) -> ModuleType:
         raise ConfigError(
             f"--policy {name}: the other processes of a run cannot import __main__; put the class into its own module"
         )
-    _importing.append(module)
+    _importing.modules.append(module)
     try:
         try:
             return importlib.import_module(module)
@@ -99,7 +108,7 @@ def _import(module: str, name: str) -> ModuleType:
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise _failed(module, name, error) from error
+            raise _import_error(module, name, error) from error
         raise ConfigError(
             f"--policy {name}: there is no module {error.name}; install it, add its folder to PYTHONPATH, or start in "
             f"that folder"
@@ -110,9 +119,9 @@ def _import(module: str, name: str) -> ModuleType:
             f'if __name__ == "__main__":'
         ) from error
     except Exception as error:
-        raise _failed(module, name, error) from error
+        raise _import_error(module, name, error) from error
     finally:
-        _importing.pop()
+        _importing.modules.pop()
 
 
 @contextmanager
@@ -133,7 +142,7 @@ def _in_current_directory() -> Iterator[None]:
         raise
 
 
-def _failed(module: str, name: str, error: Exception) -> ConfigError:
+def _import_error(module: str, name: str, error: Exception) -> ConfigError:
     what = f"{type(error).__name__}: {error}"
     return ConfigError(f"--policy {name}: importing {module} failed with {what}; see python -c 'import {module}'")
 

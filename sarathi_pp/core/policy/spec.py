@@ -57,7 +57,7 @@ class PolicySpec:
 
     @property
     def source(self) -> str:
-        """What must be the same on all ranks that schedule by it: for a policy of the user's own its very source."""
+        """Name what all ranks must have alike: the policy, and for one of the user's own the digest of its file."""
         if is_built_in(self.name):
             return self.name
         with suppress(OSError, TypeError):

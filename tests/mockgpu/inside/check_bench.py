@@ -24,7 +24,7 @@ SIZES = Sizes(
     piggybacked=(2,),
     attention={"chunk": ((20, 40),), "decodes": ((100, 1), (30, 1)), "mixed": ((20, 9), (30, 1))},
     layers=2,
-    repeats=2,
+    repeats=1,
     warm_s=0.0,
 )
 

@@ -241,7 +241,7 @@ class Coordinator:
         if self._heads is not None:
             self._heads.observe(microbatch, result.stage_times, head_s)
         if self._cost is not None:
-            # What is told of a stage without its head says nothing of one with it.
+            # The last stage skipped the LM head here, so its time must not train a cost model that includes it.
             times = result.stage_times[:-1] if microbatch.head_on_first else result.stage_times
             for stage, time in enumerate(times):
                 if time.microbatch in self._rows:

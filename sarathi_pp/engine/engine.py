@@ -74,10 +74,14 @@ class _Live:
 class Engine:
     """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
 
-    After any exception of `run` the next call begins anew, or raises PeerLostError at once if the pipeline is lost.
+    After an exception in `run` the next call starts afresh, or raises PeerLostError at once if the pipeline is lost.
 
-    stop_checkers: makes the checker for a request's stop strings. cost: of the stages, as far as is known; results
-    refine it. heads: which of them the first stage computes. listener: gets progress and warnings.
+    Args:
+        results: the edge from the last stage.
+        stop_checkers: makes the checker for a request's stop strings.
+        listener: gets progress and warnings.
+        cost: of the stages, as far as it is known; results refine it.
+        heads: decides for which microbatches the first stage computes the LM head.
     """
 
     def __init__(

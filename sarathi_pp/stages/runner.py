@@ -45,13 +45,20 @@ class _Span(NamedTuple):
 
 
 class StageRunner:
-    """timer: of the device that the stage computes on. index, name: of the stage. debug_nan: its outputs are looked at,
-    and whose were not finite first is told. shards: edges to the other ranks of a leader's stage, which compute it with
-    this one. shard_group: this rank's part in the sums of its stage; None if it holds the stage alone.
+    """Runs microbatches on this rank's stage and sends the results to the next one.
 
-    Its times may come later than the output: then a microbatch's span is recorded, and its input released, with one of
-    the next microbatches. Only a result waits for the device. It says that every stage is done with the microbatch, so
-    no more spans are ever unsettled than microbatches are in flight, and as many times behind are those told.
+    A device may report its times after the stage has returned its output. Then the span of a microbatch is
+    recorded, and its input released, with one of the next microbatches. Only a result waits for the device: it says
+    that every stage is done with the microbatch. So at most as many spans are unsettled as microbatches are in
+    flight.
+
+    Args:
+        timer: marks points in the work of the stage's device.
+        index: of the stage in its pipeline.
+        name: what messages call this rank.
+        debug_nan: check every output and report the first stage with NaN or infinity.
+        shards: edges to the other ranks of this stage; empty without tensor parallelism.
+        shard_group: this rank's part in the sums of its stage; None if it holds the stage alone.
     """
 
     def __init__(

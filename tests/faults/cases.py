@@ -248,7 +248,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "outputs/test_run_identity.py::test_lines_may_be_appended_to_an_input",
         f"{_RESUME}lines_that_were_appended_to_the_input_are_answered", f"{_RESUME}what_is_done_is_not_done_again")),
     64: ("a user who sees nothing happen after Ctrl-C", (
-        "run/test_stop_notice.py::test_it_counts_what_the_last_snapshot_has_running",
+        "run/test_stop_notice.py::test_it_counts_what_the_last_report_has_running",
         f"{_SIGNALS}what_runs_is_finished", f"{_SIGNALS}the_second_signal_ends_it_at_once")),
     65: ("a class name that is not tokenizer.json's, and text cut off from its prompt", (
         f"{_KINDS}ids_and_text_are_those_of_tokenizer_json_under_any_class_name",

@@ -71,7 +71,8 @@ def test_what_it_copies_is_all_that_the_package_is_made_of(tmp_path: Path) -> No
     settings = tomllib.loads((tmp_path / "pyproject.toml").read_text())
     folders = settings["tool"]["setuptools"]["package-dir"]
     for name in settings["tool"]["setuptools"]["packages"]:
-        assert (tmp_path / folders.get(name, name.replace(".", "/")) / "__init__.py").exists(), name
+        first, *rest = name.split(".")
+        assert Path(tmp_path, folders.get(first, first), *rest, "__init__.py").exists(), name
     named = (settings["project"]["readme"], *settings["project"]["license-files"])
     assert all((tmp_path / name).exists() for name in named)
     assert re.search(r"^FROM python:3\.1[1-4]-", TEXT, re.MULTILINE)

@@ -335,14 +335,15 @@ class Coordinator:
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
         before: Sequence | None = None
-        admitted = iter(admissible)  # both are in order of arrival, so one pass finds all that start
+        # Not by order: rows of a lost replica come back behind later ones.
+        admitted = set(map(id, admissible))
         for sequence, num_tokens, overlap in self._by_arrival(grants):
             if sequence is before:
                 raise self._broken(f"granted tokens of {sequence} twice; legal is one grant in a microbatch")
             is_running = running.get(sequence.index) is sequence
             if not is_running and self.num_preemptions > preempted_before:
                 continue
-            if not is_running and all(other is not sequence for other in admitted):
+            if not is_running and id(sequence) not in admitted:
                 raise self._broken(f"granted tokens of {sequence}; legal are sequences of the view that it was given")
             assert isinstance(sequence, Sequence)
             before = sequence

@@ -367,3 +367,11 @@ def test_a_stale_result_is_dropped_even_when_its_sequence_runs_again():
     coordinator.complete(StepResult(3, (SampledToken(1, 0, 1),)))
     coordinator.complete(StepResult(4, (SampledToken(2, 1, 5),)))
     assert list(restarted.tokens[restarted.num_prompt :]) == [5]
+
+
+def test_requests_that_come_behind_later_ones_start_with_them():
+    """As the rows of a replica that was lost."""
+    coordinator = Coordinator(Limits(1, 16, 4, 64, 4, 16, 1), make_policy("sarathi"))
+    for index in (5, 3, 4):
+        coordinator.submit(Request(index, (1, 2), SamplingParams(max_new_tokens=1, seed=0)))
+    assert str(coordinator.next_microbatch()) == "m0[s3:0+2 s4:0+2 s5:0+2]"

@@ -252,7 +252,12 @@ def _load(
         # The default, a grouped product, takes nothing but bf16 on CPU in the older torch releases supported.
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
-    fuse(module)
+    try:
+        fuse(module)  # what is merged and its parts are in memory at a time
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(layers, needed, _first_line(error)) from error
     if split is not None:
         split.join(getattr(module.get_submodule(family.base), family.layers))
     if device.type == "cuda":

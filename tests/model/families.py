@@ -280,6 +280,15 @@ def architecture(family: str) -> str:
     return next(name for name, known in SUPPORTED.items() if known.model_type == model_type)
 
 
+def with_layers(family: str, num_layers: int) -> PretrainedConfig:
+    """The family's config with its first layers alone, for what is slow by the layer."""
+    config = FAMILIES[family]()
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    return config
+
+
 def build_model(family: str, seed: int = 0, config: PretrainedConfig | None = None) -> Any:
     """The family's tiny transformers model in float32, unmodified, with weights drawn from the seed."""
     model = getattr(t, architecture(family))(config or FAMILIES[family]()).eval()

@@ -17,13 +17,14 @@ from sarathi_pp.model.checkpoint.weights import StoredTensor
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model.stage_model import load_stage, stage_bytes
 from sarathi_pp.stages.model_stage import ModelStage
 from tests.mockgpu import machine
 from tests.mockgpu.machine import TIMELINE
-from tests.model.families import NUM_LAYERS, write_checkpoint
+from tests.model.families import with_layers, write_checkpoint
 
 GPU = torch.device("cuda", 0)
+NUM_LAYERS = 2
 GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 DRAWN = SamplingRow(position=0, temperature=1.0, top_k=3, top_p=0.9, min_p=0.0, seed=7)
 SHAPES = (Shape(8, 3, decodes=False), Shape(2, 2, decodes=True))
@@ -32,7 +33,7 @@ SHAPES = (Shape(8, 3, decodes=False), Shape(2, 2, decodes=True))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    write_checkpoint("llama", directory)
+    write_checkpoint("llama", directory, config=with_layers("llama", NUM_LAYERS))
     return directory
 
 
@@ -93,8 +94,11 @@ def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
     machine.captures_failed.clear()
 
 
-def test_a_model_that_is_too_large_for_the_device_is_said_to_be(model, monkeypatch):
-    monkeypatch.setattr(TIMELINE, "_room", TIMELINE.live_bytes() + 200_000)
+@pytest.mark.parametrize("share", [0.5, 1.01], ids=["its weights", "what is merged on the way"])
+def test_a_model_that_is_too_large_for_the_device_is_said_to_be(share, model, monkeypatch):
+    gc.collect()  # what is freed later would be room too
+    room_bytes = int(share * stage_bytes(model, (0, NUM_LAYERS), torch.float32))
+    monkeypatch.setattr(TIMELINE, "_room", TIMELINE.live_bytes() + room_bytes)
     with pytest.raises(CapacityError, match="CUDA out of memory"):
         load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, GPU, TritonAttention())
 
@@ -102,7 +106,7 @@ def test_a_model_that_is_too_large_for_the_device_is_said_to_be(model, monkeypat
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen2_moe"])
 def test_weights_pass_through_the_hosts_memory_a_few_at_a_time(family, tmp_path, monkeypatch):
     """A stage of an eighth of a large model on each of eight GPUs is all of it in their host's memory."""
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(family, tmp_path, config=with_layers(family, NUM_LAYERS))
     read, alive, most = StoredTensor.read, [], [0]
 
     def counted(self: StoredTensor) -> torch.Tensor:
@@ -113,7 +117,7 @@ def test_weights_pass_through_the_hosts_memory_a_few_at_a_time(family, tmp_path,
 
     monkeypatch.setattr(StoredTensor, "read", counted)
     loaded = load_stage(tmp_path, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, GPU, TritonAttention())
-    assert len(alive) > 20 and most[0] <= 10, (len(alive), most)  # by as many threads as transformers has for it
+    assert len(alive) > 10 and most[0] <= 10, (len(alive), most)  # by as many threads as transformers has for it
     assert all(tensor.is_cuda for tensor in (*loaded.module.parameters(), *loaded.module.buffers()))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from tests.model.families import VOCAB_SIZE, write_checkpoint
 
@@ -51,9 +52,9 @@ class Reference:
         ]
 
 
-def make_reference(family: str, directory: Path, seed: int = 0) -> Reference:
-    """Write the family's checkpoint and answer its prompts."""
-    model = write_checkpoint(family, directory, seed)
+def make_reference(family: str, directory: Path, seed: int = 0, config: PretrainedConfig | None = None) -> Reference:
+    """Write the family's checkpoint, of that config where one is given, and answer its prompts."""
+    model = write_checkpoint(family, directory, seed, config=config)
     answers = [_clear_prompt(model, length, 1000 * seed + place) for place, length in enumerate(LENGTHS)]
     prompts, outputs = zip(*answers, strict=True)
     return Reference(family, directory, model, prompts, outputs)

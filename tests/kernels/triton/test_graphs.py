@@ -28,10 +28,10 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel, load_stage
 from sarathi_pp.stages.model_stage import ModelStage
-from tests.model.families import NUM_LAYERS, write_checkpoint
+from tests.model.families import with_layers, write_checkpoint
 
 CPU = torch.device("cpu")
-PAGE_SIZE, NUM_PAGES = 16, 12
+PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 16, 12, 2
 
 
 @dataclass
@@ -84,13 +84,13 @@ class Stage:
 @pytest.fixture(scope="module", params=["llama", pytest.param("mistral", marks=pytest.mark.full)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(request.param, directory)
+    write_checkpoint(request.param, directory, config=with_layers(request.param, NUM_LAYERS))
     return directory
 
 
 def stages_of(directory: Path, shapes: Sequence[Shape]) -> list[Stage]:
     made = []
-    for layers in ((0, 2), (2, NUM_LAYERS)):
+    for layers in ((0, 1), (1, NUM_LAYERS)):
         loaded = load_stage(directory, layers, NUM_LAYERS, torch.float32, CPU, TritonAttention())
         made.append(Stage(loaded, loaded.module.config, shapes))
     return made

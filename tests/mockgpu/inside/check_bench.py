@@ -11,16 +11,16 @@ from sarathi_pp.bench.gpu.stage import ModelShape
 from sarathi_pp.bench.gpu.suite import bench_gpu
 from sarathi_pp.trace.clock import SystemClock
 
-TINY = ModelShape(32, 64, 2, 4, 2, 256)
+TINY = ModelShape(16, 32, 1, 2, 1, 64)
 SIZES = Sizes(
     large=TINY,
     small=TINY,
     matrix=64,
     array_bytes=1 << 16,
-    prefill=24,
-    decodes=3,
-    context=40,
-    chunk=16,
+    prefill=8,
+    decodes=2,
+    context=12,
+    chunk=6,
     piggybacked=(2,),
     attention={"chunk": ((20, 40),), "decodes": ((100, 1), (30, 1)), "mixed": ((20, 9), (30, 1))},
     layers=2,

@@ -141,7 +141,7 @@ runtime() {
     jobs=("${waiting[@]}" "${timed_runtime[@]/#/--ignore=}")
     # The longest files first: the last ones then end together.
     run_tests tests/commands tests/api tests/distributed tests/stages tests/engine tests/wire tests/text tests/run \
-        tests/inputs tests/outputs tests/process || bad=1
+        tests/inputs tests/outputs tests/process tests/warm || bad=1
     jobs=()
     run_tests "${timed_runtime[@]}" || bad=1
     return $bad

@@ -18,6 +18,7 @@ import pytest
 
 from tests import thinning
 from tests.machine import patient, slowness
+from tests.warm import start
 
 if TYPE_CHECKING:
     from tests.exact.references import Reference
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before xdist's workers, which inherit it, keep the cores busy.
     slowness(config.getoption("numprocesses", None) or 1)
     thinning.full = config.getoption("--full")
+    if not thinning.full:
+        start.begin()
     fixed = bool(os.environ.get("CI"))
     # No deadline: on a busy machine an example takes as long as it takes.
     hypothesis.settings.register_profile(

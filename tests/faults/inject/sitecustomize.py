@@ -137,4 +137,7 @@ if FAULT:
 
             sarathi_pp.__version__ = "9.9.9"
         else:
-            sys.meta_path.insert(0, Finder(int(step), what))
+            if TARGET in sys.modules:
+                spoil(sys.modules[TARGET], int(step), what)
+            else:
+                sys.meta_path.insert(0, Finder(int(step), what))

@@ -1,0 +1,162 @@
+"""A forked process becomes the command that it was forked for, as if Python had been started with it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import io
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from tests.warm.command import Command, Host, Program
+
+_NEW_NETWORK, _NEW_NAME, _NEW_MOUNTS = 0x40000000, 0x04000000, 0x00020000  # linux/sched.h
+_BIND, _RECURSIVE, _SLAVE = 0x1000, 0x4000, 0x80000  # linux/mount.h
+
+# As Python opened and set them when this process began.
+_PATH = tuple(sys.path)
+_STDIN, _STDOUT, _STDERR = sys.stdin, sys.stdout, sys.stderr
+
+
+def become(command: Command) -> NoReturn:
+    """Run the command to its end, in the child of a fork, which shares its parent's memory and nothing else.
+
+    command.descriptors: as they are numbered in this process.
+    """
+    code = 1
+    try:
+        _forget_parent()
+        if command.new_session:
+            os.setsid()
+        if command.host is not None:
+            _move_to(command.host)
+        _take_descriptors(command.descriptors)
+        os.chdir(command.folder)
+        os.environ.clear()
+        os.environ.update(command.variables)
+        tempfile.tempdir = None
+        _show_in_proc(command)
+        _open_streams(unbuffered=command.program.unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
+        code = _run(command.program)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        code = code or 1
+    finally:
+        os._exit(code)
+
+
+def _forget_parent() -> None:
+    """What exec would end: handlers of signals, and what the parent would do at its own end."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.detach()
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
+def _move_to(host: Host) -> None:
+    """Into namespaces of its network, of its name and of what is mounted, as `Hosts.on` does."""
+    with open(f"/var/run/netns/{host.namespace}") as network:
+        _call("setns", network.fileno(), _NEW_NETWORK)
+    _call("unshare", _NEW_NAME | _NEW_MOUNTS)
+    _call("mount", b"none", b"/", None, _RECURSIVE | _SLAVE, None)
+    socket.sethostname(host.name)
+    _call("mount", os.fsencode(host.table), b"/etc/hosts", None, _BIND, None)
+
+
+def _call(name: str, *arguments: int | bytes | None) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _take_descriptors(descriptors: Mapping[int, int]) -> None:
+    """Leave these files open, under the numbers that the command knows them by, and no others."""
+    kept = {number: fcntl.fcntl(here, fcntl.F_DUPFD_CLOEXEC, 1000) for number, here in descriptors.items()}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in kept.values():
+            with suppress(OSError):  # the one that the listing had
+                os.close(number)
+    for number, duplicate in kept.items():
+        os.dup2(duplicate, number)
+        os.close(duplicate)
+
+
+def _show_in_proc(command: Command) -> None:
+    """Let /proc have its words and variables, by which tests and people find a process: they lie in its own memory."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from the third on, as proc(5) counts
+    words = (sys.executable, *command.program.words)
+    variables = [f"{name}={value}" for name, value in command.variables.items()]
+    for texts, begin, end in ((words, *map(int, fields[45:47])), (variables, *map(int, fields[47:49]))):
+        block = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - begin - 1]
+        ctypes.memmove(begin, block.ljust(end - begin, b"\0"), end - begin)
+
+
+def _open_streams(*, unbuffered: bool) -> None:
+    """Like those that Python opened at the start."""
+    for number, like in enumerate((_STDIN, _STDOUT, _STDERR)):
+        raw = io.FileIO(number, "w" if number else "r", closefd=False)
+        raw.name = like.name  # type: ignore[misc]
+        buffer = (raw if unbuffered else io.BufferedWriter(raw)) if number else io.BufferedReader(raw)
+        lines = not unbuffered and (number == 2 or raw.isatty())
+        stream = io.TextIOWrapper(buffer, like.encoding, like.errors, None, lines, unbuffered)  # type: ignore[arg-type]
+        setattr(sys, like.name.strip("<>"), stream)
+        setattr(sys, f"__{like.name.strip('<>')}__", stream)
+
+
+def _run(program: Program) -> int:
+    """Return its exit code."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    folders = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    sys.path[:] = [*(folder for folder in folders if folder not in _PATH), *_PATH]
+    hooks = [hook for folder in folders if (hook := Path(folder, "sitecustomize.py")).exists()]
+    if hooks:
+        runpy.run_path(str(hooks[0]))
+    if program.folder_first:
+        sys.path.insert(0, os.getcwd() if program.script is None else str(Path(program.script).resolve().parent))
+    if program.module is not None and not hasattr(sys.modules.get(program.module), "__path__"):
+        sys.modules.pop(program.module, None)  # what runs is another module, named __main__
+    sys.argv = [program.script or "", *program.arguments]
+    try:
+        if program.module is not None:
+            runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(program.script), run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

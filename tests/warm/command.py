@@ -1,0 +1,147 @@
+"""What a test starts: a Python program with its files, folder and variables, as `subprocess` describes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from examples.benchmarks.hosts import Hosts
+
+# Read once, when Python starts or a library is imported: a process that has done both must have been given the same.
+_READ_AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "GOMP_", "MKL_", "KMP_"),
+    *("NUMBA_", "TORCH_", "TRITON_", "HF_", "MOCK_GPU"),
+)
+# But sys.path and torch.set_num_threads can follow the first two, and torchrun sets the third for every rank.
+_CAN_FOLLOW = {"PYTHONPATH", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_PYTHON_OPTIONS = {"-P", "-u"}
+_PYTHON = sys.executable  # which tests replace
+_TORCHRUN = str(Path(_PYTHON).with_name("torchrun"))
+_HOST_0 = Hosts(("namespace",), "switch", Path("table")).on(0)
+
+
+class ForkExec(NamedTuple):
+    """What `subprocess` gives to `_posixsubprocess.fork_exec`, from Python 3.11 on."""
+
+    words: Sequence[Any]
+    executables: Sequence[bytes]
+    close_fds: bool
+    fds_to_keep: Sequence[int]
+    folder: Any
+    environment: Sequence[bytes] | None
+    input_reader: int
+    input_writer: int
+    output_reader: int
+    output_writer: int
+    error_reader: int
+    error_writer: int
+    failure_reader: int
+    failure_writer: int
+    restore_signals: bool
+    new_session: bool
+    process_group: int
+    group: int | None
+    groups: Sequence[int] | None
+    user: int | None
+    umask: int
+    run_first: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A module (`-m`) or a script, with its arguments.
+
+    Attributes:
+        words: All that Python was given.
+        folder_first: Whether sys.path begins with the program's folder, as it does without -P.
+    """
+
+    module: str | None
+    script: str | None
+    arguments: Sequence[str]
+    words: Sequence[str]
+    folder_first: bool
+    unbuffered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host of examples/benchmarks/hosts.py. table: the file that is its /etc/hosts."""
+
+    namespace: str
+    name: str
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program and what it is started with.
+
+    Attributes:
+        variables: All of its environment.
+        descriptors: The numbers of the files that it has open, each with the number of that file in this process.
+        host: Where it runs; None for this machine.
+    """
+
+    program: Program
+    host: Host | None
+    folder: str
+    variables: Mapping[str, str]
+    descriptors: Mapping[int, int]
+    new_session: bool
+
+
+def parse_command(asked: ForkExec) -> Command | None:
+    """Return the command that `subprocess` is to start; None if it is no program of this Python, or asks for more."""
+    host, words = _parse_host([os.fsdecode(word) for word in asked.words])
+    program = _parse_program(words)
+    more = (asked.group, asked.groups, asked.user, asked.run_first) != (None,) * 4
+    if program is None or more or not asked.close_fds or asked.process_group != -1 or asked.umask >= 0:
+        return None
+    variables = dict(os.environ)
+    if asked.environment is not None:
+        pairs = (os.fsdecode(pair).partition("=") for pair in asked.environment)
+        variables = {name: value for name, _, value in pairs}
+    standard = enumerate((asked.input_reader, asked.output_writer, asked.error_writer))
+    descriptors = {number: number if here == -1 else here for number, here in standard}
+    descriptors |= {number: number for number in asked.fds_to_keep if number != asked.failure_writer}
+    folder = os.getcwd() if asked.folder is None else os.fsdecode(asked.folder)
+    return Command(program, host, folder, variables, descriptors, bool(asked.new_session))
+
+
+def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those variables that a process cannot be given later."""
+    chosen = (name for name in variables if name.startswith(_READ_AT_START) and name not in _CAN_FOLLOW)
+    return {name: variables[name] for name in chosen}
+
+
+def _parse_host(words: Sequence[str]) -> tuple[Host | None, Sequence[str]]:
+    """Return the host that a command line runs on and the rest of the line; see Hosts.on."""
+    size = len(_HOST_0)
+    namespace, name, table = _HOST_0.index("namespace"), size - 2, size - 1
+    fixed = [index for index in range(size) if index not in (namespace, name, table)]
+    if len(words) <= size or any(words[index] != _HOST_0[index] for index in fixed):
+        return None, words
+    return Host(words[namespace], words[name], words[table]), words[size:]
+
+
+def _parse_program(words: Sequence[str]) -> Program | None:
+    if words[0] == _TORCHRUN:
+        words = (_PYTHON, "-P", "-m", "torch.distributed.run", *words[1:])
+    if words[0] != _PYTHON:
+        return None
+    rest, options = list(words[1:]), set()
+    while rest and rest[0] in _PYTHON_OPTIONS:
+        options.add(rest.pop(0))
+    module = script = None
+    if len(rest) > 1 and rest[0] == "-m":
+        module, rest = rest[1], rest[2:]
+    elif rest and not rest[0].startswith("-"):
+        script, rest = rest[0], rest[1:]
+    else:
+        return None
+    return Program(module, script, rest, words[1:], "-P" not in options, "-u" in options)

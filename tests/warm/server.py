@@ -1,0 +1,82 @@
+"""The process that has imported what commands import, and forks them: `python -P -m tests.warm.server DESCRIPTOR`.
+
+It runs nothing itself, so it has one thread and no state but its modules. DESCRIPTOR: of the socket that asks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import socket
+import sys
+import time
+from dataclasses import replace
+
+from sarathi_pp.distributed.environment import let_threads_sleep
+
+# What one `generate` or `profile` on a CPU has imported at its end, alone or under torchrun.
+_MODULES = (
+    "sarathi_pp.api",
+    "sarathi_pp.cli.generate",
+    "sarathi_pp.cli.profile",
+    "sarathi_pp.model.attention.numba",
+    "sarathi_pp.run.batch",
+    "sarathi_pp.run.llm_worker",
+    "sarathi_pp.run.torchrun_agent",
+    "sarathi_pp.stages.model_stage",
+    "transformers.models.llama.modeling_llama",
+)
+# They have nothing but ranks to start, and run nothing before.
+_LAUNCHERS = ("sarathi_pp", "torch.distributed.run")
+MAX_REQUEST = 1 << 20
+MAX_DESCRIPTORS = 64
+
+
+def main() -> None:
+    let_threads_sleep()
+    for module in _MODULES:
+        importlib.import_module(module)
+    from tests.warm import start  # it imports torch, which must not be before its threads are told to sleep
+    from tests.warm.become import become
+    from tests.warm.command import Command
+
+    asked = socket.socket(fileno=int(sys.argv[1]))
+
+    def fork(command: Command) -> int:
+        """Return the number of a process that runs the command.
+
+        Its parent is whoever asks, who adopts orphans at the moment: it is forked by a process that then ends.
+        """
+        reader, writer = os.pipe()
+        between = os.fork()
+        if between == 0:
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                os.close(writer)
+                while os.getppid() == parent:
+                    time.sleep(0.0005)
+                if command.program.module in _LAUNCHERS and "RANK" not in command.variables:
+                    start.begin_forking()
+                become(command)
+            os.write(writer, str(pid).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        os.close(writer)
+        with open(reader) as answer:
+            return int(answer.read())
+
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(asked, MAX_REQUEST, MAX_DESCRIPTORS)
+        if not request:
+            return
+        command = pickle.loads(request)
+        command = replace(command, descriptors=dict(zip(command.descriptors, descriptors, strict=True)))
+        asked.send(str(fork(command)).encode())
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""A program cannot tell from what it is given whether it began cold or warm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.processes import environment, torchrun
+from tests.machine import patient
+from tests.warm import start
+
+PROBE = """
+import json, os, signal, sys, tempfile, threading
+
+told = {
+    "words": sys.argv,
+    "name": __name__,
+    "folder": os.getcwd(),
+    "variables": dict(os.environ),
+    "scratch": tempfile.gettempdir(),
+    "path": sys.path,
+    "parent": os.getppid(),
+    "session": os.getsid(0) == os.getpid(),
+    "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "files": len([number for number in range(200) if os.path.exists(f"/proc/self/fd/{number}")]),
+    "threads": threading.active_count(),
+    "streams": [[s.name, s.encoding, s.errors, s.line_buffering, s.isatty()] for s in (sys.stdout, sys.stderr)],
+    "input": sys.stdin.read(),
+    "shown": [open(f"/proc/self/{name}").read().split(chr(0)) for name in ("cmdline", "environ")],
+    "warm": "torch" in sys.modules,
+}
+if "GIVEN" in os.environ:
+    told["given"] = os.read(int(os.environ["GIVEN"]), 100).decode()
+print(json.dumps(told))
+print("said", file=sys.stderr)
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm() -> Iterator[None]:
+    """Also where the suite's commands begin cold."""
+    with pytest.MonkeyPatch.context() as patch:
+        if subprocess._fork_exec is start.start_cold:
+            patch.setattr(subprocess, "_fork_exec", start.start_cold)
+            start.begin()
+        yield
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "program.py"
+
+
+# What differs between any two starts of torchrun.
+_OF_ONE_START = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "GIVEN")
+
+
+def told_by(command: Sequence[str], folder: Path, *, pipe: bool, new_session: bool) -> dict[str, Any]:
+    """What the program above tells, but for what is another thing each time."""
+    reader, writer = os.pipe()
+    os.write(writer, b"of this test")
+    os.close(writer)
+    variables = {**environment(), "OMP_NUM_THREADS": "2", "TMPDIR": str(folder)} | (
+        {"GIVEN": str(reader)} if pipe else {}
+    )
+    done = subprocess.run(
+        command, env=variables, cwd=folder, input="some words", pass_fds=[reader] if pipe else [],
+        start_new_session=new_session, capture_output=True, text=True, timeout=patient(60), check=True,
+    )  # fmt: skip
+    os.close(reader)
+    told: dict[str, Any] = json.loads(done.stdout)
+    told["said"] = done.stderr
+    for name in _OF_ONE_START:
+        told["variables"].pop(name, None)
+    words, shown = (list(filter(None, texts)) for texts in told.pop("shown"))
+    told["shown"] = words, sorted(text for text in shown if not text.startswith(_OF_ONE_START))
+    return told
+
+
+@pytest.mark.parametrize("options", [(), ("-P",), ("-P", "-u")], ids=" ".join)
+@pytest.mark.parametrize("new_session", [False, True])
+def test_what_a_program_is_given(options, new_session, program, monkeypatch):
+    program.write_text(PROBE)
+    command = (sys.executable, *options, str(program), "with", "words")
+    told = told_by(command, program.parent, pipe=True, new_session=new_session)
+    assert told.pop("warm") and told["parent"] == os.getpid()
+    monkeypatch.setattr(subprocess, "_fork_exec", start.start_cold)
+    cold = told_by(command, program.parent, pipe=True, new_session=new_session)
+    assert not cold.pop("warm")
+    assert {name: told[name] for name in told if told[name] != cold[name]} == {}
+
+
+def test_what_a_launcher_gives_its_rank(program, monkeypatch):
+    program.write_text(PROBE)
+    command = (*torchrun(1, program), "with", "words")
+    told = told_by(command, program.parent, pipe=False, new_session=False)
+    monkeypatch.setattr(subprocess, "_fork_exec", start.start_cold)
+    cold = told_by(command, program.parent, pipe=False, new_session=False)
+    assert told.pop("warm") and not cold.pop("warm") and told.pop("parent") != cold.pop("parent")
+    assert {name: told[name] for name in told if told[name] != cold[name]} == {}
+
+
+ENDINGS = {
+    "as it should": "print('done')",
+    "with a code": "import sys; sys.exit(300)",
+    "with words": "import sys; sys.exit('no such file')",
+    "with an error": "1 / 0",
+    "at once": "import os; print('lost'); os._exit(3)",
+    "with what was to be done at exit": "import atexit; atexit.register(print, 'at exit')",
+    "with a thread": "import threading; threading.Timer(0.1, print, ['late']).start()",
+    "by a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "by Ctrl-C": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "by an abort": "import os; os.abort()",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_how_a_program_ends(ending, program, monkeypatch):
+    def ended() -> tuple[int, str, str]:
+        command = [sys.executable, "-P", str(program)]
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=patient(60), check=False
+        )
+        return done.returncode, done.stdout, done.stderr.splitlines()[-1] if done.stderr else ""
+
+    program.write_text(ENDINGS[ending])
+    warm = ended()
+    monkeypatch.setattr(subprocess, "_fork_exec", start.start_cold)
+    assert warm == ended()
+
+
+def test_a_program_with_another_variable_of_those_that_are_read_at_the_start_begins_cold(program):
+    program.write_text("import os, sys; print('torch' in sys.modules, os.environ.get('HF_HOME'))")
+    for more, expected in (({}, "True None\n"), ({"HF_HOME": "/nowhere"}, "False /nowhere\n")):
+        variables = {name: value for name, value in environment().items() if name != "HF_HOME"} | more
+        done = subprocess.run([sys.executable, str(program)], env=variables, capture_output=True, text=True, check=True)
+        assert done.stdout == expected
+
+
+def test_it_is_killed_and_stopped_by_its_number(program):
+    program.write_text("import time\ntime.sleep(1000)")
+    with subprocess.Popen([sys.executable, str(program)], env=environment()) as process:
+        assert os.getpgid(process.pid) == os.getpgid(0)
+        process.kill()
+        assert process.wait(patient(10)) == -signal.SIGKILL

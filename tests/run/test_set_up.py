@@ -37,9 +37,10 @@ def trace_writers() -> list[threading.Thread]:
 
 def test_edges_that_do_not_open_leave_no_open_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
-        assert len(trace_writers()) == 1
+        assert len(set(trace_writers()) - before) == 1
         raise CapacityError("no memory for edges")
 
+    before = set(trace_writers())
     monkeypatch.setattr(rank_module, "open_pipeline", refuse)
     config = with_profile(RunConfig(model=""), PROFILE)
     facts = emulated_facts(PROFILE, config.page_size)
@@ -47,7 +48,7 @@ def test_edges_that_do_not_open_leave_no_open_trace(tmp_path: Path, monkeypatch:
     member = Member(checked, ControlPlane.join(RankEnvironment(), 60, 60), Watchdog(None), SystemClock())
     with pytest.raises(CapacityError, match="no memory for edges"):
         set_up(member, agree_on_start(member))
-    assert trace_writers() == []
+    assert set(trace_writers()) <= before
     member.plane.leave()
 
 

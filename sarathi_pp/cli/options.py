@@ -121,7 +121,7 @@ MEMORY = OptionGroup(
         "--block-size",
         type=Count(auto=True),
         default="auto",
-        show_default="16",
+        show_default="16; flash and varlen 256",
         help="Tokens per page of the KV cache.",
     ),
 )

@@ -2,8 +2,9 @@
 # Sets up, then runs the tiers in order, each printing its time, its budget and its slowest tests; all of them run even
 # where one fails.
 #   bash launch/test.sh [--full] [TIER...]        tiers: static pure model reports runtime faults launch
-# --full adds the cases marked `full`, which repeat a proof on more sizes. The last line counts tests and static checks.
-# A budget is what a tier may take on two quiet cores; over it there is a warning, and no failure.
+# --full adds the cases marked `full`, which repeat a proof on more sizes, and starts every process cold (tests/warm).
+# The last line counts tests and static checks. A budget is what a tier may take on two quiet cores; over it there is a
+# warning, and no failure.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"

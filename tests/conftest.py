@@ -1,4 +1,4 @@
-"""`--full`: run the cases marked `full` too, and property tests on all their examples.
+"""`--full`: run the cases marked `full` too, property tests on all their examples, and every process cold.
 
 Without it such cases are deselected, so nothing is shown as skipped. In CI the examples are the same each time: a new
 one that fails is found by whoever runs the tests at home, not by luck on another's change.
@@ -30,7 +30,7 @@ _HANGS_S = 300.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run the cases marked `full` too")
+    parser.addoption("--full", action="store_true", help="run the cases marked `full` too; start processes cold")
 
 
 def pytest_configure(config: pytest.Config) -> None:

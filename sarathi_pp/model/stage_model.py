@@ -253,7 +253,7 @@ def _load(
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
     try:
-        fuse(module)  # what is merged and its parts are in memory at a time
+        fuse(module)  # what is merged and its parts are in memory at the same time
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

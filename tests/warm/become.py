@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -30,32 +30,42 @@ _BIND, _RECURSIVE, _SLAVE = 0x1000, 0x4000, 0x80000  # linux/mount.h
 # As Python opened and set them when this process began.
 _PATH = tuple(sys.path)
 _STDIN, _STDOUT, _STDERR = sys.stdin, sys.stdout, sys.stderr
+_left: list[TextIO] = []
 
 
 def become(command: Command) -> NoReturn:
-    """Run the command to its end, in the child of a fork, which shares its parent's memory and nothing else.
+    """Run the command to its end, in the child of a fork.
 
+    Limits, CPUs and the mask of new files' rights stay those of the process that was forked.
     command.descriptors: as they are numbered in this process.
     """
     code = 1
     try:
-        _forget_parent()
+        _forget_parent(command)
         if command.new_session:
             os.setsid()
         if command.host is not None:
             _move_to(command.host)
         _take_descriptors(command.descriptors)
-        os.chdir(command.folder)
+        try:
+            os.chdir(command.folder)
+        except OSError as error:
+            os.write(command.started, f"OSError:{error.errno:x}:noexec".encode())  # as `subprocess` reads it
+            os._exit(255)
         os.environ.clear()
         os.environ.update(command.variables)
         tempfile.tempdir = None
         _show_in_proc(command)
         _open_streams(unbuffered=command.program.unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
+        os.close(command.started)
         code = _run(command.program)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
     except BaseException:
         traceback.print_exc()
         code = code or 1
@@ -63,14 +73,16 @@ def become(command: Command) -> NoReturn:
         os._exit(code)
 
 
-def _forget_parent() -> None:
+def _forget_parent(command: Command) -> None:
     """What exec would end: handlers of signals, and what the parent would do at its own end."""
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
-            signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        kept = signal.SIG_IGN if number in command.ignored else signal.SIG_DFL
+        if signal.getsignal(number) not in (kept, None):
+            signal.signal(number, kept)
+    if signal.SIGINT not in command.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, command.blocked)
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.detach()
@@ -78,7 +90,7 @@ def _forget_parent() -> None:
 
 
 def _move_to(host: Host) -> None:
-    """Into namespaces of its network, of its name and of what is mounted, as `Hosts.on` does."""
+    """Into namespaces of its network, of its name and of what is mounted, as `Hosts.on` does, but for /sys."""
     with open(f"/var/run/netns/{host.namespace}") as network:
         _call("setns", network.fileno(), _NEW_NETWORK)
     _call("unshare", _NEW_NAME | _NEW_MOUNTS)
@@ -117,7 +129,8 @@ def _show_in_proc(command: Command) -> None:
 
 
 def _open_streams(*, unbuffered: bool) -> None:
-    """Like those that Python opened at the start."""
+    """Like those that Python opened at the start. Those of a launcher stay as they are: what is in them is its own."""
+    _left.extend((sys.stdin, sys.stdout, sys.stderr))
     for number, like in enumerate((_STDIN, _STDOUT, _STDERR)):
         raw = io.FileIO(number, "w" if number else "r", closefd=False)
         raw.name = like.name  # type: ignore[misc]
@@ -129,8 +142,9 @@ def _open_streams(*, unbuffered: bool) -> None:
 
 
 def _run(program: Program) -> int:
-    """Return its exit code."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    """Return its exit code, or the negative number of a signal that is to end it."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
     folders = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     sys.path[:] = [*(folder for folder in folders if folder not in _PATH), *_PATH]
     hooks = [hook for folder in folders if (hook := Path(folder, "sitecustomize.py")).exists()]
@@ -153,9 +167,7 @@ def _run(program: Program) -> int:
         return 1
     except KeyboardInterrupt:
         traceback.print_exc()
-        sys.stderr.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        return -signal.SIGINT
     except BaseException:
         traceback.print_exc()
         return 1

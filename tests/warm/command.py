@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from examples.benchmarks.hosts import Hosts
 
 # Read once, when Python starts or a library is imported: a process that has done both must have been given the same.
 _READ_AT_START = (
-    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "GOMP_", "MKL_", "KMP_"),
-    *("NUMBA_", "TORCH_", "TRITON_", "HF_", "MOCK_GPU"),
+    *("PYTHON", "LD_", "LC_", "LANG", "HOME", "XDG_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_"),
+    *("NUMBA_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "MOCK_GPU"),
 )
 # But sys.path and torch.set_num_threads can follow the first two, and torchrun sets the third for every rank.
 _CAN_FOLLOW = {"PYTHONPATH", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _PYTHON_OPTIONS = {"-P", "-u"}
-_PYTHON = sys.executable  # which tests replace
-_TORCHRUN = str(Path(_PYTHON).with_name("torchrun"))
+PYTHON = sys.executable  # which tests replace
+_TORCHRUN = str(Path(PYTHON).with_name("torchrun"))
 _HOST_0 = Hosts(("namespace",), "switch", Path("table")).on(0)
 
 
@@ -85,6 +86,9 @@ class Command:
         variables: All of its environment.
         descriptors: The numbers of the files that it has open, each with the number of that file in this process.
         host: Where it runs; None for this machine.
+        started: Of the descriptors, the one that is closed when the program runs.
+        ignored: Signals.
+        blocked: Signals.
     """
 
     program: Program
@@ -92,7 +96,10 @@ class Command:
     folder: str
     variables: Mapping[str, str]
     descriptors: Mapping[int, int]
+    started: int
     new_session: bool
+    ignored: frozenset[int]
+    blocked: frozenset[int]
 
 
 def parse_command(asked: ForkExec) -> Command | None:
@@ -108,15 +115,18 @@ def parse_command(asked: ForkExec) -> Command | None:
         variables = {name: value for name, _, value in pairs}
     standard = enumerate((asked.input_reader, asked.output_writer, asked.error_writer))
     descriptors = {number: number if here == -1 else here for number, here in standard}
-    descriptors |= {number: number for number in asked.fds_to_keep if number != asked.failure_writer}
+    descriptors |= {number: number for number in asked.fds_to_keep}  # the failure_writer is one
     folder = os.getcwd() if asked.folder is None else os.fsdecode(asked.folder)
-    return Command(program, host, folder, variables, descriptors, bool(asked.new_session))
+    ignored = frozenset(number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN)
+    blocked = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    new_session = bool(asked.new_session)
+    return Command(program, host, folder, variables, descriptors, asked.failure_writer, new_session, ignored, blocked)
 
 
 def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables that a process cannot be given later."""
+    """Return those variables that a process cannot be given later. Where none says how threads wait, they sleep."""
     chosen = (name for name in variables if name.startswith(_READ_AT_START) and name not in _CAN_FOLLOW)
-    return {name: variables[name] for name in chosen}
+    return {"OMP_WAIT_POLICY": "passive", **{name: variables[name] for name in chosen}}
 
 
 def _parse_host(words: Sequence[str]) -> tuple[Host | None, Sequence[str]]:
@@ -131,8 +141,8 @@ def _parse_host(words: Sequence[str]) -> tuple[Host | None, Sequence[str]]:
 
 def _parse_program(words: Sequence[str]) -> Program | None:
     if words[0] == _TORCHRUN:
-        words = (_PYTHON, "-P", "-m", "torch.distributed.run", *words[1:])
-    if words[0] != _PYTHON:
+        words = (PYTHON, "-P", "-m", "torch.distributed.run", *words[1:])
+    if words[0] != PYTHON:
         return None
     rest, options = list(words[1:]), set()
     while rest and rest[0] in _PYTHON_OPTIONS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -27,26 +28,29 @@ _MODULES = (
     "sarathi_pp.stages.model_stage",
     "transformers.models.llama.modeling_llama",
 )
-# They have nothing but ranks to start, and run nothing before.
+# Their ranks are forks of theirs.
 _LAUNCHERS = ("sarathi_pp", "torch.distributed.run")
-MAX_REQUEST = 1 << 20
-MAX_DESCRIPTORS = 64
+_MAX_REQUEST = 1 << 20
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end it
     let_threads_sleep()
     for module in _MODULES:
         importlib.import_module(module)
-    from tests.warm import start  # it imports torch, which must not be before its threads are told to sleep
+    from tests.warm import start  # these import torch, which must not be before its threads are told to sleep
     from tests.warm.become import become
     from tests.warm.command import Command
 
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has the thread that forks alone, and the locks of all"
     asked = socket.socket(fileno=int(sys.argv[1]))
+    tests = os.getppid()
+    asked.send(b"ready")
 
     def fork(command: Command) -> int:
         """Return the number of a process that runs the command.
 
-        Its parent is whoever asks, who adopts orphans at the moment: it is forked by a process that then ends.
+        Its parent is the process of the tests, which adopts orphans now: it is forked by a process that then ends.
         """
         reader, writer = os.pipe()
         between = os.fork()
@@ -57,6 +61,7 @@ def main() -> None:
                 os.close(writer)
                 while os.getppid() == parent:
                     time.sleep(0.0005)
+                assert os.getppid() == tests, "another process has adopted this one"
                 if command.program.module in _LAUNCHERS and "RANK" not in command.variables:
                     start.begin_forking()
                 become(command)
@@ -68,13 +73,14 @@ def main() -> None:
             return int(answer.read())
 
     while True:
-        request, descriptors, _, _ = socket.recv_fds(asked, MAX_REQUEST, MAX_DESCRIPTORS)
+        request, given, _, _ = socket.recv_fds(asked, _MAX_REQUEST, start.MAX_DESCRIPTORS + 1)
         if not request:
             return
-        command = pickle.loads(request)
+        *descriptors, answer = given
+        command: Command = pickle.loads(request)
         command = replace(command, descriptors=dict(zip(command.descriptors, descriptors, strict=True)))
-        asked.send(str(fork(command)).encode())
-        for descriptor in descriptors:
+        os.write(answer, str(fork(command)).encode())
+        for descriptor in given:
             os.close(descriptor)
 
 

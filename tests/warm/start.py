@@ -14,17 +14,21 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.warm.command import Command, ForkExec, parse_command, read_at_start
+from tests.warm.command import PYTHON, Command, ForkExec, parse_command, read_at_start
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # What /proc shows of a process's words and variables has to fit where its first ones were.
 _ROOM = "x" * 16_384
+
+_SERVER = "tests.warm.server"
+# How many files a request can pass on.
+MAX_DESCRIPTORS = 64
 
 start_cold = subprocess._fork_exec  # type: ignore[attr-defined]
 
@@ -37,19 +41,24 @@ class _Server:
         self.variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self._process: subprocess.Popen[bytes] | None = None
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._one = threading.Lock()
 
     def fork(self, command: Command) -> int:
         """Return the number of the process, a child of this one, that runs the command."""
-        with self._one:
-            if self._process is None:
-                self._start()
-            _adopt_orphans(True)
+        if self._process is None:
+            self._start()
+        reader, writer = os.pipe()  # of this request: a test that is interrupted leaves no answer to the next one
+        with open(reader) as answer:
             try:
-                socket.send_fds(self._asking, [pickle.dumps(command)], list(command.descriptors.values()))
-                return int(self._asking.recv(64))
+                _adopt_orphans(True)
+                descriptors = [*command.descriptors.values(), writer]
+                socket.send_fds(self._asking, [pickle.dumps(command)], descriptors)
+                os.close(writer)
+                pid = answer.read()
             finally:
                 _adopt_orphans(False)
+        if not pid:
+            raise RuntimeError("the process that forks commands has ended; it said why")
+        return int(pid)
 
     def close(self) -> None:
         self._asking.close()
@@ -59,9 +68,11 @@ class _Server:
 
     def _start(self) -> None:
         number = self._asked.fileno()
-        command = (sys.executable, "-P", "-m", "tests.warm.server", str(number), _ROOM)
+        command = (PYTHON, "-P", "-m", _SERVER, str(number), _ROOM)
         self._process = subprocess.Popen(command, env={**self.variables, "ROOM": _ROOM}, pass_fds=[number])
         self._asked.close()
+        if self._asking.recv(16) != b"ready":
+            raise RuntimeError("the process that forks commands has ended; it said why")
 
 
 def begin() -> None:
@@ -69,14 +80,13 @@ def begin() -> None:
     server = _Server()
 
     def fork_exec(*given: Any) -> int:
-        command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
-        if command is None or command.program.module == "tests.warm.server":
-            return int(start_cold(*given))
-        if read_at_start(command.variables) != read_at_start(server.variables):
+        command = _warm_command(given, server.variables)
+        if command is None or command.program.module == _SERVER:
             return int(start_cold(*given))
         return server.fork(command)
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
+    subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # it goes past the line above
     atexit.register(server.close)
 
 
@@ -85,18 +95,28 @@ def begin_forking() -> None:
     from tests.warm.become import become  # which a test's own process does without: it imports torch
 
     def fork_exec(*given: Any) -> int:
-        command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
+        command = _warm_command(given, os.environ)
         if command is None or "RANK" not in command.variables:
-            return int(start_cold(*given))
-        if read_at_start(command.variables) != read_at_start(os.environ):
             return int(start_cold(*given))
         pid = os.fork()
         if pid == 0:
+            subprocess._fork_exec = start_cold  # type: ignore[attr-defined]  # a rank has threads: it forks nothing
             become(command)
         return pid
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
 
 
+def _warm_command(given: Sequence[Any], variables: Mapping[str, str]) -> Command | None:
+    """Return what `subprocess` is to start, if it can begin warm where these variables were read."""
+    if threading.current_thread() is not threading.main_thread():
+        return None  # a process may be told to end with the thread that started it
+    command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
+    if command is None or len(command.descriptors) > MAX_DESCRIPTORS:
+        return None
+    return command if read_at_start(command.variables) == read_at_start(variables) else None
+
+
 def _adopt_orphans(on: bool) -> None:
-    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+    if ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
+        raise OSError("this kernel lets no process adopt orphans")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.machine import patient
 from tests.warm import start
 
 PROBE = """
-import json, os, signal, sys, tempfile, threading
+import json, os, signal, sys, tempfile
 
 told = {
     "words": sys.argv,
@@ -32,7 +33,8 @@ told = {
     "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
     "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "files": len([number for number in range(200) if os.path.exists(f"/proc/self/fd/{number}")]),
-    "threads": threading.active_count(),
+    "threads": len(os.listdir("/proc/self/task")),
+    "limits": [os.umask(0o22), sorted(os.sched_getaffinity(0))],
     "streams": [[s.name, s.encoding, s.errors, s.line_buffering, s.isatty()] for s in (sys.stdout, sys.stderr)],
     "input": sys.stdin.read(),
     "shown": [open(f"/proc/self/{name}").read().split(chr(0)) for name in ("cmdline", "environ")],
@@ -69,7 +71,7 @@ def told_by(command: Sequence[str], folder: Path, *, pipe: bool, new_session: bo
     reader, writer = os.pipe()
     os.write(writer, b"of this test")
     os.close(writer)
-    variables = {**environment(), "OMP_NUM_THREADS": "2", "TMPDIR": str(folder)} | (
+    variables = {**environment(), "TMPDIR": str(folder)} | (
         {"GIVEN": str(reader)} if pipe else {}
     )
     done = subprocess.run(
@@ -118,24 +120,25 @@ ENDINGS = {
     "with what was to be done at exit": "import atexit; atexit.register(print, 'at exit')",
     "with a thread": "import threading; threading.Timer(0.1, print, ['late']).start()",
     "by a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-    "by Ctrl-C": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "by Ctrl-C": "import os, signal; print('begun'); os.kill(os.getpid(), signal.SIGINT)",
     "by an abort": "import os; os.abort()",
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_how_a_program_ends(ending, program, monkeypatch):
-    def ended() -> tuple[int, str, str]:
-        command = [sys.executable, "-P", str(program)]
+    def ended(expected: str) -> tuple[int, str, str]:
+        """expected: how it begins."""
+        command = [sys.executable, "-P", str(program), expected]
         done = subprocess.run(
             command, env=environment(), capture_output=True, text=True, timeout=patient(60), check=False
         )
         return done.returncode, done.stdout, done.stderr.splitlines()[-1] if done.stderr else ""
 
-    program.write_text(ENDINGS[ending])
-    warm = ended()
+    program.write_text(f"import sys\nassert ('torch' in sys.modules) == (sys.argv[1] == 'warm')\n{ENDINGS[ending]}\n")
+    warm = ended("warm")
     monkeypatch.setattr(subprocess, "_fork_exec", start.start_cold)
-    assert warm == ended()
+    assert warm == ended("cold")
 
 
 def test_a_program_with_another_variable_of_those_that_are_read_at_the_start_begins_cold(program):
@@ -146,9 +149,41 @@ def test_a_program_with_another_variable_of_those_that_are_read_at_the_start_beg
         assert done.stdout == expected
 
 
-def test_it_is_killed_and_stopped_by_its_number(program):
+def test_it_is_killed_by_its_number(program):
     program.write_text("import time\ntime.sleep(1000)")
     with subprocess.Popen([sys.executable, str(program)], env=environment()) as process:
         assert os.getpgid(process.pid) == os.getpgid(0)
         process.kill()
         assert process.wait(patient(10)) == -signal.SIGKILL
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_start(program, tmp_path):
+    program.write_text("")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        subprocess.run([sys.executable, str(program)], env=environment(), cwd=tmp_path / "nowhere", check=False)
+
+
+def test_signals_are_ignored_and_blocked_as_they_are_here(program):
+    program.write_text(
+        "import signal, sys; assert 'torch' in sys.modules\n"
+        "print(signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN)\n"
+        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)\n"
+        "print(signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        done = subprocess.run([sys.executable, str(program)], env=environment(), capture_output=True, text=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+        signal.signal(signal.SIGUSR1, before)
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr
+
+
+def test_a_thread_starts_cold(program):
+    """Its process may be told to end with it."""
+    program.write_text("import sys; print('torch' in sys.modules)")
+    command = [sys.executable, str(program)]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(subprocess.run, command, env=environment(), capture_output=True, text=True).result()
+    assert done.stdout == "False\n"

@@ -69,29 +69,43 @@ def disturb_phases(step, what):
     agreement.Agreement.step = disturbed
 
 
-def spoil(module, step, what):
-    if what in TARGETS:
-        disturb_phases(step, what)
-        return
-    if what == "stall":
+def is_chosen(stage):
+    """Whether this process is that stage; a launcher counts as stage 0, and its ranks may begin as copies of it."""
+    return stage in (os.environ.get("RANK", "0"), "*")
 
-        def stall(self, layers, room_bytes):
-            with open("stalled", "w"):
-                fail("hang")
 
-        module.ModelStages.load = stall
-        return
-    if what == "full":
-        import dataclasses
+def stall_loading(module, stage):
+    load = module.ModelStages.load
 
-        from sarathi_pp.stages import capacity
+    def stall(self, layers, room_bytes):
+        if not is_chosen(stage):
+            return load(self, layers, room_bytes)
+        with open("stalled", "w"):
+            fail("hang")
 
-        pools = capacity.memory_pools
-        capacity.memory_pools = lambda: tuple(dataclasses.replace(pool, free_bytes=step) for pool in pools())
-        return
+    module.ModelStages.load = stall
+
+
+def leave_free(num_bytes, stage):
+    import dataclasses
+
+    from sarathi_pp.stages import capacity
+
+    found = capacity.memory_pools
+
+    def pools():
+        left = {"free_bytes": num_bytes} if is_chosen(stage) else {}
+        return tuple(dataclasses.replace(pool, **left) for pool in found())
+
+    capacity.memory_pools = pools
+
+
+def fail_in_microbatch(module, stage, step, what):
     prepare, steps = module.ModelStage.prepare, []
 
     def prepare_and_fail(self, microbatch):
+        if not is_chosen(stage):
+            return prepare(self, microbatch)
         compute, number = prepare(self, microbatch), len(steps)
         steps.append([])
 
@@ -106,11 +120,24 @@ def spoil(module, step, what):
     module.ModelStage.prepare = prepare_and_fail
 
 
+def spoil(module, stage, step, what):
+    if vars(module).setdefault("spoiled", os.getpid()) != os.getpid():
+        return  # by the launcher, as the same stage
+    if what in TARGETS:
+        disturb_phases(step, what)
+    elif what == "stall":
+        stall_loading(module, stage)
+    elif what == "full":
+        leave_free(step, stage)
+    else:
+        fail_in_microbatch(module, stage, step, what)
+
+
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the module as everybody does, and spoils it once it is there."""
 
-    def __init__(self, step, what):
-        self.step, self.what = step, what
+    def __init__(self, stage, step, what):
+        self.stage, self.step, self.what = stage, step, what
 
     def find_spec(self, name, path, target=None):
         if name != TARGET:
@@ -121,7 +148,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            spoil(module, self.step, self.what)
+            spoil(module, self.stage, self.step, self.what)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -131,13 +158,13 @@ if FAULT:
     stage, step, what = (part.rpartition("=")[2] for part in FAULT.split(":"))
     if stage == "*" and "RANK" not in os.environ:
         pass  # the launcher
-    elif stage in (os.environ.get("RANK", "0"), "*"):
+    elif is_chosen(stage):
         if what == "versions":
             import sarathi_pp
 
             sarathi_pp.__version__ = "9.9.9"
         else:
             if TARGET in sys.modules:
-                spoil(sys.modules[TARGET], int(step), what)
+                spoil(sys.modules[TARGET], stage, int(step), what)
             else:
-                sys.meta_path.insert(0, Finder(int(step), what))
+                sys.meta_path.insert(0, Finder(stage, int(step), what))

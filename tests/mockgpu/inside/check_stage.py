@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -99,8 +100,10 @@ def test_a_model_that_is_too_large_for_the_device_is_said_to_be(share, model, mo
     gc.collect()  # what is freed later would be room too
     room_bytes = int(share * stage_bytes(model, (0, NUM_LAYERS), torch.float32))
     monkeypatch.setattr(TIMELINE, "_room", TIMELINE.live_bytes() + room_bytes)
-    with pytest.raises(CapacityError, match="CUDA out of memory"):
+    with pytest.raises(CapacityError, match="CUDA out of memory") as refused:
         load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, GPU, TritonAttention())
+    where = {frame.name for frame in traceback.extract_tb(refused.value.__cause__.__traceback__)}
+    assert ("fuse" in where) == (share > 1), where
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen2_moe"])

@@ -15,7 +15,7 @@ from examples.benchmarks.hosts import Hosts
 # Read once, when Python starts or a library is imported: a process that has done both must have been given the same.
 _READ_AT_START = (
     *("PYTHON", "LD_", "LC_", "LANG", "HOME", "XDG_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_"),
-    *("NUMBA_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "MOCK_GPU"),
+    *("NUMBA_", "TORCH_", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "MOCK_GPU"),
 )
 # But sys.path and torch.set_num_threads can follow the first two, and torchrun sets the third for every rank.
 _CAN_FOLLOW = {"PYTHONPATH", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}

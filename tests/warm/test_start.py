@@ -71,9 +71,7 @@ def told_by(command: Sequence[str], folder: Path, *, pipe: bool, new_session: bo
     reader, writer = os.pipe()
     os.write(writer, b"of this test")
     os.close(writer)
-    variables = {**environment(), "TMPDIR": str(folder)} | (
-        {"GIVEN": str(reader)} if pipe else {}
-    )
+    variables = {**environment(), "TMPDIR": str(folder)} | ({"GIVEN": str(reader)} if pipe else {})
     done = subprocess.run(
         command, env=variables, cwd=folder, input="some words", pass_fds=[reader] if pipe else [],
         start_new_session=new_session, capture_output=True, text=True, timeout=patient(60), check=True,
@@ -147,6 +145,19 @@ def test_a_program_with_another_variable_of_those_that_are_read_at_the_start_beg
         variables = {name: value for name, value in environment().items() if name != "HF_HOME"} | more
         done = subprocess.run([sys.executable, str(program)], env=variables, capture_output=True, text=True, check=True)
         assert done.stdout == expected
+
+
+def test_what_libraries_set_when_this_process_imports_them_is_no_reason_to_begin_cold(program):
+    """Torch's compiler and `let_threads_sleep` do."""
+    import sarathi_pp.cli.generate
+    import sarathi_pp.stages.model_stage
+    from sarathi_pp.distributed.environment import let_threads_sleep
+
+    assert sarathi_pp.stages.model_stage and sarathi_pp.cli.generate
+    let_threads_sleep()
+    program.write_text("import sys; print('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_it_is_killed_by_its_number(program):

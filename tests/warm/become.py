@@ -30,7 +30,8 @@ _BIND, _RECURSIVE, _SLAVE = 0x1000, 0x4000, 0x80000  # linux/mount.h
 # As Python opened and set them when this process began.
 _PATH = tuple(sys.path)
 _STDIN, _STDOUT, _STDERR = sys.stdin, sys.stdout, sys.stderr
-_left: list[TextIO] = []
+# Streams of the launcher that was forked. They must not be closed here: that would print what is left in them twice.
+_streams_of_parent: list[TextIO] = []
 
 
 def become(command: Command) -> NoReturn:
@@ -119,7 +120,7 @@ def _take_descriptors(descriptors: Mapping[int, int]) -> None:
 
 
 def _show_in_proc(command: Command) -> None:
-    """Let /proc have its words and variables, by which tests and people find a process: they lie in its own memory."""
+    """Write the words and variables where /proc reads them, in this process's memory: tests find processes by them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from the third on, as proc(5) counts
     words = (sys.executable, *command.program.words)
     variables = [f"{name}={value}" for name, value in command.variables.items()]
@@ -129,8 +130,8 @@ def _show_in_proc(command: Command) -> None:
 
 
 def _open_streams(*, unbuffered: bool) -> None:
-    """Like those that Python opened at the start. Those of a launcher stay as they are: what is in them is its own."""
-    _left.extend((sys.stdin, sys.stdout, sys.stderr))
+    """Open streams like those that Python opened at the start."""
+    _streams_of_parent.extend((sys.stdin, sys.stdout, sys.stderr))
     for number, like in enumerate((_STDIN, _STDOUT, _STDERR)):
         raw = io.FileIO(number, "w" if number else "r", closefd=False)
         raw.name = like.name  # type: ignore[misc]

@@ -124,7 +124,7 @@ def parse_command(asked: ForkExec) -> Command | None:
 
 
 def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables that a process cannot be given later. Where none says how threads wait, they sleep."""
+    """Return the variables that a running process cannot change. OMP_WAIT_POLICY is passive unless it is set."""
     chosen = (name for name in variables if name.startswith(_READ_AT_START) and name not in _CAN_FOLLOW)
     return {"OMP_WAIT_POLICY": "passive", **{name: variables[name] for name in chosen}}
 

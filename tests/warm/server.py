@@ -38,7 +38,7 @@ def main() -> None:
     let_threads_sleep()
     for module in _MODULES:
         importlib.import_module(module)
-    from tests.warm import start  # these import torch, which must not be before its threads are told to sleep
+    from tests.warm import start  # these import torch: let_threads_sleep comes first
     from tests.warm.become import become
     from tests.warm.command import Command
 

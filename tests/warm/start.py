@@ -1,9 +1,9 @@
 """Commands that tests start begin warm: with torch, transformers and this package imported.
 
-Importing them takes a process four seconds of a core, and what most tests then do takes less than one. For the test all
-is as ever: the process is its child, with words, folder, variables, files and a session of its own. What cannot be had
-this way begins cold: another program, one with other variables of those that are read only once, and everything under
-`--full`, which shows that nothing depends on it.
+Importing them takes four seconds of a core, and what most tests then do takes less than one. Nothing changes for the
+test: the process is its child, with words, folder, variables, files and a session of its own. Some commands begin cold:
+other programs, commands that change a variable which is read only once, and commands that a thread starts. Under
+`--full` all commands begin cold.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ class _Server:
             try:
                 _adopt_orphans(True)
                 descriptors = [*command.descriptors.values(), writer]
-                socket.send_fds(self._asking, [pickle.dumps(command)], descriptors)
-                os.close(writer)
+                try:
+                    socket.send_fds(self._asking, [pickle.dumps(command)], descriptors)
+                finally:
+                    os.close(writer)
                 pid = answer.read()
             finally:
                 _adopt_orphans(False)
@@ -91,7 +93,7 @@ def begin() -> None:
 
 
 def begin_forking() -> None:
-    """From now on, in a launcher that has itself begun warm: ranks are forks of its own."""
+    """From now on, fork the ranks of this process, a launcher that has itself begun warm."""
     from tests.warm.become import become  # which a test's own process does without: it imports torch
 
     def fork_exec(*given: Any) -> int:

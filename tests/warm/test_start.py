@@ -58,8 +58,8 @@ def warm() -> Iterator[None]:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "program.py"
+def program(tmp_path: Path) -> Path:
+    return tmp_path / "program.py"
 
 
 # What differs between any two starts of torchrun.

@@ -53,10 +53,10 @@ def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tu
         pytest.param(1, ("--stages", "1"), "gloo", marks=pytest.mark.full),
         (1, ("--stages", "2"), "gloo"),
         (2, ("--stages", "2"), "nccl"),
-        pytest.param(1, ("--stages", "2", "--replicas", "2"), "gloo", marks=pytest.mark.full),
+        pytest.param(2, ("--stages", "2", "--replicas", "2"), "gloo", marks=pytest.mark.full),
         pytest.param(4, ("--stages", "2", "--replicas", "2"), "nccl", marks=pytest.mark.full),
     ],
-    ids=["alone", "shared", "nccl", "four-on-it", "replicas"],
+    ids=["alone", "shared", "nccl", "two-on-each", "replicas"],
 )
 def test_pipelines_by_graphs(
     reference: Reference, tmp_path: Path, gpus: int, options: tuple[str, ...], transport: str

@@ -104,15 +104,10 @@ def check(name: str, *works: Callable[[], object], last: tuple[int, ...] = (0,))
 
 
 def crashes(folder: Path, *, full: bool) -> None:
-    """Each prefix of a writer's operations, before another writer, killed or without room in turn.
-
-    With `full` each of them both ways, also after the other writer, and with keys swapped.
-    """
+    """Each prefix of a writer's operations, before another writer; with `full` also after it, and with keys swapped."""
     for factor, other in (FACTORS, FACTORS[::-1])[: 1 + full]:
         count = len(operations_of(folder / f"whole-{factor}", factor))
         for at, error, late in product(range(1, count + 1), (None, NO_SPACE), (False, True)[: 1 + full]):
-            if not full and (error is None) == (at % 2 == 0):
-                continue
             state = folder / f"crash-{factor}-{at}-{error is None}-{late}"
             use(state)
 

@@ -32,6 +32,9 @@ done
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+# What tests make once for all of them: transformers' answers.
+export TESTS_SHARE=$scratch/share
+mkdir "$TESTS_SHARE"
 passed=0
 failed=0
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,17 +78,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """The reference answers of a family, computed once."""
-    from tests.exact.references import make_reference  # torch and transformers, which most tests do without
+    """The reference answers of a family, computed once: in launch/test.sh for all tiers."""
+    from tests.exact.references import shared_reference  # torch and transformers, which most tests do without
 
-    known: dict[str, Reference] = {}
-
-    def answers(family: str) -> Reference:
-        if family not in known:
-            known[family] = make_reference(family, tmp_path_factory.mktemp(family))
-        return known[family]
-
-    return answers
+    own = tmp_path_factory.getbasetemp()
+    shared = Path(os.environ.get("TESTS_SHARE") or (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own))
+    return cache(lambda family: shared_reference(family, shared))
 
 
 @pytest.fixture

@@ -6,15 +6,20 @@ may decide it. Such prompts are replaced by the next draw here, from the referen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from transformers import PretrainedConfig
 
-from tests.model.families import VOCAB_SIZE, write_checkpoint
+from tests.model.families import VOCAB_SIZE, build_model, write_checkpoint
 
 # Around the windows (12), the chunk sizes (7, 16, 64) and the pages (4) of the runs, in no order.
 LENGTHS = (33, 1, 64, 12, 7, 90, 16, 2, 23, 65, 4, 47, 17, 8, 71, 13, 3, 31, 5, 53, 11, 20, 15, 40)
@@ -25,15 +30,21 @@ _MOST_DRAWS = 20
 Tokens = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reference:
     """One family's checkpoint, 24 prompts, and what transformers answers to them with end tokens disabled."""
 
     family: str
     directory: Path
-    model: Any
     prompts: tuple[Tokens, ...]
     outputs: tuple[Tokens, ...]
+    seed: int = 0
+    config: PretrainedConfig | None = None
+
+    @cached_property
+    def model(self) -> Any:
+        """transformers' own, of the checkpoint's weights."""
+        return build_model(self.family, self.seed, self.config)
 
     def generate(self, prompt: Tokens, num_tokens: int, eos_token_ids: Sequence[int] = ()) -> Tokens:
         return generate(self.model, prompt, num_tokens, eos_token_ids)[0]
@@ -57,7 +68,24 @@ def make_reference(family: str, directory: Path, seed: int = 0, config: Pretrain
     model = write_checkpoint(family, directory, seed, config=config)
     answers = [_clear_prompt(model, length, 1000 * seed + place) for place, length in enumerate(LENGTHS)]
     prompts, outputs = zip(*answers, strict=True)
-    return Reference(family, directory, model, prompts, outputs)
+    return Reference(family, directory, prompts, outputs, seed, config)
+
+
+def shared_reference(family: str, shared: Path) -> Reference:
+    """The family's, made by the first of the processes that test side by side and one after the other.
+
+    shared: a directory of theirs alone. Nobody may change a checkpoint in it.
+    """
+    found = shared / f"{family}-{transformers.__version__}"
+    if not found.is_dir():
+        with TemporaryDirectory(dir=shared) as scratch:
+            made = Path(scratch, "made")
+            reference = make_reference(family, made / "model")
+            (made / "answers.json").write_text(json.dumps([reference.prompts, reference.outputs]))
+            with suppress(OSError):  # another process was faster: what it made is the same
+                made.rename(found)
+    prompts, outputs = (tuple(map(tuple, each)) for each in json.loads((found / "answers.json").read_text()))
+    return Reference(family, found / "model", prompts, outputs)
 
 
 def _clear_prompt(model: Any, length: int, seed: int) -> tuple[Tokens, Tokens]:

@@ -20,7 +20,11 @@ _kept: list[object] = []
 
 
 def install() -> None:
-    """Once. Kernels of Triton's run in its interpreter, which TRITON_INTERPRET must ask for before they are defined."""
+    """Kernels of Triton's run in its interpreter, which TRITON_INTERPRET must ask for before they are defined."""
+    atexit.register(_look_at_contexts)
+    if _kept:  # by the launcher that this rank is a fork of
+        machine.contexts.clear()
+        return
     give_cuda_a_guard(machine.current_device)
     cuda: dict[str, Any] = {
         "is_available": lambda: True,
@@ -65,7 +69,6 @@ def install() -> None:
     _kept.append(library)
     _patch_interpreter()
     nccl.install()
-    atexit.register(_look_at_contexts)
     assert torch.empty(0, device="cuda").device.index == 0, "the guard answers"
     machine.contexts.clear()
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.mockgpu.timeline import MockGpuError, Timeline
 
-TOTAL_BYTES = int(os.environ.get("MOCK_GPU_BYTES", str(2 << 30)))
+TOTAL_BYTES = 2 << 30
 TIMELINE = Timeline(TOTAL_BYTES)
 _stream_numbers = count(100)
 

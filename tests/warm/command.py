@@ -15,11 +15,13 @@ from examples.benchmarks.hosts import Hosts
 # Read once, when Python starts or a library is imported: a process that has done both must have been given the same.
 _READ_AT_START = (
     *("PYTHON", "LD_", "LC_", "LANG", "HOME", "XDG_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_"),
-    *("NUMBA_", "TORCH_", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "MOCK_GPU"),
+    *("NUMBA_", "TORCH_", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_"),
 )
 # But sys.path and torch.set_num_threads can follow the first two, and torchrun sets the third for every rank.
 _CAN_FOLLOW = {"PYTHONPATH", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _PYTHON_OPTIONS = {"-P", "-u"}
+# It asks to be killed when the thread that started it ends. A fork has another parent.
+_ENDS_WITH_A_THREAD = "sarathi_pp.text.chat_template"
 PYTHON = sys.executable  # which tests replace
 _TORCHRUN = str(Path(PYTHON).with_name("torchrun"))
 _HOST_0 = Hosts(("namespace",), "switch", Path("table")).on(0)
@@ -107,7 +109,9 @@ def parse_command(asked: ForkExec) -> Command | None:
     host, words = _parse_host([os.fsdecode(word) for word in asked.words])
     program = _parse_program(words)
     more = (asked.group, asked.groups, asked.user, asked.run_first) != (None,) * 4
-    if program is None or more or not asked.close_fds or asked.process_group != -1 or asked.umask >= 0:
+    if program is None or program.module == _ENDS_WITH_A_THREAD:
+        return None
+    if more or not asked.close_fds or asked.process_group != -1 or asked.umask >= 0:
         return None
     variables = dict(os.environ)
     if asked.environment is not None:
@@ -123,10 +127,23 @@ def parse_command(asked: ForkExec) -> Command | None:
     return Command(program, host, folder, variables, descriptors, asked.failure_writer, new_session, ignored, blocked)
 
 
+def is_rank(variables: Mapping[str, str]) -> bool:
+    """Whether a launcher, ours or torchrun, starts a program with these variables. A pod may set RANK for any."""
+    return bool(variables.get("RANK")) and not variables.keys().isdisjoint(
+        ("SARATHI_PP_LAUNCHER", "TORCHELASTIC_RUN_ID")
+    )
+
+
+def has_gpus(variables: Mapping[str, str]) -> bool:
+    """Whether a Python program with these variables has simulated GPUs; see tests/mockgpu/site."""
+    return "MOCK_GPUS" in variables
+
+
 def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a running process cannot change. OMP_WAIT_POLICY is passive unless it is set."""
+    """Return the variables that a running process cannot change, with those that a program sets when it starts."""
     chosen = (name for name in variables if name.startswith(_READ_AT_START) and name not in _CAN_FOLLOW)
-    return {"OMP_WAIT_POLICY": "passive", **{name: variables[name] for name in chosen}}
+    simulated = {"TRITON_INTERPRET": "1"} if has_gpus(variables) else {}
+    return {"OMP_WAIT_POLICY": "passive", **{name: variables[name] for name in chosen}, **simulated}
 
 
 def _parse_host(words: Sequence[str]) -> tuple[Host | None, Sequence[str]]:

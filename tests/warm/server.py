@@ -5,6 +5,7 @@ It runs nothing itself, so it has one thread and no state but its modules. DESCR
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -27,22 +28,35 @@ _MODULES = (
     "sarathi_pp.run.torchrun_agent",
     "sarathi_pp.stages.model_stage",
     "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
 )
-# Their ranks are forks of theirs.
-_LAUNCHERS = ("sarathi_pp", "torch.distributed.run")
+# And on a GPU.
+_GPU_MODULES = ("triton", "tests.mockgpu.install")
 _MAX_REQUEST = 1 << 20
+
+
+def _fill_tables() -> None:
+    """Of libraries that fill them when they are first used."""
+    from numba.core.registry import cpu_target
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    cpu_target.target_context.refresh()
+    get_checkpoint_conversion_mapping("llama")
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end it
     let_threads_sleep()
-    for module in _MODULES:
+    for module in (*_MODULES, *(_GPU_MODULES if "TRITON_INTERPRET" in os.environ else ())):
         importlib.import_module(module)
     from tests.warm import start  # these import torch: let_threads_sleep comes first
     from tests.warm.become import become
-    from tests.warm.command import Command
+    from tests.warm.command import Command, is_rank
 
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has the thread that forks alone, and the locks of all"
+    _fill_tables()
+    gc.collect()
+    gc.freeze()  # what the collector of a fork visited would be copied for it
     asked = socket.socket(fileno=int(sys.argv[1]))
     tests = os.getppid()
     asked.send(b"ready")
@@ -62,8 +76,8 @@ def main() -> None:
                 while os.getppid() == parent:
                     time.sleep(0.0005)
                 assert os.getppid() == tests, "another process has adopted this one"
-                if command.program.module in _LAUNCHERS and "RANK" not in command.variables:
-                    start.begin_forking()
+                if not is_rank(command.variables):
+                    start.begin_forking(command.program)
                 become(command)
             os.write(writer, str(pid).encode())
             os._exit(0)

@@ -2,8 +2,8 @@
 
 Importing them takes four seconds of a core, and what most tests then do takes less than one. Nothing changes for the
 test: the process is its child, with words, folder, variables, files and a session of its own. Some commands begin cold:
-other programs, commands that change a variable which is read only once, and commands that a thread starts. Under
-`--full` all commands begin cold.
+other programs and what they start, and commands that change a variable which is read only once. Under `--full` all
+commands begin cold.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pickle
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.warm.command import PYTHON, Command, ForkExec, parse_command, read_at_start
+from tests.warm.command import PYTHON, Command, ForkExec, Program, has_gpus, is_rank, parse_command, read_at_start
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -27,23 +27,34 @@ _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _ROOM = "x" * 16_384
 
 _SERVER = "tests.warm.server"
+_LAUNCHERS = ("sarathi_pp", "torch.distributed.run")
 # How many files a request can pass on.
 MAX_DESCRIPTORS = 64
+
+# Of threads that fork a command: this process adopts orphans meanwhile.
+_turn = threading.Lock()
 
 start_cold = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 class _Server:
-    """The process that forks commands; see server.py. It is started when it is first asked."""
+    """A process that forks commands; see server.py. It is started when it is first asked.
 
-    def __init__(self) -> None:
+    more: variables.
+    """
+
+    def __init__(self, **more: str) -> None:
         paths = [str(_ROOT), str(_ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        self.variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
         self._process: subprocess.Popen[bytes] | None = None
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def fork(self, command: Command) -> int:
         """Return the number of the process, a child of this one, that runs the command."""
+        with _turn:
+            return self._fork(command)
+
+    def _fork(self, command: Command) -> int:
         if self._process is None:
             self._start()
         reader, writer = os.pipe()  # of this request: a test that is interrupted leaves no answer to the next one
@@ -79,44 +90,58 @@ class _Server:
 
 def begin() -> None:
     """From now on, for what this process starts."""
-    server = _Server()
+    plain, with_gpus = _Server(), _Server(TRITON_INTERPRET="1")
 
     def fork_exec(*given: Any) -> int:
-        command = _warm_command(given, server.variables)
+        command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
         if command is None or command.program.module == _SERVER:
             return int(start_cold(*given))
-        return server.fork(command)
+        server = with_gpus if has_gpus(command.variables) else plain
+        return server.fork(command) if _may_be_warm(command, server.variables) else int(start_cold(*given))
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
     subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # it goes past the line above
-    atexit.register(server.close)
+    atexit.register(plain.close)
+    atexit.register(with_gpus.close)
 
 
-def begin_forking() -> None:
-    """From now on, fork the ranks of this process, a launcher that has itself begun warm."""
+def begin_forking(program: Program) -> None:
+    """From now on, fork what this process starts, which has itself begun warm and runs the program.
+
+    A launcher forks its ranks. A script, such as an example, forks launchers and ranks while it has one thread.
+    """
     from tests.warm.become import become  # which a test's own process does without: it imports torch
 
+    launcher = program.module in _LAUNCHERS
+
     def fork_exec(*given: Any) -> int:
-        command = _warm_command(given, os.environ)
-        if command is None or "RANK" not in command.variables:
+        command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
+        if command is None or not _may_be_warm(command, os.environ) or not may_fork():
+            return int(start_cold(*given))
+        rank = is_rank(command.variables)
+        if not rank and (launcher or command.program.module not in _LAUNCHERS):
             return int(start_cold(*given))
         pid = os.fork()
         if pid == 0:
             subprocess._fork_exec = start_cold  # type: ignore[attr-defined]  # a rank has threads: it forks nothing
+            if not rank:
+                begin_forking(command.program)
             become(command)
         return pid
+
+    def may_fork() -> bool:
+        """A fork has the thread that forks alone, and the locks of all. Those of a launcher do little."""
+        if launcher:
+            return threading.current_thread() is threading.main_thread()
+        return len(os.listdir("/proc/self/task")) == 1
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
 
 
-def _warm_command(given: Sequence[Any], variables: Mapping[str, str]) -> Command | None:
-    """Return what `subprocess` is to start, if it can begin warm where these variables were read."""
-    if threading.current_thread() is not threading.main_thread():
-        return None  # a process may be told to end with the thread that started it
-    command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
-    if command is None or len(command.descriptors) > MAX_DESCRIPTORS:
-        return None
-    return command if read_at_start(command.variables) == read_at_start(variables) else None
+def _may_be_warm(command: Command, variables: Mapping[str, str]) -> bool:
+    """Whether it would have read at its start what was read where these variables were."""
+    fits = len(command.descriptors) <= MAX_DESCRIPTORS
+    return fits and read_at_start(command.variables) == read_at_start(variables)
 
 
 def _adopt_orphans(on: bool) -> None:

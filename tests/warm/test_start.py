@@ -99,14 +99,39 @@ def test_what_a_program_is_given(options, new_session, program, monkeypatch):
     assert {name: told[name] for name in told if told[name] != cold[name]} == {}
 
 
-def test_what_a_launcher_gives_its_rank(program, monkeypatch):
+STARTS = """
+import subprocess, sys, threading
+threads = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range(int(sys.argv[1]))]
+for thread in threads:
+    thread.start()
+sys.exit(subprocess.run(sys.argv[2:]).returncode)
+"""
+
+
+@pytest.mark.parametrize("by_script", [False, True])
+def test_what_a_launcher_gives_its_rank(by_script, program, monkeypatch):
     program.write_text(PROBE)
     command = (*torchrun(1, program), "with", "words")
+    if by_script:
+        script = program.with_name("script.py")
+        script.write_text(STARTS)
+        command = (sys.executable, str(script), "0", *command)
     told = told_by(command, program.parent, pipe=False, new_session=False)
     monkeypatch.setattr(subprocess, "_fork_exec", start.start_cold)
     cold = told_by(command, program.parent, pipe=False, new_session=False)
     assert told.pop("warm") and not cold.pop("warm") and told.pop("parent") != cold.pop("parent")
     assert {name: told[name] for name in told if told[name] != cold[name]} == {}
+
+
+def test_what_a_script_with_threads_starts_begins_cold(program, tmp_path):
+    """A fork has the thread that forks alone, and the locks of all."""
+    program.write_text(STARTS)
+    probe = tmp_path / "probe.py"
+    probe.write_text("import sys; print('torch' in sys.modules)")
+    for threads, expected in (("0", "True\n"), ("1", "False\n")):
+        command = [sys.executable, str(program), threads, *torchrun(1, probe)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        assert done.stdout == expected
 
 
 ENDINGS = {
@@ -191,10 +216,12 @@ def test_signals_are_ignored_and_blocked_as_they_are_here(program):
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 
-def test_a_thread_starts_cold(program):
-    """Its process may be told to end with it."""
-    program.write_text("import sys; print('torch' in sys.modules)")
-    command = [sys.executable, str(program)]
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(subprocess.run, command, env=environment(), capture_output=True, text=True).result()
-    assert done.stdout == "False\n"
+def test_threads_start_programs_side_by_side(program):
+    program.write_text("import os, sys; print('torch' in sys.modules, os.getppid(), sys.argv[1])")
+
+    def told(number: int) -> str:
+        command = [sys.executable, str(program), str(number)]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(told, range(40))) == [f"True {os.getpid()} {number}\n" for number in range(40)]

@@ -54,7 +54,7 @@ def test_it_runs_and_shows_what_it_says(name: str, tmp_path: Path) -> None:
     variables = environment()
     variables |= {"PATH": f"{tools}:{variables['PATH']}", "HF_HUB_OFFLINE": "1", "MASTER_PORT": str(free_port())}
     run = subprocess.run(
-        ("python" if name.endswith(".py") else "bash", str(EXAMPLES / name), *folder),
+        (sys.executable if name.endswith(".py") else "bash", str(EXAMPLES / name), *folder),
         cwd=tmp_path,
         env=variables,
         capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,14 @@ ADDER = ROOT / "examples" / "tiny-adder"
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
 # What tests can afford.
 SMALL = ("--device", "cpu", "--kv-cache-memory", "16MiB", "--quiet")
+# Stages that compute nothing: their processes start in half the time.
+EMULATED = ("--emulate", str(ROOT / "examples" / "emulated.json"), "--quiet")
+
+
+def write_token_ids(path: Path, rows: int) -> None:
+    """Write prompts that need no tokenizer, numbered by their ids."""
+    asked = ({"id": str(row), "prompt_token_ids": [7] * 12, "max_new_tokens": 8} for row in range(rows))
+    path.write_text("".join(json.dumps(one) + "\n" for one in asked))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import yaml
 
 from tests.commands.processes import ROOT, free_port
 from tests.launch.manifests import Document, action_on, pods, problems
-from tests.launch.nodes import ADDER, PROMPTS, SMALL, started
+from tests.launch.nodes import ADDER, EMULATED, PROMPTS, SMALL, started, write_token_ids
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -131,11 +131,11 @@ def test_the_train_job_runs_as_two_pods(tmp_path: Path) -> None:
 def test_pods_of_a_job_that_was_told_to_stop_are_made_again(tmp_path: Path) -> None:
     """All of them: an index of a Job that has ended with 0 has succeeded, and the new pod 0 would wait for it."""
     trainer = documents()["TrainJob"]["spec"]["trainer"]
-    asked = json.loads(PROMPTS.read_text().splitlines()[0])
-    rows = [json.dumps({**asked, "id": str(number)}) + "\n" for number in range(600)]
-    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    write_token_ids(tmp_path / "prompts.jsonl", 600)
     answers = tmp_path / "answers.jsonl"
-    command = [*local([*trainer["command"], *trainer["args"]], tmp_path), *SMALL]
+    command = local([*trainer["command"], *trainer["args"]], tmp_path)
+    model = command.index("--model")
+    command[model : model + 2] = EMULATED
     given = {one["name"]: one["value"] for one in trainer["env"]}
     given |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     for told in (True, False):
@@ -149,8 +149,8 @@ def test_pods_of_a_job_that_was_told_to_stop_are_made_again(tmp_path: Path) -> N
                 first.process.send_signal(signal.SIGTERM)
             ended = [node.end() for node in (first, second)]
             assert [code for code, _ in ended] == ([75, 75] if told else [0, 0]), ended
-        assert (answers.read_bytes().count(b"\n") < len(rows)) == told
-    assert sorted(int(json.loads(line)["id"]) for line in answers.read_text().splitlines()) == [*range(len(rows))]
+        assert (answers.read_bytes().count(b"\n") < 600) == told
+    assert sorted(int(json.loads(line)["id"]) for line in answers.read_text().splitlines()) == [*range(600)]
 
 
 def test_the_group_answers_what_is_written_into_its_pipe_until_it_is_told_to_stop(tmp_path: Path) -> None:

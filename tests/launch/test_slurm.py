@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.commands.processes import ROOT, free_port
-from tests.launch.nodes import ADDER, PROMPTS, SMALL, Node, started
+from tests.launch.nodes import ADDER, EMULATED, PROMPTS, SMALL, Node, started, write_token_ids
 from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(290)
@@ -82,8 +82,7 @@ class Slurm:
         }
         if self.turns:
             facts["SLURM_RESTART_COUNT"] = str(self.turns)
-        files = ("--input", str(PROMPTS), "--output", str(self.output))
-        with started(("bash", str(spooled), *files, *SMALL, *options), self.folder, **facts) as node:
+        with started(("bash", str(spooled), "--output", str(self.output), *options), self.folder, **facts) as node:
             yield node
 
     @property
@@ -114,7 +113,9 @@ def tell_step(job: Node, number: int) -> None:
 
 def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path)
-    with slurm.job("--model", str(ADDER), "--request-rate", "2") as job:
+    write_token_ids(tmp_path / "prompts.jsonl", 24)
+    asked = ("--input", str(tmp_path / "prompts.jsonl"), *EMULATED)
+    with slurm.job(*asked, "--request-rate", "2") as job:
         deadline_s = time.monotonic() + patient(120)
         while slurm.num_answers() < 3:
             assert job.process.poll() is None, job.end()[1]
@@ -127,7 +128,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) 
     answered = slurm.num_answers()
     assert 3 <= answered < 24
     slurm.turns = 1
-    with slurm.job("--model", str(ADDER)) as job:
+    with slurm.job(*asked) as job:
         code, said = job.end()
     assert code == 0, said
     rows = [json.loads(line) for line in slurm.output.read_text().splitlines()]
@@ -138,7 +139,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) 
 
     # The same once more, by a new job: refused, and what the run before has left there is not its code.
     slurm.turns = 0
-    with slurm.job("--model", str(ADDER)) as job:
+    with slurm.job(*asked) as job:
         code, said = job.end()
     assert code == 2, said
     assert (tmp_path / "run" / "exit_code").read_text() == "0\n"
@@ -148,7 +149,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) 
 def test_a_job_that_may_not_be_queued_again_says_so_and_keeps_its_code(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path)
     (tmp_path / "queue").unlink()
-    with slurm.job("--model", str(ADDER), "--request-rate", "2") as job:
+    with slurm.job("--model", str(ADDER), "--input", str(PROMPTS), *SMALL, "--request-rate", "2") as job:
         deadline_s = time.monotonic() + patient(120)
         while not slurm.num_answers():
             assert job.process.poll() is None, job.end()[1]
@@ -162,7 +163,7 @@ def test_a_job_that_may_not_be_queued_again_says_so_and_keeps_its_code(tmp_path:
 
 def test_a_job_that_would_end_the_same_way_again_is_not_queued_again(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path)
-    with slurm.job("--model", str(tmp_path / "nothing")) as job:
+    with slurm.job("--model", str(tmp_path / "nothing"), "--input", str(PROMPTS)) as job:
         code, said = job.end()
     assert (code, (tmp_path / "run" / "exit_code").read_text()) == (66, "66\n"), said
     assert not slurm.requeued()

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -127,24 +128,27 @@ def test_answers_to_a_stream_leave_nothing_behind(stages, tmp_path):
     scratch.mkdir()
     os.mkfifo(here / "pipe")
     (here / "file").touch()
-    generate = shlex.join((*COMMAND, "generate", "--model", str(ADDER), "--stages", stages, "-q"))
-    for output, shell in {
-        "-": "",
-        "/dev/null": "",
-        "/dev/stdout": "> file",
-        "pipe": "& cat pipe; wait $!",
-    }.items():
-        line = f"echo 17+26= | {generate} -i - -o {output} {shell}"
-        done = subprocess.run(
-            ("bash", "-c", line),
-            cwd=here,
-            env={**environment(), "TMPDIR": str(scratch)},
-            capture_output=True,
-            text=True,
-            timeout=patient(100),
-        )
-        assert (done.returncode, done.stderr) == (0, ""), output
-        assert output == "/dev/null" or '"text":"43"' in done.stdout + (here / "file").read_text(), output
+    generate = (*COMMAND, "generate", "--model", str(ADDER), "--stages", stages, "-q", "-i", "-", "-o")
+    for output in ("-", "/dev/null", "/dev/stdout", "pipe"):
+        with (here / "file").open("w") as file, ExitStack() as stack:
+            reader = None
+            if output == "pipe":
+                reader = stack.enter_context(subprocess.Popen(("cat", "pipe"), cwd=here, stdout=file))
+                stack.callback(reader.kill)
+            done = subprocess.run(
+                (*generate, output),
+                cwd=here,
+                env={**environment(), "TMPDIR": str(scratch)},
+                input="17+26=\n",
+                stdout=file if output == "/dev/stdout" else subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=patient(100),
+            )
+            assert (done.returncode, done.stderr) == (0, ""), output
+            assert reader is None or reader.wait(patient(10)) == 0
+        answered = (done.stdout or "") + (here / "file").read_text()
+        assert output == "/dev/null" or '"text":"43"' in answered, output
         assert sorted(path.name for path in here.iterdir()) == ["file", "pipe"], output
         assert not list(scratch.glob("sarathi-pp*")) and not Path(f"{output}.run").exists(), output
 

@@ -130,9 +130,10 @@ reports() {
     has chromium chromium
     run_tests tests/report tests/bench tests/tuning tests/browser
 }
-# Tests with processes of their own wait for some of their time, so as many run as there are cores; one more gained
-# nothing. A file stays with one worker, which makes its fixtures once. Bounds follow the load (tests/machine.py).
-waiting=(-n auto --dist loadfile --no-loadscope-reorder)
+# Tests with processes of their own wait for half of their time, so twice as many run as there are cores. A file stays
+# with one worker, which makes its fixtures once. Bounds follow the load (tests/machine.py).
+cores=$(nproc)
+waiting=(-n "$((cores > 4 ? 8 : 2 * cores))" --dist loadfile --no-loadscope-reorder)
 # These compare measured times with expected ones, so nothing may run beside them.
 timed_runtime=(
     tests/commands/test_bench_command.py tests/commands/test_emulated.py tests/engine/test_simulated_order.py

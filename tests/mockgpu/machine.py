@@ -79,6 +79,15 @@ contexts: set[int] = set()
 captures_failed: list[Recording] = []
 
 
+def forget() -> None:
+    """What another process chose, of which this one is a fork."""
+    assert not TIMELINE.live_bytes(), "it has memory on a device"
+    _thread.__dict__.clear()
+    _thread.__dict__.update(_Thread().__dict__)
+    contexts.clear()
+    captures_failed.clear()
+
+
 def num_devices() -> int:
     return int(os.environ.get("MOCK_GPUS", "1"))
 

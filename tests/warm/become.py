@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import gc
 import io
 import os
 import runpy
@@ -41,6 +42,7 @@ def become(command: Command) -> NoReturn:
     command.descriptors: as they are numbered in this process.
     """
     code = 1
+    gc.freeze()  # the parent's garbage would close files by numbers that are others' here
     try:
         _forget_parent(command)
         if command.new_session:
@@ -109,7 +111,8 @@ def _call(name: str, *arguments: int | bytes | None) -> None:
 
 def _take_descriptors(descriptors: Mapping[int, int]) -> None:
     """Leave these files open, under the numbers that the command knows them by, and no others."""
-    kept = {number: fcntl.fcntl(here, fcntl.F_DUPFD_CLOEXEC, 1000) for number, here in descriptors.items()}
+    beyond = max(descriptors) + 1
+    kept = {number: fcntl.fcntl(here, fcntl.F_DUPFD_CLOEXEC, beyond) for number, here in descriptors.items()}
     for number in map(int, os.listdir("/proc/self/fd")):
         if number not in kept.values():
             with suppress(OSError):  # the one that the listing had

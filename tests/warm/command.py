@@ -20,7 +20,7 @@ _READ_AT_START = (
 # But sys.path and torch.set_num_threads can follow the first two, and torchrun sets the third for every rank.
 _CAN_FOLLOW = {"PYTHONPATH", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _PYTHON_OPTIONS = {"-P", "-u"}
-# It asks to be killed when the thread that started it ends. A fork has another parent.
+# It asks to be killed when the thread that started it ends, and a fork's parent is always the main thread.
 _ENDS_WITH_A_THREAD = "sarathi_pp.text.chat_template"
 PYTHON = sys.executable  # which tests replace
 _TORCHRUN = str(Path(PYTHON).with_name("torchrun"))

@@ -1,6 +1,7 @@
 """The process that has imported what commands import, and forks them: `python -P -m tests.warm.server DESCRIPTOR`.
 
-It runs nothing itself, so it has one thread and no state but its modules. DESCRIPTOR: of the socket that asks.
+It runs nothing itself, so it has one thread, and no state but its modules and the tables of libraries.
+DESCRIPTOR: of the socket that asks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import replace
 
 from sarathi_pp.distributed.environment import let_threads_sleep
@@ -35,34 +37,35 @@ _GPU_MODULES = ("triton", "tests.mockgpu.install")
 _MAX_REQUEST = 1 << 20
 
 
-def _fill_tables() -> None:
-    """Of libraries that fill them when they are first used."""
+def _prepare() -> None:
+    """Import the modules, and do now what libraries do when they are first used."""
+    let_threads_sleep()
+    for module in (*_MODULES, *(_GPU_MODULES if "TRITON_INTERPRET" in os.environ else ())):
+        importlib.import_module(module)
+
     from numba.core.registry import cpu_target
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     cpu_target.target_context.refresh()
     get_checkpoint_conversion_mapping("llama")
+    gc.collect()
+    gc.freeze()  # what the collector of a fork visited would be copied for it
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end it
-    let_threads_sleep()
-    for module in (*_MODULES, *(_GPU_MODULES if "TRITON_INTERPRET" in os.environ else ())):
-        importlib.import_module(module)
-    from tests.warm import start  # these import torch: let_threads_sleep comes first
+    _prepare()
+    from tests.warm import start  # these import torch: _prepare comes first
     from tests.warm.become import become
     from tests.warm.command import Command, is_rank
 
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has the thread that forks alone, and the locks of all"
-    _fill_tables()
-    gc.collect()
-    gc.freeze()  # what the collector of a fork visited would be copied for it
     asked = socket.socket(fileno=int(sys.argv[1]))
     tests = os.getppid()
     asked.send(b"ready")
 
     def fork(command: Command) -> int:
-        """Return the number of a process that runs the command.
+        """Return the number of a process that runs the command. Raises OSError or ValueError if there is no room.
 
         Its parent is the process of the tests, which adopts orphans now: it is forked by a process that then ends.
         """
@@ -77,7 +80,7 @@ def main() -> None:
                     time.sleep(0.0005)
                 assert os.getppid() == tests, "another process has adopted this one"
                 if not is_rank(command.variables):
-                    start.begin_forking(command.program)
+                    start.begin_forking(command)
                 become(command)
             os.write(writer, str(pid).encode())
             os._exit(0)
@@ -93,7 +96,10 @@ def main() -> None:
         *descriptors, answer = given
         command: Command = pickle.loads(request)
         command = replace(command, descriptors=dict(zip(command.descriptors, descriptors, strict=True)))
-        os.write(answer, str(fork(command)).encode())
+        try:
+            os.write(answer, str(fork(command)).encode())
+        except (OSError, ValueError):
+            traceback.print_exc()  # an answer that is empty says that there is none
         for descriptor in given:
             os.close(descriptor)
 

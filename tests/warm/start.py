@@ -1,9 +1,10 @@
 """Commands that tests start begin warm: with torch, transformers and this package imported.
 
-Importing them takes four seconds of a core, and what most tests then do takes less than one. Nothing changes for the
-test: the process is its child, with words, folder, variables, files and a session of its own. Some commands begin cold:
-other programs and what they start, and commands that change a variable which is read only once. Under `--full` all
-commands begin cold.
+Importing them takes four seconds of a core, and what most tests then do takes less than one. A test sees no difference:
+the process is its child, with words, folder, variables, files and a session of its own. What does differ: all of them
+have one seed of string hashes, and ranks have what the launcher before them imported. Some commands begin cold: other
+programs and what they start, and commands that change a variable which is read only once. Under `--full` all commands
+begin cold.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import atexit
 import ctypes
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.warm.command import PYTHON, Command, ForkExec, Program, has_gpus, is_rank, parse_command, read_at_start
+from tests.warm.command import PYTHON, Command, ForkExec, has_gpus, is_rank, parse_command, read_at_start
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -31,7 +33,7 @@ _LAUNCHERS = ("sarathi_pp", "torch.distributed.run")
 # How many files a request can pass on.
 MAX_DESCRIPTORS = 64
 
-# Of threads that fork a command: this process adopts orphans meanwhile.
+# One thread at a time asks for a fork: meanwhile this process adopts orphans.
 _turn = threading.Lock()
 
 start_cold = subprocess._fork_exec  # type: ignore[attr-defined]
@@ -45,18 +47,24 @@ class _Server:
 
     def __init__(self, **more: str) -> None:
         paths = [str(_ROOT), str(_ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+        given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # of tests/kernels
+        self.variables = {**given, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
         self._process: subprocess.Popen[bytes] | None = None
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def fork(self, command: Command) -> int:
         """Return the number of the process, a child of this one, that runs the command."""
         with _turn:
-            return self._fork(command)
+            if self._process is None:
+                self._start()
+            # An exception of a signal's handler would leave a process that nobody knows.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                return self._fork(command)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _fork(self, command: Command) -> int:
-        if self._process is None:
-            self._start()
         reader, writer = os.pipe()  # of this request: a test that is interrupted leaves no answer to the next one
         with open(reader) as answer:
             try:
@@ -70,7 +78,7 @@ class _Server:
             finally:
                 _adopt_orphans(False)
         if not pid:
-            raise RuntimeError("the process that forks commands has ended; it said why")
+            raise RuntimeError("the process that forks commands has not forked this one; it said why")
         return int(pid)
 
     def close(self) -> None:
@@ -91,32 +99,32 @@ class _Server:
 def begin() -> None:
     """From now on, for what this process starts."""
     plain, with_gpus = _Server(), _Server(TRITON_INTERPRET="1")
+    tests = os.getpid()
 
     def fork_exec(*given: Any) -> int:
         command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
-        if command is None or command.program.module == _SERVER:
+        if command is None or command.program.module == _SERVER or os.getpid() != tests:
             return int(start_cold(*given))
         server = with_gpus if has_gpus(command.variables) else plain
         return server.fork(command) if _may_be_warm(command, server.variables) else int(start_cold(*given))
 
-    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
-    subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # it goes past the line above
+    _replace(fork_exec)
     atexit.register(plain.close)
     atexit.register(with_gpus.close)
 
 
-def begin_forking(program: Program) -> None:
-    """From now on, fork what this process starts, which has itself begun warm and runs the program.
+def begin_forking(running: Command) -> None:
+    """From now on, fork what this process starts, which has itself begun warm and runs this command.
 
     A launcher forks its ranks. A script, such as an example, forks launchers and ranks while it has one thread.
     """
     from tests.warm.become import become  # which a test's own process does without: it imports torch
 
-    launcher = program.module in _LAUNCHERS
+    launcher = running.program.module in _LAUNCHERS
 
     def fork_exec(*given: Any) -> int:
         command = parse_command(ForkExec(*given[: len(ForkExec._fields)]))
-        if command is None or not _may_be_warm(command, os.environ) or not may_fork():
+        if command is None or not _may_be_warm(command, running.variables) or not may_fork():
             return int(start_cold(*given))
         rank = is_rank(command.variables)
         if not rank and (launcher or command.program.module not in _LAUNCHERS):
@@ -125,7 +133,7 @@ def begin_forking(program: Program) -> None:
         if pid == 0:
             subprocess._fork_exec = start_cold  # type: ignore[attr-defined]  # a rank has threads: it forks nothing
             if not rank:
-                begin_forking(command.program)
+                begin_forking(command)
             become(command)
         return pid
 
@@ -135,7 +143,12 @@ def begin_forking(program: Program) -> None:
             return threading.current_thread() is threading.main_thread()
         return len(os.listdir("/proc/self/task")) == 1
 
+    _replace(fork_exec)
+
+
+def _replace(fork_exec: Callable[..., int]) -> None:
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
+    subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # it goes past the line above
 
 
 def _may_be_warm(command: Command, variables: Mapping[str, str]) -> bool:

@@ -9,22 +9,17 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests import thinning
+from tests.exact.references import References, shared_reference
 from tests.machine import patient, slowness
 from tests.warm import start
-
-if TYPE_CHECKING:
-    from tests.exact.references import Reference
-
-References = Callable[[str], "Reference"]
 
 # A test that says nothing else has hung by then.
 _HANGS_S = 300.0
@@ -79,8 +74,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
     """The reference answers of a family, computed once: in launch/test.sh for all tiers."""
-    from tests.exact.references import shared_reference  # torch and transformers, which most tests do without
-
     own = tmp_path_factory.getbasetemp()
     shared = Path(os.environ.get("TESTS_SHARE") or (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own))
     return cache(lambda family: shared_reference(family, shared))

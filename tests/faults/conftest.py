@@ -7,15 +7,13 @@ import pytest
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.outputs.profile_file import write_profile
-from tests.model.families import write_checkpoint
+from tests.exact.references import References
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(reference: References) -> Path:
     """A small Llama that tests only read."""
-    directory = tmp_path_factory.mktemp("llama")
-    write_checkpoint("llama", directory)
-    return directory
+    return reference("llama").directory
 
 
 @pytest.fixture(scope="session")

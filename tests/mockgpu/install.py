@@ -23,7 +23,7 @@ def install() -> None:
     """Kernels of Triton's run in its interpreter, which TRITON_INTERPRET must ask for before they are defined."""
     atexit.register(_look_at_contexts)
     if _kept:  # by the launcher that this rank is a fork of
-        machine.contexts.clear()
+        machine.forget()
         return
     give_cuda_a_guard(machine.current_device)
     cuda: dict[str, Any] = {
@@ -138,6 +138,9 @@ def _patch_interpreter() -> None:
     import triton.language as tl
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
+    from tests.kernels.interpreter import improve
+
+    improve()
     dot = InterpreterBuilder.create_dot
 
     def widened_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.commands.processes import COMMAND, Files
-from tests.exact.references import Reference, make_reference
+from tests.exact.answers import make_reference
+from tests.exact.references import Reference
 from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 from tests.model.families import with_layers

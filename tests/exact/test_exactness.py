@@ -21,8 +21,8 @@ from tests.model.families import FAMILIES, NUM_LAYERS, WINDOW
 STAGES = (1, 2, 4)
 CHUNK_SIZES = (1, 7, 16, 64, 128)  # the last one is larger than any prompt
 POLICIES = ("sarathi", "orca")
-# One token a microbatch is the slowest case by far: by default every fifth family runs it.
-CHUNKS_OF_ONE = 5
+# One token a microbatch is the slowest case by far: by default every seventh family runs it.
+CHUNKS_OF_ONE = 7
 
 WINDOWED = ("qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 

@@ -88,7 +88,7 @@ pure() {
     local jobs=(-n auto)
     run_tests tests/core tests/trace tests/analysis tests/sim
 }
-# Cases of a family follow each other, so each worker makes the models and answers of its own half of them.
+# Cases of a family follow each other, so each worker makes the models of its own half of them.
 families=(-n auto --dist worksteal)
 model() {
     local bad=0 jobs=("${families[@]}")
@@ -130,14 +130,15 @@ reports() {
     has chromium chromium
     run_tests tests/report tests/bench tests/tuning tests/browser
 }
-# Tests with processes of their own wait for half of their time, so twice as many run as there are cores. A file stays
-# with one worker, which makes its fixtures once. Bounds follow the load (tests/machine.py).
+# Tests with processes of their own wait for half of their time, so twice as many run as there are cores, up to eight. A
+# file stays with one worker, which makes its fixtures once. Bounds follow the load (tests/machine.py).
 cores=$(nproc)
-waiting=(-n "$((cores > 4 ? 8 : 2 * cores))" --dist loadfile --no-loadscope-reorder)
+waiting=(-n "$((cores > 8 ? cores : cores > 4 ? 8 : 2 * cores))" --dist loadfile --no-loadscope-reorder)
 # These compare measured times with expected ones, so nothing may run beside them.
 timed_runtime=(
     tests/commands/test_bench_command.py tests/commands/test_emulated.py tests/engine/test_simulated_order.py
 )
+# These need their heartbeats in time. They sleep, so that two side by side leave cores idle.
 timed_faults=(tests/faults/test_slow.py)
 runtime() {
     local bad=0 jobs=("${families[@]}")
@@ -155,7 +156,7 @@ faults() {
     local bad=0 jobs=("${waiting[@]}" "${timed_faults[@]/#/--ignore=}")
     has ip iproute2
     run_tests tests/faults/test_resume.py tests/faults/test_network.py tests/faults || bad=1
-    jobs=()
+    jobs=(-n 2 --dist worksteal)
     run_tests "${timed_faults[@]}" || bad=1
     return $bad
 }

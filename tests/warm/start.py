@@ -19,7 +19,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tests.warm.command import PYTHON, Command, ForkExec, has_gpus, is_rank, parse_command, read_at_start
 
@@ -57,29 +57,26 @@ class _Server:
         with _turn:
             if self._process is None:
                 self._start()
-            # An exception of a signal's handler would leave a process that nobody knows.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            try:
-                return self._fork(command)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            return self._fork(command)
 
     def _fork(self, command: Command) -> int:
         reader, writer = os.pipe()  # of this request: a test that is interrupted leaves no answer to the next one
         with open(reader) as answer:
+            _adopt_orphans(True)
             try:
-                _adopt_orphans(True)
-                descriptors = [*command.descriptors.values(), writer]
-                try:
-                    socket.send_fds(self._asking, [pickle.dumps(command)], descriptors)
-                finally:
-                    os.close(writer)
-                pid = answer.read()
+                self._ask(command, writer)
+                pid = _read_pid(answer)
             finally:
                 _adopt_orphans(False)
         if not pid:
             raise RuntimeError("the process that forks commands has not forked this one; it said why")
         return int(pid)
+
+    def _ask(self, command: Command, writer: int) -> None:
+        try:
+            socket.send_fds(self._asking, [pickle.dumps(command)], [*command.descriptors.values(), writer])
+        finally:
+            os.close(writer)
 
     def close(self) -> None:
         self._asking.close()
@@ -94,6 +91,15 @@ class _Server:
         self._asked.close()
         if self._asking.recv(16) != b"ready":
             raise RuntimeError("the process that forks commands has ended; it said why")
+
+
+def _read_pid(answer: TextIO) -> str:
+    try:
+        return answer.read()
+    except BaseException:  # of a signal's handler, as pytest-timeout has one: nobody would know the process
+        if pid := answer.read():
+            os.kill(int(pid), signal.SIGKILL)
+        raise
 
 
 def begin() -> None:

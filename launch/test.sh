@@ -12,7 +12,7 @@ source launch/setup.sh
 set_up "$root"
 
 # Seconds, with AVX512-BF16; processors without it have half as much again.
-declare -A budgets=([static]=45 [pure]=25 [model]=340 [reports]=90 [runtime]=380 [faults]=230 [launch]=90)
+declare -A budgets=([static]=20 [pure]=20 [model]=300 [reports]=85 [runtime]=340 [faults]=235 [launch]=200)
 known=(static pure model reports runtime faults launch)
 options=()
 tiers=()

@@ -16,10 +16,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from sarathi_pp.distributed.environment import let_threads_sleep
 from tests import thinning
 from tests.exact.references import References, shared_reference
 from tests.machine import patient, slowness
 from tests.warm import start
+
+# Else threads of torch that wait keep the core from those that they wait for, on busy cores for minutes.
+let_threads_sleep()
 
 # A test that says nothing else has hung by then.
 _HANGS_S = 300.0

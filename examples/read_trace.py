@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from sarathi_pp.analysis.timeline import Alignment
-from sarathi_pp.trace.events import Compute, Issued, Returned, TraceEnd, TraceStart
+from sarathi_pp.trace.events import Compute, Head, Issued, Returned, TraceEnd, TraceStart
 from sarathi_pp.trace.recorder import read_trace
 
 EXAMPLES = Path(__file__).parent
@@ -39,9 +39,10 @@ def main() -> None:
         [last] = [event for event in events if isinstance(event, TraceEnd)]
         clock = Alignment.of(start, last)
 
+        # The first stage may also compute heads of the last one, so that both take equally long.
         compute_s = 0.0
         for event in events:
-            if isinstance(event, Compute):
+            if isinstance(event, Compute | Head):
                 span = clock.to_rank0(event.start_s), clock.to_rank0(event.end_s)
                 compute_s += max(0.0, min(span[1], end) - max(span[0], begin))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.processes import ROOT, environment, free_port
+from sarathi_pp.trace.events import Head
+from sarathi_pp.trace.recorder import read_trace
+from tests.commands.processes import COMMAND, ROOT, environment, free_port
+from tests.launch.nodes import write_token_ids
 from tests.machine import patient
 
 EXAMPLES = ROOT / "examples"
@@ -64,6 +68,25 @@ def test_it_runs_and_shows_what_it_says(name: str, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(".*?".join(SAYS[name]), run.stdout, re.DOTALL), run.stdout
+
+
+def test_the_bubble_by_hand_counts_heads_that_the_first_stage_computes(tmp_path: Path) -> None:
+    profile = json.loads((EXAMPLES / "emulated.json").read_text())
+    profile["stages"][1]["head_s"] = 0.006  # more than the first stage's layers take, so that some are moved
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    write_token_ids(tmp_path / "prompts.jsonl", 60)
+    files = ("--emulate", "profile.json", "--input", "prompts.jsonl", "--output", "answers.jsonl")
+    for command in (
+        (*COMMAND, "generate", *files, "--stages", "2", "--quiet"),
+        (sys.executable, str(EXAMPLES / "read_trace.py"), "answers.jsonl.run"),
+    ):
+        run = subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60), check=False
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "the same as in report.json" in run.stdout
+    (trace,) = (tmp_path / "answers.jsonl.run" / "attempt-0000").glob("trace-00000-*")
+    assert any(isinstance(event, Head) for event in read_trace(trace)), "no head was moved"
 
 
 def test_the_index_names_them_all_and_no_other() -> None:

@@ -71,8 +71,8 @@ References = Callable[[str], Reference]  # of a family
 def shared_reference(family: str, shared: Path) -> Reference:
     """The family's, made once for the processes that test side by side and one after the other.
 
-    Two that ask for it at the same time both make it. shared: a directory of theirs alone. Nobody may change a
-    checkpoint in it.
+    If two ask for it at the same time, both make it. shared: a directory that these processes alone use. No test may
+    change a checkpoint in it.
     """
     found = shared / f"{family}-{version('transformers')}"
     if not found.is_dir():
@@ -82,7 +82,7 @@ def shared_reference(family: str, shared: Path) -> Reference:
             made = Path(scratch, "made")
             reference = make_reference(family, made / "model")
             (made / "answers.json").write_text(json.dumps([reference.prompts, reference.outputs]))
-            with suppress(OSError):  # another process was faster: what it made is the same
+            with suppress(OSError):  # another process was faster, and made the same
                 made.rename(found)
     prompts, outputs = (tuple(map(tuple, each)) for each in json.loads((found / "answers.json").read_text()))
     return Reference(family, found / "model", prompts, outputs)

@@ -96,7 +96,7 @@ class _Server:
 def _read_pid(answer: TextIO) -> str:
     try:
         return answer.read()
-    except BaseException:  # of a signal's handler, as pytest-timeout has one: nobody would know the process
+    except BaseException:  # a signal's handler raised it; the process would be left alone
         if pid := answer.read():
             os.kill(int(pid), signal.SIGKILL)
         raise
@@ -120,7 +120,7 @@ def begin() -> None:
 
 
 def begin_forking(running: Command) -> None:
-    """From now on, fork what this process starts, which has itself begun warm and runs this command.
+    """From now on, fork what this process starts. It began warm itself, to run the command `running`.
 
     A launcher forks its ranks. A script, such as an example, forks launchers and ranks while it has one thread.
     """

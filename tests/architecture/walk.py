@@ -3,26 +3,30 @@
     python -m tests.architecture.walk            this tree
     python -m tests.architecture.walk PATH       another checkout, an older commit's say
 
-Two runs of `generate` on two stages, of a few requests and of more, answer one request at a time with the plainest
-policy, and count every call of the product's functions in every process. What is called more often by as much as there
-are more requests is what each request passes. A form is a class of which each request makes an instance that passes
-from one file to another. A file is passed if it makes, takes or returns a form there. Events of the trace, and what is
-made of them after the run, report a request and do not carry it: they are left out.
+Runs of `generate` on two stages, of a few requests and of more, answer one request at a time with the plainest policy,
+and count every call of the product's functions in every process. What is called more often by as much as there are more
+requests is what each request passes; the most calls of several short runs are held against the fewest of several long
+ones, since calls that come with time vary. A form is a class of which each request makes an instance that passes
+from one file to another. A file is passed if it makes, takes or returns a form there. Events of the trace, and what the
+command makes of them after the run, report a request and do not carry it: they are left out, with all that they call.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from functools import reduce
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FEW, MORE = 4, 12
-REPORTING = ("analysis", "report", "sim", "trace", "tuning")
+RUNS = 3
+REPORTING = ("analysis", "report", "sim", "trace", "tuning", "cli/runs.py")  # the last one of older commits
 # Counts calls of product code in a process that has this on its path as sitecustomize.py.
 COUNTER = """
 import atexit, json, os, sys, threading
@@ -31,6 +35,8 @@ from multiprocessing import util
 
 MAKERS = ("__init__", "__new__", "<lambda>")  # of dataclasses and of named tuples
 root = os.environ["WALK_ROOT"] + "/"
+reporting = tuple(f"{root}sarathi_pp/{name}" for name in os.environ["WALK_REPORTING"].split())
+reports = threading.local()  # depth: how many calls of reporting code this thread is in
 made, carried = Counter(), Counter()
 
 
@@ -63,6 +69,11 @@ def note_made(kind, maker):
 
 def profile(frame, event, argument):
     code = frame.f_code
+    if event in ("call", "return") and code.co_filename.startswith(reporting):
+        reports.depth = getattr(reports, "depth", 0) + (1 if event == "call" else -1)
+        return
+    if getattr(reports, "depth", 0):
+        return
     if event == "call" and code.co_filename == "<string>" and code.co_argcount and code.co_name in MAKERS:
         first = frame.f_locals.get(code.co_varnames[0])
         note_made(first if isinstance(first, type) else type(first), frame.f_back)
@@ -76,10 +87,18 @@ def profile(frame, event, argument):
         note(code, values)
 
 
+def copied(counts):
+    while True:
+        try:
+            return dict(counts)
+        except RuntimeError:  # another thread counts
+            pass
+
+
 def write():
     sys.setprofile(None)
-    with open(os.path.join(os.environ["WALK_OUT"], f"{os.getpid()}.json"), "w") as out:
-        json.dump({"made": made, "carried": carried}, out)
+    with open(own, "w") as out:
+        json.dump({"made": copied(made), "carried": copied(carried)}, out)
 
 
 def leave(code):
@@ -87,6 +106,8 @@ def leave(code):
     real_exit(code)
 
 
+own = os.path.join(os.environ["WALK_OUT"], f"{os.getpid()}.json")
+open(own, "w").close()  # so that one that leaves no counts is missed
 real_exit, os._exit = os._exit, leave
 atexit.register(write)
 util.Finalize(None, write, exitpriority=0)
@@ -103,7 +124,7 @@ def count(root: Path, num_requests: int) -> dict[str, Counter[str]]:
         out.mkdir()
         (site / "sitecustomize.py").write_text(COUNTER)
         rows.write_text("".join(f'{{"prompt": "{10 + row}+{20 + row}="}}\n' for row in range(num_requests)))
-        places = {"WALK_ROOT": str(root), "WALK_OUT": str(out)}
+        places = {"WALK_ROOT": str(root), "WALK_OUT": str(out), "WALK_REPORTING": " ".join(REPORTING)}
         path = os.pathsep.join(map(str, (site, root, root / "kernels")))
         command = [sys.executable, "-m", "sarathi_pp", "generate", "--model", str(root / "examples/tiny-adder")]
         command += ["--input", str(rows), "--output", f"{folder}/answers.jsonl", "--max-new-tokens", "2", "--quiet"]
@@ -111,16 +132,19 @@ def count(root: Path, num_requests: int) -> dict[str, Counter[str]]:
         subprocess.run(command, cwd=folder, env={**os.environ, **places, "PYTHONPATH": path}, check=True)
         totals: dict[str, Counter[str]] = {"made": Counter(), "carried": Counter()}
         for written in out.iterdir():
-            for kind, counts in json.loads(written.read_text()).items():
+            assert (text := written.read_text()), f"process {written.stem} has left no counts"
+            for kind, counts in json.loads(text).items():
                 totals[kind].update(counts)
     return totals
 
 
 def measure(root: Path) -> dict[str, object]:
-    few, more = count(root, FEW), count(root, MORE)
-    each = {
-        kind: {name for name, number in more[kind].items() if number - few[kind][name] >= MORE - FEW} for kind in more
-    }
+    few, more = ([count(root, number) for _ in range(RUNS)] for number in (FEW, MORE))
+    each = {}
+    for kind in ("made", "carried"):
+        most = reduce(operator.or_, (counts[kind] for counts in few))
+        least = reduce(operator.and_, (counts[kind] for counts in more))
+        each[kind] = {name for name, number in least.items() if number - most[name] >= MORE - FEW}
     carriers: dict[str, set[str]] = {}
     for path, name in (place.split(" ") for place in each["carried"]):
         packages = {path.split("/")[1], name.split(".")[1]}

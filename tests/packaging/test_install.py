@@ -92,7 +92,7 @@ class Installed:
 
     def install(self, *options: str | Path, **more: str) -> None:
         """more: additions to the environment. An index may be slow."""
-        pip = (sys.executable, "-m", "pip", "--python", self.python, "install", "-q")
+        pip = (sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-compile")
         run(*pip, *options, cwd=self.home, timeout_s=700, **more)
 
     def run_the_main_job(self, elsewhere: Path) -> None:

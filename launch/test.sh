@@ -83,9 +83,9 @@ PYTHON
     return $code
 }
 
-# Arithmetic alone: these tests wait for nothing and share nothing.
+# Arithmetic alone: these tests start nothing, wait for nothing and share nothing.
 pure() {
-    local jobs=(-n auto)
+    local jobs=(-n auto --cold)
     run_tests tests/core tests/trace tests/analysis tests/sim
 }
 # Cases of a family follow each other, so each worker makes the models of its own half of them.

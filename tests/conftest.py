@@ -1,5 +1,7 @@
 """`--full`: run the cases marked `full` too, property tests on all their examples, and every process cold.
 
+`--cold`: start every process cold, xdist's workers too.
+
 Without it such cases are deselected, so nothing is shown as skipped. In CI the examples are the same each time: a new
 one that fails is found by whoever runs the tests at home, not by luck on another's change.
 """
@@ -31,6 +33,7 @@ _HANGS_S = 300.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the cases marked `full` too; start processes cold")
+    parser.addoption("--cold", action="store_true", help="start processes cold")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before xdist's workers, which inherit it, keep the cores busy.
     slowness(config.getoption("numprocesses", None) or 1)
     thinning.full = config.getoption("--full")
-    if not thinning.full:
+    if not thinning.full and not config.getoption("--cold"):
         start.begin()
     fixed = bool(os.environ.get("CI"))
     # No deadline: on a busy machine an example takes as long as it takes.

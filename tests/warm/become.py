@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 import torch
@@ -154,13 +155,18 @@ def _run(program: Program) -> int:
     hooks = [hook for folder in folders if (hook := Path(folder, "sitecustomize.py")).exists()]
     if hooks:
         runpy.run_path(str(hooks[0]))
-    if program.folder_first:
+    if program.folder_first and program.code is None:
         sys.path.insert(0, os.getcwd() if program.script is None else str(Path(program.script).resolve().parent))
     if program.module is not None and not hasattr(sys.modules.get(program.module), "__path__"):
         sys.modules.pop(program.module, None)  # what runs is another module, named __main__
     sys.argv = [program.script or "", *program.arguments]
     try:
-        if program.module is not None:
+        if program.code is not None:
+            sys.path.insert(0, "")
+            sys.argv[0] = "-c"
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(program.code, vars(sys.modules["__main__"]))
+        elif program.module is not None:
             runpy.run_module(program.module, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(str(program.script), run_name="__main__")

@@ -20,6 +20,8 @@ _READ_AT_START = (
 # But sys.path and torch.set_num_threads can follow the first two, and torchrun sets the third for every rank.
 _CAN_FOLLOW = {"PYTHONPATH", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _PYTHON_OPTIONS = {"-P", "-u"}
+# With -c: a worker of xdist, as execnet starts it. Other tests give code to see what it imports.
+_WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 # It asks to be killed when the thread that started it ends, and a fork's parent is always the main thread.
 _ENDS_WITH_A_THREAD = "sarathi_pp.text.chat_template"
 PYTHON = sys.executable  # which tests replace
@@ -56,7 +58,7 @@ class ForkExec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A module (`-m`) or a script, with its arguments.
+    """A module (`-m`), a script, or the code of a worker of xdist (`-c`), with its arguments.
 
     Attributes:
         words: All that Python was given.
@@ -65,10 +67,15 @@ class Program:
 
     module: str | None
     script: str | None
+    code: str | None
     arguments: Sequence[str]
     words: Sequence[str]
     folder_first: bool
     unbuffered: bool
+
+    @property
+    def is_worker(self) -> bool:
+        return self.code is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +171,13 @@ def _parse_program(words: Sequence[str]) -> Program | None:
     rest, options = list(words[1:]), set()
     while rest and rest[0] in _PYTHON_OPTIONS:
         options.add(rest.pop(0))
-    module = script = None
-    if len(rest) > 1 and rest[0] == "-m":
+    module = script = code = None
+    if rest == ["-c", _WORKER]:
+        code, rest = _WORKER, []
+    elif len(rest) > 1 and rest[0] == "-m":
         module, rest = rest[1], rest[2:]
     elif rest and not rest[0].startswith("-"):
         script, rest = rest[0], rest[1:]
     else:
         return None
-    return Program(module, script, rest, words[1:], "-P" not in options, "-u" in options)
+    return Program(module, script, code, rest, words[1:], "-P" not in options, "-u" in options)

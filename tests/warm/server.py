@@ -1,6 +1,7 @@
 """The process that has imported what commands import, and forks them: `python -P -m tests.warm.server DESCRIPTOR`.
 
-It runs nothing itself, so it has one thread, and no state but its modules and the tables of libraries.
+It runs nothing itself, so it has one thread, and no state but its modules and the tables of libraries. The one of a
+process that starts xdist's workers forks these too, each with a server of its own.
 DESCRIPTOR: of the socket that asks.
 """
 
@@ -15,9 +16,13 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
+from typing import NoReturn
 
 from sarathi_pp.distributed.environment import let_threads_sleep
+from tests.warm.command import Command, is_rank
+from tests.warm.start import MAX_DESCRIPTORS, SERVER_VARIABLE, begin_forking
 
 # What one `generate` or `profile` on a CPU has imported at its end, alone or under torchrun.
 _MODULES = (
@@ -40,7 +45,8 @@ _MAX_REQUEST = 1 << 20
 def _prepare() -> None:
     """Import the modules, and do now what libraries do when they are first used."""
     let_threads_sleep()
-    for module in (*_MODULES, *(_GPU_MODULES if "TRITON_INTERPRET" in os.environ else ())):
+    more = _GPU_MODULES if "TRITON_INTERPRET" in os.environ else ()
+    for module in (*_MODULES, *more, "tests.warm.become"):
         importlib.import_module(module)
 
     from numba.core.registry import cpu_target
@@ -55,53 +61,88 @@ def _prepare() -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end it
     _prepare()
-    from tests.warm import start  # these import torch: _prepare comes first
-    from tests.warm.become import become
-    from tests.warm.command import Command, is_rank
-
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has the thread that forks alone, and the locks of all"
     asked = socket.socket(fileno=int(sys.argv[1]))
-    tests = os.getppid()
     asked.send(b"ready")
+    _serve(asked)
 
-    def fork(command: Command) -> int:
-        """Return the number of a process that runs the command. Raises OSError or ValueError if there is no room.
 
-        Its parent is the process of the tests, which adopts orphans now: it is forked by a process that then ends.
-        """
-        reader, writer = os.pipe()
-        between = os.fork()
-        if between == 0:
-            parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                os.close(writer)
-                while os.getppid() == parent:
-                    time.sleep(0.0005)
-                assert os.getppid() == tests, "another process has adopted this one"
-                if not is_rank(command.variables):
-                    start.begin_forking(command)
-                become(command)
-            os.write(writer, str(pid).encode())
-            os._exit(0)
-        os.waitpid(between, 0)
-        os.close(writer)
-        with open(reader) as answer:
-            return int(answer.read())
-
+def _serve(asked: socket.socket) -> None:
+    """Fork commands for the process of the tests, this one's parent, until it closes the socket."""
+    tests = os.getppid()
     while True:
-        request, given, _, _ = socket.recv_fds(asked, _MAX_REQUEST, start.MAX_DESCRIPTORS + 1)
+        request, given, _, _ = socket.recv_fds(asked, _MAX_REQUEST, MAX_DESCRIPTORS + 1)
         if not request:
             return
         *descriptors, answer = given
         command: Command = pickle.loads(request)
         command = replace(command, descriptors=dict(zip(command.descriptors, descriptors, strict=True)))
         try:
-            os.write(answer, str(fork(command)).encode())
+            os.write(answer, str(_fork(command, tests)).encode())
         except (OSError, ValueError):
             traceback.print_exc()  # an answer that is empty says that there is none
         for descriptor in given:
             os.close(descriptor)
+
+
+def _fork(command: Command, tests: int) -> int:
+    """Return the number of a process that runs the command. Raises OSError or ValueError if there is no room.
+
+    Its parent is the process of the tests, which adopts orphans now: it is forked by a process that then ends.
+    """
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(writer)
+            while os.getppid() == parent:
+                time.sleep(0.0005)
+            assert os.getppid() == tests, "another process has adopted this one"
+            _become(command)
+        os.write(writer, str(pid).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    os.close(writer)
+    with open(reader) as answer:
+        return int(answer.read())
+
+
+def _become(command: Command) -> NoReturn:
+    from tests.warm.become import become  # it imports torch: _prepare comes first
+
+    if command.program.is_worker:
+        asking, pid = _fork_server()
+        variables = {**command.variables, SERVER_VARIABLE: f"{asking} {pid}"}
+        command = replace(command, variables=variables, descriptors={**command.descriptors, asking: asking})
+    elif not is_rank(command.variables):
+        begin_forking(command)
+    become(command)
+
+
+def _fork_server() -> tuple[int, int]:
+    """Fork a server for this process; return the numbers of the socket that asks it and of its process."""
+    asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        _serve_alone(asked)
+    asked.close()
+    return asking.detach(), pid
+
+
+def _serve_alone(asked: socket.socket) -> NoReturn:
+    """The same, in the child of a fork, to its end."""
+    try:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number != asked.fileno():
+                with suppress(OSError):  # the one that the listing had
+                    os.close(number)
+        _serve(asked)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Importing them takes four seconds of a core, and what most tests then do takes less than one. A test sees no difference:
 the process is its child, with words, folder, variables, files and a session of its own. What does differ: all of them
 have one seed of string hashes, and ranks have what the launcher before them imported. Some commands begin cold: other
-programs and what they start, and commands that change a variable which is read only once. Under `--full` all commands
-begin cold.
+programs and what they start, and commands that change a variable which is read only once. Workers of xdist begin warm
+too. Under `--full` and `--cold` everything begins cold.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _ROOM = "x" * 16_384
 
 _SERVER = "tests.warm.server"
 _LAUNCHERS = ("sarathi_pp", "torch.distributed.run")
+# The server of a worker of xdist that began warm: the number of the socket that asks it, and of its process.
+SERVER_VARIABLE = "SARATHI_PP_TEST_SERVER"
 # How many files a request can pass on.
 MAX_DESCRIPTORS = 64
 
@@ -49,13 +51,24 @@ class _Server:
         paths = [str(_ROOT), str(_ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
         given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # of tests/kernels
         self.variables = {**given, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
-        self._process: subprocess.Popen[bytes] | None = None
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid: int | None = None  # None before it is first asked
+
+    @classmethod
+    def inherit(cls, variable: str) -> _Server:
+        """Return the one that was forked with this process. variable: the value of SERVER_VARIABLE."""
+        server = cls()
+        server._asked.close()
+        server._asking.close()
+        asking, server._pid = map(int, variable.split())
+        server._asking = socket.socket(fileno=asking)
+        os.set_inheritable(asking, False)
+        return server
 
     def fork(self, command: Command) -> int:
         """Return the number of the process, a child of this one, that runs the command."""
         with _turn:
-            if self._process is None:
+            if self._pid is None:
                 self._start()
             return self._fork(command)
 
@@ -81,13 +94,14 @@ class _Server:
     def close(self) -> None:
         self._asking.close()
         self._asked.close()
-        if self._process is not None:
-            self._process.wait()
+        if self._pid is not None:
+            os.waitpid(self._pid, 0)
 
     def _start(self) -> None:
         number = self._asked.fileno()
         command = (PYTHON, "-P", "-m", _SERVER, str(number), _ROOM)
-        self._process = subprocess.Popen(command, env={**self.variables, "ROOM": _ROOM}, pass_fds=[number])
+        process = subprocess.Popen(command, env={**self.variables, "ROOM": _ROOM}, pass_fds=[number])
+        self._pid, process.returncode = process.pid, 0  # `close` waits for it
         self._asked.close()
         if self._asking.recv(16) != b"ready":
             raise RuntimeError("the process that forks commands has ended; it said why")
@@ -104,7 +118,9 @@ def _read_pid(answer: TextIO) -> str:
 
 def begin() -> None:
     """From now on, for what this process starts."""
-    plain, with_gpus = _Server(), _Server(TRITON_INTERPRET="1")
+    inherited = os.environ.pop(SERVER_VARIABLE, None)
+    plain = _Server.inherit(inherited) if inherited else _Server()
+    with_gpus = _Server(TRITON_INTERPRET="1")
     tests = os.getpid()
 
     def fork_exec(*given: Any) -> int:

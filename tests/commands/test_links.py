@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 
 MODEL = ROOT / "examples" / "tiny-adder"
 # Enough to lose a host in their midst.
-NUM_ROWS = 240
+NUM_ROWS = 120
 OPTIONS = ("--dtype", "float32", "--chunk-size", "32", "--max-num-seqs", "16", "--max-new-tokens", "12", "--ignore-eos")
 RATES = {"unshaped": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 PEER_TIMEOUT_S = 4.0

@@ -12,7 +12,7 @@ source launch/setup.sh
 set_up "$root"
 
 # Seconds, with AVX512-BF16; processors without it have half as much again.
-declare -A budgets=([static]=20 [pure]=20 [model]=300 [reports]=85 [runtime]=340 [faults]=235 [launch]=200)
+declare -A budgets=([static]=20 [pure]=20 [model]=290 [reports]=85 [runtime]=370 [faults]=215 [launch]=200)
 known=(static pure model reports runtime faults launch)
 options=()
 tiers=()

@@ -225,3 +225,29 @@ def test_threads_start_programs_side_by_side(program):
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(told, range(40))) == [f"True {os.getpid()} {number}\n" for number in range(40)]
+
+
+SUITE = {
+    "conftest.py": "from tests.warm import start\n\ndef pytest_configure(config):\n    start.begin()\n",
+    "probe.py": "import os, sys; print('torch' in sys.modules, os.getppid())",
+    "test_probe.py": """
+import os, subprocess, sys
+import psutil, pytest
+began_warm = "torch" in sys.modules
+
+@pytest.mark.parametrize("number", range(20))
+def test_what_a_worker_starts(number):
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), "probe.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert began_warm and done.stdout == f"True {os.getpid()}\\n"
+    assert len(psutil.Process().children()) == 1, "its server"
+""",
+}
+
+
+def test_workers_of_xdist_begin_warm_each_with_a_server_of_its_own(tmp_path):
+    for name, text in SUITE.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = subprocess.run([*command, str(tmp_path)], env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "20 passed" in done.stdout, done.stdout + done.stderr

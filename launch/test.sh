@@ -12,7 +12,7 @@ source launch/setup.sh
 set_up "$root"
 
 # Seconds, with AVX512-BF16; processors without it have half as much again.
-declare -A budgets=([static]=20 [pure]=20 [model]=290 [reports]=85 [runtime]=370 [faults]=215 [launch]=200)
+declare -A budgets=([static]=20 [pure]=20 [model]=275 [reports]=85 [runtime]=370 [faults]=230 [launch]=200)
 known=(static pure model reports runtime faults launch)
 options=()
 tiers=()
@@ -136,7 +136,7 @@ cores=$(nproc)
 waiting=(-n "$((cores > 8 ? cores : cores > 2 ? 8 : 3 * cores))" --dist loadfile --no-loadscope-reorder)
 # These compare measured times with expected ones, so nothing may run beside them.
 timed_runtime=(
-    tests/commands/test_bench_command.py tests/commands/test_emulated.py tests/engine/test_simulated_order.py
+    tests/commands/test_{bench_command,emulated,tried_advice}.py tests/engine/test_simulated_order.py
 )
 # These need their heartbeats in time. They sleep, so that two side by side leave cores idle.
 timed_faults=(tests/faults/test_slow.py)
@@ -161,6 +161,7 @@ faults() {
     mapfile -t others < <(
         printf '%s\n' tests/faults/test_*.py | grep -vxFf <(printf '%s\n' "${longest_faults[@]}" "${timed_faults[@]}")
     )
+    [ ${#others[@]} -gt 0 ] || bad=1
     run_tests "${longest_faults[@]}" "${others[@]}" || bad=1
     jobs=(-n 2 --dist worksteal)
     run_tests "${timed_faults[@]}" || bad=1

@@ -67,20 +67,6 @@ def test_the_report_in_every_form(runs, tmp_path):
         assert len(spans) == 2 * report["microbatches"]
 
 
-def test_advice_is_tried_with_what_the_run_allowed(tmp_path):
-    """One seat for twelve requests, of which `report` hears from run.json alone."""
-    run(command(tmp_path, 2, "--quiet", "--max-num-seqs", "1"), tmp_path)
-    files = Files(tmp_path)
-    first = json.loads((files.run / "report.json").read_text())
-    again = json.loads(run((*COMMAND, "report", str(files.run), "--json"), tmp_path).stdout)
-    for report in (first, again):
-        advice = {one["option"]: one["gain_s"] for one in report["advice"]}
-        assert 0.3 * report["wall_s"] < advice["--max-num-seqs 8"] < report["wall_s"]
-    page = tmp_path / "run.html"
-    run((*COMMAND, "compare", str(files.run), str(files.run), "--html", str(page)), tmp_path)
-    assert page.read_text().count("--max-num-seqs 8") == 2
-
-
 def test_a_fault_in_what_is_only_advised_costs_no_figure(runs, monkeypatch):
     monkeypatch.setattr("sarathi_pp.report.run_reader.advise", lambda *_: 1 / 0)
     report = read_run(runs[0]).report

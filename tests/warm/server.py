@@ -7,6 +7,7 @@ DESCRIPTOR: of the socket that asks.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import os
@@ -16,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
@@ -46,8 +48,11 @@ def _prepare() -> None:
     """Import the modules, and do now what libraries do when they are first used."""
     let_threads_sleep()
     more = _GPU_MODULES if "TRITON_INTERPRET" in os.environ else ()
-    for module in (*_MODULES, *more, "tests.warm.become"):
-        importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as pyproject.toml has it: a worker finds the modules imported
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch|transformers")
+        for module in (*_MODULES, *more, "tests.warm.become"):
+            importlib.import_module(module)
 
     from numba.core.registry import cpu_target
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -93,16 +98,21 @@ def _fork(command: Command, tests: int) -> int:
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            os.close(writer)
-            while os.getppid() == parent:
-                time.sleep(0.0005)
-            assert os.getppid() == tests, "another process has adopted this one"
-            _become(command)
-        os.write(writer, str(pid).encode())
-        os._exit(0)
+        try:
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                os.close(writer)
+                while os.getppid() == parent:
+                    time.sleep(0.0005)
+                assert os.getppid() == tests, "another process has adopted this one"
+                _become(command)
+            os.write(writer, str(pid).encode())
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     os.waitpid(between, 0)
     os.close(writer)
     with open(reader) as answer:
@@ -113,7 +123,7 @@ def _become(command: Command) -> NoReturn:
     from tests.warm.become import become  # it imports torch: _prepare comes first
 
     if command.program.is_worker:
-        asking, pid = _fork_server()
+        asking, pid = _fork_server(1 + max(command.descriptors))
         variables = {**command.variables, SERVER_VARIABLE: f"{asking} {pid}"}
         command = replace(command, variables=variables, descriptors={**command.descriptors, asking: asking})
     elif not is_rank(command.variables):
@@ -121,14 +131,19 @@ def _become(command: Command) -> NoReturn:
     become(command)
 
 
-def _fork_server() -> tuple[int, int]:
-    """Fork a server for this process; return the numbers of the socket that asks it and of its process."""
+def _fork_server(first: int) -> tuple[int, int]:
+    """Fork a server for this process; return the number of the socket that asks it, and that of the server's process.
+
+    first: the least number that the socket may have.
+    """
     asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         _serve_alone(asked)
     asked.close()
-    return asking.detach(), pid
+    number = fcntl.fcntl(asking.fileno(), fcntl.F_DUPFD_CLOEXEC, first)
+    asking.close()
+    return number, pid
 
 
 def _serve_alone(asked: socket.socket) -> NoReturn:

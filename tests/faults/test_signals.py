@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.commands.processes import Files, console_script, free_port, torchrun
-from tests.faults.jobs import Started, answers, started
+from tests.faults.jobs import Started, answers, fault, started
 from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(200)
@@ -153,9 +153,13 @@ def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, f
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, emulated):
-    with started(files, emulated, *OPTIONS, "--stages", "2") as run:
-        run.stage(1)
+def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, model):
+    """Stage 1 never ends loading."""
+    with started(files, model, *OPTIONS, "--stages", "2", **fault(1, "stall")) as run:
+        deadline_s = time.monotonic() + patient(60)
+        while not (files.folder / "stalled").exists():
+            assert time.monotonic() < deadline_s and run.process.poll() is None
+            time.sleep(0.02)
         began_s = time.monotonic()
         run.process.send_signal(number)
         said = run.end()

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
+from sarathi_pp.errors import StoppedError
+
 # Below it tensor cores know no bfloat16 and no kernel here was ever compiled.
 _LEAST_CAPABILITY = (8, 0)
 
@@ -34,6 +36,8 @@ def why_no_kernels(device: torch.device) -> str | None:
         return f"needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
     try:
         _try_one(device)
+    except StoppedError:
+        raise
     except Exception as error:  # of the compiler, of the driver: whatever it is, there is another way
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _log.warning("Triton compiles no kernels here (%s); torch's own operations are used, which are slower", reason)

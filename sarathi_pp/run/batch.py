@@ -13,6 +13,7 @@ from sarathi_pp.distributed.network_interface import exposure
 from sarathi_pp.distributed.refusal import refuse
 from sarathi_pp.errors import EXIT_OK, EXIT_ROWS_FAILED, PeerLostError, SarathiError, StoppedError
 from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.process.signals import ignore_signals
 from sarathi_pp.run.answer_file import answer_file
 from sarathi_pp.run.display import BatchDisplay
 from sarathi_pp.run.ending import Ending, exit_code, handle_signals
@@ -128,8 +129,12 @@ def _refusing(options: BatchOptions, env: RankEnvironment, again: bool) -> Itera
     try:
         yield
     except SarathiError as error:
-        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended.
-        if env.world_size > 1:
+        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended: that they were
+        # stopped is not the cause.
+        stopped = env.rank != 0 and isinstance(error, StoppedError)
+        if env.world_size > 1 and not stopped:
+            if env.local_world_size == env.world_size:  # else it goes on to say so to the other hosts
+                ignore_signals()  # one that came now would keep it from writing
             known = options.start != "new" or again or (env.rank == 0 and is_continuation(options, env))
             options.run_directory().write_refusal(error.exit_code, overwrite=known, launch_id=env.launch_id)
         raise

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.errors import InputError, UnsafeError
+from sarathi_pp.errors import InputError, StoppedError, UnsafeError
 
 # Of these a class has defaults of its own, which hold unless a file names the token or null.
 _NAMED_BY_CLASS = ("bos_token", "eos_token")
@@ -28,6 +28,8 @@ def load_backend(model_dir: Path) -> Any:
     """
     try:
         return _load(model_dir)
+    except StoppedError:
+        raise
     except Exception as error:  # whatever a file can make the library raise, the file is the cause
         if "trust_remote_code" in str(error):
             raise UnsafeError(f"the tokenizer in {model_dir} is Python code of its own, which is not run") from error

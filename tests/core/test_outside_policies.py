@@ -13,7 +13,7 @@ from sarathi_pp.core.policy import POLICIES, module_being_imported, parse_policy
 from sarathi_pp.core.policy.orca import Orca
 from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.errors import ConfigError, PolicyError
+from sarathi_pp.errors import ConfigError, PolicyError, StoppedError
 from tests.core.driving import run_golden
 from tests.thinning import examples
 
@@ -256,3 +256,12 @@ def test_the_current_directory_is_searched_for_what_is_nowhere_else(folder, monk
     parse_policy("local_of_test:Mine")
     assert sys.path == [*searched, str(here)]
     sys.path.remove(str(here))
+
+
+def test_a_signal_that_comes_while_a_policy_is_imported_is_no_fault_of_the_policy(tmp_path, monkeypatch):
+    """Its handler raises wherever the program is. A rank that is stopped there must not say that an option is wrong."""
+    stopped = "from sarathi_pp.errors import StoppedError\nraise StoppedError.by(15, 'the run')\n"
+    (tmp_path / "stopped_of_test.py").write_text(stopped)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StoppedError, match="the run was stopped by SIGTERM"):
+        parse_policy("stopped_of_test:Mine")

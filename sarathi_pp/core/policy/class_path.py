@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import ClassVar, get_origin, get_type_hints
 
 from sarathi_pp.core.policy.view import Policy
-from sarathi_pp.errors import ConfigError
+from sarathi_pp.errors import ConfigError, StoppedError
 
 _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 # What a policy needs from the runtime, by name, and the least legal number.
@@ -118,6 +118,8 @@ def _import(module: str, name: str) -> ModuleType:
             f"--policy {name}: {module} ends the program when it is imported; put what it runs below "
             f'if __name__ == "__main__":'
         ) from error
+    except StoppedError:  # a signal came meanwhile
+        raise
     except Exception as error:
         raise _import_error(module, name, error) from error
     finally:

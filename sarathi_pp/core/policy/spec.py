@@ -19,7 +19,7 @@ from pathlib import Path
 from sarathi_pp.core.policy.parameter import parameters_of, read_parameter
 from sarathi_pp.core.policy.registry import find_class, is_built_in
 from sarathi_pp.core.policy.view import Limits, Policy, class_name, max_tokens_of
-from sarathi_pp.errors import ConfigError, PolicyError
+from sarathi_pp.errors import ConfigError, PolicyError, StoppedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class PolicySpec:
         """Return a new policy: it may keep state, so each coordinator has its own. Raises PolicyError."""
         try:
             return self.kind(**self._values())
+        except StoppedError:
+            raise
         except Exception as error:
             raise PolicyError(f"--policy {self}: making it failed with {type(error).__name__}: {error}") from error
 

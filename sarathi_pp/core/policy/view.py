@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from sarathi_pp.core.cost.model import CostModel
-from sarathi_pp.errors import PolicyError
+from sarathi_pp.errors import PolicyError, StoppedError
 
 
 class SequenceView(Protocol):
@@ -130,6 +130,8 @@ def max_tokens_of(policy: Policy, limits: Limits) -> int:
     """Return the policy's `max_tokens`. Raises PolicyError if it gives none, or no integer of at least 1."""
     try:
         most = policy.max_tokens(limits)
+    except StoppedError:
+        raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise PolicyError(f"the policy {class_name(type(policy))} failed in max_tokens with {what}") from error

@@ -10,7 +10,7 @@ import glob
 from collections.abc import Collection
 from pathlib import Path
 
-from sarathi_pp.errors import MissingError, SarathiError
+from sarathi_pp.errors import MissingError, SarathiError, StoppedError
 from sarathi_pp.model.checkpoint.files import indexed_files, reading
 from sarathi_pp.model.checkpoint.kind import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE, check_kind, refuse_path
 from sarathi_pp.model.checkpoint.support import check_config
@@ -62,9 +62,13 @@ def _fetch(name: str) -> Path:
 
     try:
         info = HfApi().model_info(name, timeout=_ANSWER_S)
+    except StoppedError:
+        raise
     except Exception as error:  # offline, no answer, or no permission: a copy from before will do
         try:
             return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+        except StoppedError:
+            raise
         except Exception:
             raise error from None
     names = _names(info)

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from sarathi_pp.errors import InputError
+from sarathi_pp.errors import InputError, StoppedError
 from sarathi_pp.model.checkpoint.files import read_json
 from sarathi_pp.model.checkpoint.support import ConfigFile, find_family
 from sarathi_pp.model.families import Family
@@ -39,7 +39,12 @@ def load_config(directory: Path) -> tuple[Family, Any]:
 
 
 def refuse_config(directory: Path, error: Exception) -> InputError:
-    """Return the error for a config.json of which no config object or no model is made, which raised `error`."""
+    """Return the error for a config.json of which no config object or no model is made, which raised `error`.
+
+    Raises StoppedError if that is what was raised: a signal came meanwhile.
+    """
+    if isinstance(error, StoppedError):
+        raise error
     file = ConfigFile(directory, read_json(directory, "config.json"))
     family, reason = find_family(file), _last_line(error)
     keys = [key for key in file.values if key not in _KEPT]
@@ -58,6 +63,8 @@ def _makes_model(family: Family, values: Mapping[str, object]) -> bool:
     try:
         with torch.device("meta"):
             getattr(transformers, family.architecture)(_make(family, values))
+    except StoppedError:
+        raise
     except Exception:
         return False
     return True

@@ -129,12 +129,13 @@ def _refusing(options: BatchOptions, env: RankEnvironment, again: bool) -> Itera
     try:
         yield
     except SarathiError as error:
-        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended: that they were
-        # stopped is not the cause.
-        stopped = env.rank != 0 and isinstance(error, StoppedError)
+        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended. Those must not
+        # replace the code of the rank that failed. The first rank of a host still writes: it may be a user's signal.
+        stopped = env.local_rank != 0 and isinstance(error, StoppedError)
         if env.world_size > 1 and not stopped:
-            if env.local_world_size == env.world_size:  # else it goes on to say so to the other hosts
-                ignore_signals()  # one that came now would keep it from writing
+            # A signal must not interrupt the write. With several hosts this rank works on, so it keeps its handlers.
+            if env.local_world_size == env.world_size:
+                ignore_signals()
             known = options.start != "new" or again or (env.rank == 0 and is_continuation(options, env))
             options.run_directory().write_refusal(error.exit_code, overwrite=known, launch_id=env.launch_id)
         raise

@@ -1,4 +1,4 @@
-"""What a run was asked to do (RunConfig) and what it will do (ResolvedRun). Frozen values, no I/O.
+"""A run as the user asked for it (RunConfig) and as it will happen (ResolvedRun). Frozen values, no I/O.
 
 Resolving returns a new type instead of filling in blanks, so that a component that needs the page count
 cannot be handed a configuration that does not have one yet.
@@ -21,7 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
 TRANSPORTS = ("auto", "gloo")
-# As model/attention has them, which imports torch; a test compares the two.
+# The same names as in model/attention, which imports torch. A test compares the two.
 ATTENTIONS = ("auto", "numba", "triton", "flash", "varlen", "sdpa")
 
 
@@ -30,16 +30,22 @@ _NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request turns logits into tokens. Temperature 0 is greedy, whatever the other fields say.
+    """The way in which one request turns logits into tokens.
 
-    max_new_tokens: most tokens to generate; 0 gives a valid empty answer.
-    top_k: 0 keeps every token, and so does -1. top_p, min_p: 1.0 and 0.0 keep every token.
-    seed: the sample at position i is drawn from (seed, i) alone, so that neither batch mates, chunk size nor
-    stage count change it. None: derived from the run's seed and the request.
-    stop: strings that end the output and are left out of its text; one alone, or None, will do.
-    skip_special_tokens: leave special tokens out of the text.
+    Args:
+        max_new_tokens: most tokens to generate. 0 gives a valid empty answer.
+        temperature: divides the logits before sampling. 0 is greedy, whatever the other fields are.
+        top_k: sample from the k likeliest tokens. 0 and -1 keep every token.
+        top_p: sample from the likeliest tokens that together hold this share of the probability. 1.0 keeps every token.
+        min_p: drop tokens below this share of the likeliest token's probability. 0.0 keeps every token.
+        seed: the sample at position i depends on (seed, i) alone. Other requests, the chunk size and the number of
+            stages do not change it. None: derived from the run's seed and the request.
+        stop: strings that end the output. They are left out of its text. A single string is accepted too.
+        ignore_eos: continue after the end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text.
 
-    Raises RowError (`invalid_parameter`) naming the field, its value and the legal range.
+    Raises:
+        RowError: `invalid_parameter`, with the field, its value and the legal range.
     """
 
     max_new_tokens: int = 256
@@ -53,13 +59,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str) or self.stop is None:  # both as other engines take them
+        if isinstance(self.stop, str) or self.stop is None:  # other engines take both
             object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
         for name in _NUMBERS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, (int, float)):
                 object.__setattr__(self, name, _plain(value))
-        if _is_int(self.top_k) and self.top_k == -1:  # as other engines write "all"
+        if _is_int(self.top_k) and self.top_k == -1:  # other engines write -1 for all
             object.__setattr__(self, "top_k", 0)
         _require(
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 0,
@@ -95,7 +101,7 @@ class SamplingParams:
             self.stop,
             "a non-empty string or a list of them",
         )
-        # JSON can write half a surrogate pair, and a command line bytes that are no UTF-8; no tokenizer takes either.
+        # JSON can hold half a surrogate pair, and a command line bytes that are not UTF-8. No tokenizer takes either.
         _require(all(map(_is_unicode, self.stop)), "stop", self.stop, "text that UTF-8 can write")
         object.__setattr__(self, "stop", tuple(self.stop))
 
@@ -117,12 +123,12 @@ def _require(legal: bool, name: str, value: object, allowed: str) -> None:
         raise RowError("invalid_parameter", f"{name} is {value!r}; it must be {allowed}")
 
 
-# Of a wait for other processes.
+# Longest wait for other processes.
 _LONGEST_S = 7 * 86400.0
 
 
 _REALS = ("gpu_memory_utilization", "request_rate", "peer_timeout_s", "join_timeout_s")
-# Options whose name is not that of their field.
+# Fields whose option has another name.
 _OPTIONS = {
     "kv_cache_memory_bytes": "--kv-cache-memory",
     "peer_timeout_s": "--peer-timeout",
@@ -133,7 +139,7 @@ _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Return the bytes that 4GiB, 500MB or 1073741824 mean; None if it is no size."""
+    """Return the bytes that a text such as 4GiB, 500MB or 1073741824 means. None if it is not a size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     size = float(match[1]) * {**_UNITS, **_BINARY}[match[2] or ""] if match else math.inf
     return int(size) if size < math.inf else None
@@ -150,7 +156,7 @@ def _demand(legal: bool, name: str, value: object, allowed: str) -> None:
 
 
 def _plain(value: object) -> object:
-    """Return Python's own value for a number of numpy, a type or device of torch, or a path; others as they are."""
+    """Return Python's own value for a number of numpy, a dtype or device of torch, or a path. Keep other values."""
     kind = type(value)
     if kind.__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return value.item()  # type: ignore[attr-defined]
@@ -169,17 +175,45 @@ def _is_real(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run as the user asked for it. `None` means "decide for me".
+    """One run as the user asked for it. None means "choose for me".
 
-    stages: of each replica, and tensor_parallel_size ranks hold each of them. max_num_seqs: of a replica.
-    Sizes ending in _bytes are bytes. join_timeout_s: how long a rank waits for the others to come. debug_nan: find
-    the first stage whose output is not finite. head: "last" keeps the head on the last stage; "auto" lets the first one
-    compute it too, where that makes their times equal (`moves_head`). transport: "gloo" for all activations and
-    headers; "auto" what is quickest between each two ranks. enforce_eager: no CUDA graphs. emulate: a profile whose
-    stages sleep their modelled time, in place of a model. profile: what was measured of the model, which then decides
-    layer split, chunk size and inflight where they are None. `sampling_overrides` holds only what the user named on the
-    command line; the model's generation_config.json fills what is left. `override_generation_config` has settings in
-    the form of that file, which win over it.
+    Args:
+        model: model directory, or an id on the Hugging Face Hub.
+        stages: pipeline stages of each replica.
+        replicas: pipelines that share the requests.
+        tensor_parallel_size: ranks that share each stage. Must divide the model's KV heads.
+        policy: scheduling policy, as `name`, `name:key=value,...` or `package.module:Class`.
+        chunk_size: most tokens in a microbatch. None: by the profile or the policy.
+        max_num_seqs: most sequences that run at once in a replica. None: 64 per stage.
+        max_model_len: most tokens of prompt and output together. None: the model's own limit.
+        page_size: tokens per page of the KV cache. None: 16, or 256 for the attentions flash and varlen.
+        kv_cache_memory_bytes: KV cache of each rank, in bytes or as text such as "4GiB". None: from free memory.
+        gpu_memory_utilization: share of a GPU's memory that a rank may use, in (0, 1].
+        layer_split: layers per stage. None: equal time by the profile, else even. "even": equal layers.
+        inflight: most microbatches at once in a replica. None: the number of stages, or one more.
+        dtype: number type of weights and activations.
+        device: device that the stages compute on.
+        attention: implementation of attention.
+        request_rate: requests per second that arrive, as a Poisson process. inf: all at once.
+        seed: seed of all sampling. A request draws from this and its id.
+        peer_timeout_s: seconds of silence after which a stage counts as lost.
+        join_timeout_s: seconds for all ranks to join, and for each rank to load its stage.
+        debug_nan: report the first stage whose output has NaN or infinity.
+        enforce_eager: do not use CUDA graphs.
+        head: stage of the LM head. "last": the last stage. "auto": on CPU the first stage may compute it too, if that
+            makes the times of the stages more equal.
+        transport: "auto": shared memory on CPUs of a host, NCCL on GPUs, else gloo. "gloo": gloo for everything.
+        run_dir: directory for traces, report.json and exit_code. None: OUTPUT.run for a command, a temporary directory
+            for an LLM.
+        emulate: profile.json whose stage times are slept. No model runs.
+        profile: profile.json of this model and machine. It decides layer_split, chunk_size and inflight if these are
+            None.
+        sampling_overrides: fields of SamplingParams that the command line named. The model's generation_config.json
+            sets the other fields.
+        override_generation_config: settings in the form of generation_config.json that win over the model's file.
+
+    Raises:
+        OptionError: a value that its field does not take.
     """
 
     model: str
@@ -245,7 +279,7 @@ class RunConfig:
             split in (None, "even") or (isinstance(split, tuple) and all(map(_is_int, split))),
             "layer_split",
             split,
-            "integers, one a stage, or 'even'",
+            "one integer per stage, or 'even'",
         )
         _demand(_is_int(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
         for name in ("sampling_overrides", "override_generation_config"):
@@ -262,7 +296,7 @@ class RunConfig:
             _demand(legal, name, seconds, f"above 0 seconds and at most {_LONGEST_S:.0f}")
 
     def _convert(self) -> None:
-        """Take what Python programs naturally hold: paths as text, sizes with a unit, lists, numbers of numpy."""
+        """Convert what Python programs naturally hold: paths as text, sizes with a unit, lists, numbers of numpy."""
         for one in fields(self):
             value = _plain(getattr(self, one.name))
             if one.name in ("run_dir", "emulate", "profile") and isinstance(value, str) and value:
@@ -278,7 +312,11 @@ class RunConfig:
 
 
 def stages_among(num_ranks: int, stages: int | None, replicas: int, tensor_parallel_size: int) -> int:
-    """How many stages each replica has where torchrun started so many processes. Raises ConfigError."""
+    """Return the stages of each replica, given the number of processes that torchrun started.
+
+    Raises:
+        ConfigError: the processes cannot be divided so, or `stages` is another number.
+    """
     held = replicas * tensor_parallel_size
     if num_ranks % held:
         raise ConfigError(
@@ -296,12 +334,16 @@ def stages_among(num_ranks: int, stages: int | None, replicas: int, tensor_paral
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRun:
-    """One run as it will happen: every question answered, the same on all ranks.
+    """One run as it will happen: every choice made, the same on all ranks.
 
-    layers: one [first, end) per stage, global indices, contiguous. num_pages: pages of every stage's shard.
-    max_model_len: most tokens of prompt and output together. max_microbatch_tokens: the largest microbatch
-    the policy can emit, which sizes the wire's buffers. request_rate: arrivals a second; None where all are there.
-    moves_head: the first stage has the head too, and computes it for some of the microbatches.
+    Fields without a line here mean what they mean in RunConfig.
+
+    Args:
+        layers: [first, end) of each stage: global layer indices, contiguous.
+        num_pages: KV pages of every stage's shard.
+        max_microbatch_tokens: tokens of the largest microbatch that the policy can emit. It sizes the wire's buffers.
+        request_rate: arrivals per second. None: all requests are there at the start.
+        moves_head: the first stage has the LM head too, and computes it for some of the microbatches.
     """
 
     model: str

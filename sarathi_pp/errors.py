@@ -1,8 +1,8 @@
-"""Everything the runtime can refuse or lose, as one tree; each class has its exit code.
+"""All errors of the runtime, as one tree. Each class has its exit code.
 
     SarathiError                     70
     +-- ConfigError                   2   an option, or a combination of options, that cannot work
-    |   +-- OptionError           2   a value that an option does not take
+    |   +-- OptionError               2   a value that an option does not take
     |   +-- UnsupportedModelError     2   an architecture or feature that is not proven exact
     |   +-- PartitionError            2   layers and stages that do not fit each other
     |   +-- CapacityError             2   memory that cannot hold what was asked
@@ -12,13 +12,13 @@
     +-- PolicyError                  70   a policy that breaks the rules of scheduling
     +-- OutputError                  74   output that cannot be written
     +-- PeerLostError                75   a stage died or fell silent; the run can be resumed
-    |   +-- StalledError             75   a stage lives and stays in one layer; 2 if the start before ended like this
-    +-- MemoryLostError              75   no memory for a microbatch in mid-run; 2 as for StalledError
+    |   +-- StalledError             75   a stage does not leave one layer; 2 if the start before it ended the same way
+    +-- MemoryLostError              75   no memory for a microbatch during the run; 2 as for StalledError
     +-- StoppedError                 75   a signal ended the run; it can be resumed (130 where it was Ctrl-C)
     +-- UnsafeError                  77   refused for safety: pickled weights, remote code, paths that escape
-    RowError                              one input line that gets an error line; the run goes on (exit 3)
+    RowError                              one input line that gets an error line; the run continues (exit 3)
 
-The message says what is wrong with its values and, where there is one, the remedy.
+A message says what is wrong, with the value, the limit and what to do.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ EXIT_INTERRUPTED = 130
 
 
 class SarathiError(Exception):
-    """An error whose message is meant for the user; shown without a traceback.
+    """An error whose message is meant for the user. It is shown without a traceback.
 
-    agreed: every rank raises this same error, so rank 0 alone needs to show it. at_start: a stage ended with it before
-    its first microbatch was done, so that a second start which ends like this shows that a third one will not help.
+    Attributes:
+        exit_code: exit code of the command that ends with this error.
+        agreed: every rank raises this same error, so only rank 0 shows it.
+        at_start: the error ended a stage before its first microbatch was done. If a second start ends in the same way,
+            a third one will not help.
     """
 
     exit_code = 70
@@ -47,10 +50,13 @@ class ConfigError(SarathiError, ValueError):
 
 
 class OptionError(ConfigError):
-    """A value that an argument of the Python API, or the option of that name, does not take.
+    """A value that an argument of the Python API does not take, nor the command's option for it.
 
     Args:
-        option: the command's name for it.
+        name: the argument of the Python API.
+        option: the command's option for it.
+        value: the value that was given.
+        allowed: the legal values, in words.
     """
 
     def __init__(self, name: str, option: str, value: object, allowed: str) -> None:
@@ -100,7 +106,7 @@ class PeerLostError(SarathiError, ConnectionError):
 
 
 class StalledError(PeerLostError):
-    """A stage that lives and stays in one layer. at_start: see SarathiError."""
+    """A stage whose process runs but does not leave one layer. at_start: see SarathiError."""
 
     def __init__(self, message: str, *, at_start: bool = False) -> None:
         super().__init__(message)
@@ -139,17 +145,22 @@ class UnsafeError(SarathiError, PermissionError):
 
 
 def error_class(name: str) -> type[SarathiError]:
-    """The class of the tree that has this name, SarathiError where none has."""
+    """Return the class of this name. SarathiError if the tree has no such class."""
     kinds: list[type[SarathiError]] = [SarathiError]
     for kind in kinds:
         if kind.__name__ == name:
-            return ConfigError if kind is OptionError else kind  # that one is made from other values than its text
+            return ConfigError if kind is OptionError else kind  # OptionError is made from other values than its text
         kinds += kind.__subclasses__()
     return SarathiError
 
 
 class RowError(ValueError):
-    """One request that cannot run. `code` is stable, for programs; the message is for people."""
+    """One request that cannot run.
+
+    Args:
+        code: stable name of the reason, for programs.
+        message: the reason, for people.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

@@ -85,7 +85,8 @@ def _generate(options: dict[str, Any]) -> int:
         input_format=options["input_format"],
     )
     run_dir = batch_options.config.run_dir
-    console = RunConsole(quiet=env is not None and env.rank != 0)
+    # On each host one rank shows what it does. Rank 0 shows the run.
+    console = RunConsole(quiet=env is not None and env.local_rank != 0)
     display = BatchConsoleDisplay(
         console,
         quiet=options["quiet"],
@@ -98,7 +99,7 @@ def _generate(options: dict[str, Any]) -> int:
         raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
     if env is not None and env.store is None and restarts:
         raise click.UsageError("--max-restarts: torchrun starts its processes again itself; give it to torchrun")
-    with ExitStack() as held:
+    with ExitStack() as held, display:
         batch_options = _with_scratch(batch_options, env, held)
         if env is None and (batch_options.config.num_ranks > 1 or restarts):
             return _launch(batch_options, display, restarts)
@@ -144,15 +145,17 @@ def _launch(batch_options: BatchOptions, display: BatchConsoleDisplay, max_resta
     from sarathi_pp.run.batch import end_if_finished
     from sarathi_pp.run.preflight import check_lines, check_weights, identify, preflight
 
-    checked = identify(batch_options, preflight(batch_options))
+    with display.activity.phase("reading the model's configuration"):
+        checked = preflight(batch_options)
+    with display.activity.phase(f"reading {batch_options.input_path}"):
+        checked = identify(batch_options, checked)
     if (code := end_if_finished(batch_options, checked, display)) is not None:
         return code
     check_lines(batch_options, checked, display)
-    check_weights(batch_options)
-    mesh, descriptors = (
-        mesh_of(batch_options.config),
-        descriptors_of(batch_options.input_path, batch_options.output_path),
-    )
+    check_weights(batch_options, display)
+    mesh = mesh_of(batch_options.config)
+    descriptors = descriptors_of(batch_options.input_path, batch_options.output_path)
+    display.leave_to_workers()
     code = launch(mesh, sys.argv[1:], display, max_restarts=max_restarts, descriptors=descriptors)
     if code:
         checked.run_dir.write_end(code)

@@ -66,17 +66,20 @@ def _profile(
     from sarathi_pp.distributed.environment import mesh_of
 
     config = run_config(options, env.world_size if env else None)
-    console = Console(stderr=True, quiet=env is not None and env.rank != 0)
-    display = _ProfileDisplay(console, quiet=quiet, as_json=as_json, kept=str(output))
-    if env is None or env.rank == 0:
-        _preflight(config, output, overwrite)
-    if env is None and config.num_ranks > 1:
-        from sarathi_pp.distributed.launcher import launch
+    console = Console(stderr=True, quiet=env is not None and env.local_rank != 0)
+    with _ProfileDisplay(console, quiet=quiet, as_json=as_json, kept=str(output)) as display:
+        if env is None or env.rank == 0:
+            with display.activity.phase("reading the model's configuration"):
+                _preflight(config, output, overwrite)
+        if env is None and config.num_ranks > 1:
+            from sarathi_pp.distributed.launcher import launch
 
-        return launch(mesh_of(config), sys.argv[1:], display)
-    from sarathi_pp.tuning.calibrate import run_profile
+            display.leave_to_workers()
+            return launch(mesh_of(config), sys.argv[1:], display)
+        with display.activity.phase("loading libraries"):
+            from sarathi_pp.tuning.calibrate import run_profile
 
-    return run_profile(config, env, output, display, overwrite=overwrite)
+        return run_profile(config, env, output, display, overwrite=overwrite)
 
 
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:

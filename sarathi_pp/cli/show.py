@@ -1,4 +1,4 @@
-"""What a run shows its user: warnings, progress, the table after it, and one JSON document where asked."""
+"""The display of a run: what it is doing, warnings, progress, the table after it, and one JSON document if asked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 from rich.console import Console, RenderableType
@@ -15,7 +16,9 @@ from sarathi_pp.cli import stdout
 from sarathi_pp.engine.progress import Progress, RunListener
 from sarathi_pp.errors import OutputError
 from sarathi_pp.outputs.sink import OutputClosedError
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.report.progress import ProgressDisplay
+from sarathi_pp.report.status import StatusLine
 from sarathi_pp.report.table import render
 
 if TYPE_CHECKING:
@@ -26,14 +29,14 @@ _STDERR = 2
 
 
 class RunConsole(Console):
-    """Standard error of a run, which goes on when nobody reads it any more."""
+    """Standard error of a run. The run continues when the reader of its standard error has left."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(stderr=True)
         self.quiet = quiet
 
     def on_broken_pipe(self) -> None:
-        """Not the end of the program, as elsewhere. Whatever is still written there, by whom ever, goes nowhere."""
+        """Discard everything that is written there from now on. The default would end the program."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, _STDERR)
@@ -41,12 +44,13 @@ class RunConsole(Console):
 
 
 class ConsoleDisplay:
-    """Human text goes to the console on standard error; only the JSON document to standard output.
+    """Shows a run on standard error. Only the JSON document goes to standard output.
 
-    A terminal that was closed, or a pipe that nobody reads, ends no run: what cannot be shown is not.
+    Use as a context manager: while inside, a status line shows the activity. A terminal that was closed, or a pipe
+    without a reader, does not end the run.
 
     Args:
-        kept: where the report stays; None if it is deleted with its run directory.
+        kept: name of the file that keeps the report. None: it is deleted with its run directory.
     """
 
     def __init__(
@@ -63,21 +67,40 @@ class ConsoleDisplay:
         self._quiet = quiet
         self._as_json = as_json
         self._kept = kept
+        self.activity = Activity()
+        self._status = StatusLine(console, self.activity, shown=not (quiet or console.quiet))
+
+    def __enter__(self) -> Self:
+        self._status.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.close()
+
+    def leave_to_workers(self) -> None:
+        """Stop showing the activity: the first worker shows its own from now on."""
+        self._status.close()
 
     def warn(self, text: str) -> None:
-        with suppress(OSError):
+        with suppress(OSError), self._status.hidden():
             self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        with suppress(OSError):
+        with suppress(OSError), self._status.hidden():
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            self.note(text)
+
     def error(self, text: str) -> None:
-        with suppress(OSError):
+        with suppress(OSError), self._status.hidden():
             click.echo(text.rstrip(), err=True)
 
     @contextmanager
-    def progress(self, num_stages: int) -> Iterator[RunListener]:
+    def progress(self, num_stages: int, total: int | None = None, done_before: int = 0) -> Iterator[RunListener]:
         with ExitStack() as stack:
             views: list[MetricsServer | ProgressDisplay] = []
             if self._metrics_port is not None:
@@ -87,15 +110,19 @@ class ConsoleDisplay:
                 stack.callback(server.close)
                 views.append(server)
                 if not self._quiet:
-                    with suppress(OSError):
-                        self._console.print(f"metrics on http://127.0.0.1:{server.port}/metrics", highlight=False)
+                    self.note(f"metrics on http://127.0.0.1:{server.port}/metrics")
             if not self._quiet:
-                views.append(stack.enter_context(ProgressDisplay(self._console, total=None)))
+                display = ProgressDisplay(self._console, total, done_before)
+                if self._console.is_terminal:
+                    stack.enter_context(self._status.hidden())
+                else:
+                    stack.enter_context(self.activity.phase("", display))
+                views.append(stack.enter_context(display))
             yield _Views(self, views)
 
     def show(self, report: dict[str, Any]) -> None:
         if not self._quiet:
-            with suppress(OSError):
+            with suppress(OSError), self._status.hidden():
                 self._console.print(self.render(report))
         if self._as_json:
             self.print_document(report)
@@ -105,7 +132,12 @@ class ConsoleDisplay:
         return render(report)
 
     def print_document(self, report: dict[str, Any]) -> None:
-        """Raises OutputClosedError where its reader has left, and OutputError where it cannot be written."""
+        """Print the JSON document.
+
+        Raises:
+            OutputClosedError: its reader has left.
+            OutputError: it cannot be written.
+        """
         try:
             click.echo(json.dumps(report))
         except BrokenPipeError:
@@ -129,16 +161,15 @@ class BatchConsoleDisplay(ConsoleDisplay):
     def nothing_left(self, num_rows: int, num_errors: int) -> None:
         """Say that the output already has a line for each row of the input."""
         if not self._quiet:
-            with suppress(OSError):
-                errors = f" ({num_errors} of them an error; --retry-errors runs those again)" if num_errors else ""
-                click.echo(f"all {num_rows} rows have a line{errors}; nothing to do", err=True)
+            errors = f" ({num_errors} of them an error; --retry-errors runs those again)" if num_errors else ""
+            self.note(f"all {num_rows} rows have a line{errors}; nothing to do")
         if self._as_json:
             none = {"requests": 0, "completed": 0, "failed": 0, "stopped_by": None}
             self.print_document({"resumed": {"rows": num_rows, "failed": num_errors}, **none})
 
 
 class _Views:
-    """Shows the progress of a run in each view. What cannot be shown is not."""
+    """Shows the progress of a run in each view. A view that cannot be shown is left out."""
 
     def __init__(self, display: ConsoleDisplay, views: Sequence[MetricsServer | ProgressDisplay]) -> None:
         self._views = views

@@ -32,18 +32,19 @@ class Agreement:
         self._plane = plane
 
     @contextmanager
-    def step(self, phase: str, *, must_match: bool = False) -> Iterator[Step]:
+    def step(self, phase: str, detail: object = "", *, must_match: bool = False) -> Iterator[Step]:
         """Do this rank's part inside, which may compute or read for any time. Wait for the others on leaving.
 
         An error on any rank is raised on all, so that no rank waits for one that left.
 
         Args:
             phase: what a rank does meanwhile; continues "while it was ...".
+            detail: how far it is, formatted whenever somebody looks. See Activity.phase.
             must_match: raise ConfigError if two answers differ.
         """
         step = Step()
         try:
-            with self._plane.phase(phase):
+            with self._plane.phase(phase, detail):
                 yield step
         except SarathiError as error:
             answers = self._report(error, {"error": str(error), "class": type(error).__name__})

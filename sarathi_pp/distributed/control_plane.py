@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,7 @@ from sarathi_pp.distributed.rendezvous import rendezvous
 from sarathi_pp.distributed.store import open_store
 from sarathi_pp.distributed.transport import surrounded
 from sarathi_pp.errors import PeerLostError, ProtocolError
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.process.host import host_id
 from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock, SystemClock
@@ -58,6 +59,7 @@ class ControlPlane:
         mesh: which rank does what.
         patience_s: how long this rank waits for another one that is silent.
         connection: None for a rank alone.
+        activity: what this rank does. Other ranks read it while they wait.
 
     Attributes:
         mesh: after joining, ranks of one host are neighbours in it.
@@ -66,7 +68,13 @@ class ControlPlane:
     """
 
     def __init__(
-        self, env: RankEnvironment, mesh: Mesh, patience_s: float, clock: Clock, connection: Connection | None = None
+        self,
+        env: RankEnvironment,
+        mesh: Mesh,
+        patience_s: float,
+        clock: Clock,
+        connection: Connection | None = None,
+        activity: Activity | None = None,
     ) -> None:
         assert mesh.size == env.world_size, f"{env.world_size} ranks for {mesh}"
         self.env = env
@@ -74,6 +82,7 @@ class ControlPlane:
         self.patience_s = patience_s
         self.hosts = [socket.gethostname()]
         self.resources = ExitStack()
+        self._activity = activity or Activity()
         self._clock = clock
         self._connection = connection
         if connection is not None:
@@ -85,7 +94,12 @@ class ControlPlane:
 
     @classmethod
     def join(
-        cls, env: RankEnvironment, join_timeout_s: float, peer_timeout_s: float, mesh: Mesh | None = None
+        cls,
+        env: RankEnvironment,
+        join_timeout_s: float,
+        peer_timeout_s: float,
+        mesh: Mesh | None = None,
+        activity: Activity | None = None,
     ) -> ControlPlane:
         """Join the other ranks; returns when all are there.
 
@@ -93,16 +107,18 @@ class ControlPlane:
 
         Args:
             mesh: the shape of the run. None: one pipeline of all ranks.
+            activity: what this rank does, the wait for the other ranks included.
 
         Raises:
             ConfigError: not all ranks are there within join_timeout_s.
             PeerLostError: a rank left meanwhile.
         """
-        mesh, clock = mesh or Mesh(stages=env.world_size), SystemClock()
+        mesh, clock, activity = mesh or Mesh(stages=env.world_size), SystemClock(), activity or Activity()
         patience_s = max(join_timeout_s, peer_timeout_s)
         if env.world_size == 1:
-            return cls(env, mesh, patience_s, clock)
-        plane = cls(env, mesh, patience_s, clock, _connect(env, mesh, join_timeout_s, patience_s, clock))
+            return cls(env, mesh, patience_s, clock, activity=activity)
+        connection = _connect(env, mesh, join_timeout_s, patience_s, clock, activity)
+        plane = cls(env, mesh, patience_s, clock, connection, activity)
         try:
             plane._introduce()
         except BaseException:
@@ -125,9 +141,11 @@ class ControlPlane:
         return self._names[rank]
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Tell the ranks that wait for this one what it does; `name` continues "while it was ..."."""
-        with self._presence.phase(name) if self._presence is not None else nullcontext():
+    def phase(self, name: str, detail: object = "") -> Iterator[None]:
+        """Report a phase of this rank to its user, and to the ranks that wait for it. See Activity.phase."""
+        with self._activity.phase(name, detail):
+            if self._presence is not None:
+                self._presence.announce()
             yield
 
     def end_set_up(self) -> None:
@@ -185,14 +203,19 @@ class ControlPlane:
     def _gather_watching(self, tensor: torch.Tensor, presence: Presence) -> list[torch.Tensor]:
         """Gather, and check regularly that the ranks that are missing are alive."""
         clock = self._clock
-        presence.wait_anew()
+        presence.forget()
         check_s = clock.now() + _FIRST_CHECK_S
         with self._connected.group.gathering(tensor) as gathering:
-            while not gathering.is_complete():
-                clock.sleep(_POLL_S)
-                if clock.now() >= check_s:
-                    presence.check(self._missing() or self._others)
-                    check_s = clock.now() + presence.every_s
+            try:
+                while not gathering.is_complete():
+                    clock.sleep(_POLL_S)
+                    if clock.now() >= check_s:
+                        missing = self._missing()
+                        presence.check(missing or self._others)
+                        self._activity.awaited = presence.awaited(missing) if missing else ""
+                        check_s = clock.now() + presence.every_s
+            finally:
+                self._activity.awaited = ""
         return gathering.result()
 
     def send_numbers(self, numbers: list[float], rank: int) -> None:
@@ -277,19 +300,27 @@ class ControlPlane:
         return self._connection
 
 
-def _connect(env: RankEnvironment, mesh: Mesh, join_timeout_s: float, patience_s: float, clock: Clock) -> Connection:
+def _connect(
+    env: RankEnvironment, mesh: Mesh, join_timeout_s: float, patience_s: float, clock: Clock, activity: Activity
+) -> Connection:
     end_s = clock.now() + join_timeout_s
     try:
-        store = open_store(env, timedelta(seconds=join_timeout_s))
+        address = f"{env.master[0]}:{env.master[1]}" if env.store is None and env.master is not None else ""
+        where = f" at {address}" if address else ""
+        with activity.phase(f"waiting for rank 0{where}" if env.rank else "opening the store"):
+            store = open_store(env, timedelta(seconds=join_timeout_s))
         interface = choose_interface(env)
-        store = rendezvous(store, env.rank, env.world_size, end_s, clock, interface)
+        with activity.phase(f"waiting for the other ranks{where}"):
+            store = rendezvous(
+                store, env.rank, env.world_size, end_s, clock, interface, activity=activity, address=address
+            )
         with variable(INTERFACE_VARIABLE, interface.name):
             group = Group(PrefixStore("control", store), env.rank, env.world_size, patience_s)
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {env.rank} of {env.world_size} could not join the others: {_first_line(error)}"
         ) from error
-    return Connection(store, interface, group, Presence(store, env.rank, _titles(mesh), patience_s, clock))
+    return Connection(store, interface, group, Presence(store, env.rank, _titles(mesh), patience_s, clock, activity))
 
 
 def _titles(mesh: Mesh) -> list[str]:

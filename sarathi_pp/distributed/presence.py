@@ -1,7 +1,7 @@
-"""Which ranks are alive, and get on, while a run is set up: slow is not dead.
+"""The heartbeats of ranks while a run is set up. A slow rank is not a dead one.
 
-    each rank, every second          alive/3 = beat 41, work 970, "loading the layers"          in the store
-    who waits for rank 3             reads it: no new beat for so long: stopped.  no new work for so long: hangs.
+    each rank, every second          alive/3 = beat 41, work 970, "loading its layers: 3.1 of 35.8 GiB"     in the store
+    a rank that waits for rank 3     reads it. No new beat within its patience: stopped. No new work: it hangs.
 
 A rank that loads from a cold disk, scans an input or compiles may take any time. Work is processor time and bytes read,
 so a thread that waits for ever is noticed although its process lives.
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from sarathi_pp.errors import PeerLostError
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.edge_options import heartbeat_s
@@ -40,41 +41,51 @@ class Store(Protocol):
 
 
 class Presence:
-    """This rank's heartbeats in the store, and what it last saw of the others.
+    """This rank's heartbeats in the store, and the last ones that it saw of the others.
 
     Args:
-        store: of this start alone.
-        names: of all ranks, for messages.
-        patience_s: how long a rank may be silent, or may do nothing.
+        store: the store of this start alone.
+        names: names of all ranks, for messages.
+        patience_s: seconds for which a rank may be silent, or may do nothing.
+        activity: what this rank does. It is sent with each heartbeat.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[str], patience_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        patience_s: float,
+        clock: Clock,
+        activity: Activity | None = None,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._names = names
         self._patience_s = patience_s
         self._clock = clock
         self.every_s = heartbeat_s(patience_s)
-        self._phase = "starting"
+        self._activity = activity or Activity()
         self._seen: dict[int, _Seen] = {}
         self._ended = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
         self._thread.start()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Tell the others what this rank does while inside; name: continues "while it was ...", such as "loading"."""
-        before, self._phase = self._phase, name
+    def announce(self) -> None:
+        """Send a heartbeat now, because this rank begins another phase."""
         self._wake.set()
-        try:
-            yield
-        finally:
-            self._phase = before
 
-    def wait_anew(self) -> None:
-        """Begin to wait: what was seen before says nothing about a rank that waited for this one."""
+    def forget(self) -> None:
+        """Forget the heartbeats seen so far. They say nothing about a rank that waited for this one."""
         self._seen.clear()
+
+    def awaited(self, ranks: Sequence[int]) -> str:
+        """Return a text with these ranks, and what the first one does according to its last heartbeat."""
+        first, *others = ranks
+        more = f" and {len(others)} more" if others else ""
+        phase = self._seen[first].phase if first in self._seen else ""
+        return f"waiting for {self._names[first]}{more}" + (f": {phase}" if phase else "")
 
     def close(self) -> None:
         """Stop the heartbeats: from now on edges have their own."""
@@ -123,14 +134,14 @@ class Presence:
         with suppress(RuntimeError):  # of a store that is gone: the rank that holds it has left
             while not self._ended:
                 beat += 1
-                self._store.set(f"alive/{self._rank}", f"{beat}\n{_work(beat)}\n{self._phase}")
+                self._store.set(f"alive/{self._rank}", f"{beat}\n{_work(beat)}\n{self._activity.own}")
                 self._wake.wait(self.every_s)
                 self._wake.clear()
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A rank's last beat, work and phase, and when beat and work were first seen."""
+    """A rank's last beat, work and phase, and the times at which beat and work were first seen."""
 
     heard_s: float
     worked_s: float

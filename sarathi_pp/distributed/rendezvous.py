@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import sarathi_pp
 from sarathi_pp.distributed.environment import INTERFACE_VARIABLE
 from sarathi_pp.distributed.network_interface import Interface
 from sarathi_pp.errors import ConfigError, SarathiError, error_class
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 
@@ -35,6 +37,8 @@ _LOOK_S = 0.02
 _HEARD_S = 2.0
 # For ranks that are not there yet when one does not take part: a job's ranks begin within seconds of each other.
 _PATIENCE_S = 30.0
+# Missing ranks whose numbers are shown.
+_MOST_NAMED = 8
 # For a store that has not answered when there is no more time.
 _SILENT_S = 5.0
 
@@ -61,12 +65,16 @@ def rendezvous(
     clock: Clock,
     interface: Interface,
     refusal: SarathiError | None = None,
+    activity: Activity | None = None,
+    address: str = "",
 ) -> Store:
     """Wait until all ranks have come, and return the part of the store that belongs to this start alone.
 
     Args:
         end_s: on this clock; how long rank 0 waits for the others.
         refusal: the error for which this rank does not take part. The other ranks then raise it too.
+        activity: on rank 0, gets the ranks that have not come yet.
+        address: the address at which ranks meet, for that text.
 
     Raises:
         ConfigError: ranks are missing or do not fit together, on every rank that rank 0 has heard from; or the store
@@ -80,9 +88,16 @@ def rendezvous(
         own["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
     # Rank 0 knows who is missing, and tells those who still listen.
     end_s += _HEARD_S if rank else 0.0
-    find = _gather if rank == 0 else _answer
     patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
-    name = call_with_timeout(lambda: find(shared, own, end_s, clock), patience_s, late="")
+    activity = activity or Activity()
+
+    def find() -> str:
+        return _answer(shared, own, end_s, clock) if rank else _gather(shared, own, end_s, clock, activity, address)
+
+    try:
+        name = call_with_timeout(find, patience_s, late="")
+    finally:
+        activity.awaited = ""
     if not name:
         raise ConfigError(
             f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "
@@ -102,7 +117,7 @@ def _reach(interface: Interface) -> str:
     return f"{booted.strip()} {space}"
 
 
-def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> str:
+def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activity: Activity, address: str) -> str:
     name, world_size = secrets.token_hex(8), own["world_size"]
     store.set("name", json.dumps({"name": name, "world_size": world_size}))
     ranks = [str(rank) for rank in range(1, world_size)]
@@ -117,6 +132,7 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> st
         came = {key: json.loads(answer) for key, answer in answers.items() if answer}
         refusal = next(filter(None, (_misfit(own, other) for other in came.values())), None)
         missing = [rank for rank in ranks if rank not in came]
+        activity.awaited = _awaited(missing, world_size, address)
         if own["refusal"] is not None:
             refusal = _Refusal(**own["refusal"])
         if refusal is not None and refusal.agreed and missing and on_time:
@@ -138,6 +154,14 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> st
             clock.sleep(_LOOK_S)
     _tell(store, name, came, None)
     return name
+
+
+def _awaited(missing: Sequence[str], world_size: int, address: str) -> str:
+    if not missing:
+        return ""
+    named = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
+    where = f" at {address}" if address else ""
+    return f"waiting for rank{'s' if len(missing) > 1 else ''} {named} of {world_size}{where}"
 
 
 def _tell(store: Store, name: str, came: dict[str, dict[str, Any]], refusal: _Refusal | None) -> None:

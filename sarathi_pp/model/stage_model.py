@@ -173,14 +173,21 @@ def load_stage(
     backend: AttentionBackend,
     room_bytes: int | None = None,
     shard: TensorShard | None = None,
+    count: ReadCount | None = None,
 ) -> StageModel:
     """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
 
-    room_bytes: what the weights may take. shard: which part of the layers, where several ranks share them; all of them
-    then run every microbatch, each with as large a part of the KV heads.
-    Raises MissingError naming tensors that are not in the checkpoint, InputError for tensors that have no
-    place in the model or the wrong shape, ConfigError where `num_layers` is not the model's or it has no such shards,
-    CapacityError where the weights do not fit.
+    Args:
+        room_bytes: memory that the weights may take. None: no limit.
+        shard: this rank's part of the layers, if several ranks share them. All of them then run every microbatch, each
+            with as large a part of the KV heads.
+        count: counts the bytes while they are read.
+
+    Raises:
+        MissingError: tensors are not in the checkpoint. The message names them.
+        InputError: tensors have no place in the model, or the wrong shape.
+        ConfigError: `num_layers` is not the model's, or the model has no such shards.
+        CapacityError: the weights do not fit into `room_bytes`.
     """
     first, end = layers
     family, config = load_config(directory)
@@ -188,7 +195,7 @@ def load_stage(
         raise ConfigError(
             f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
         )
-    count = ReadCount()
+    count = count or ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
     compile_layers(getattr(module.get_submodule(family.base), family.layers))
     use_bare_model(module, family.base)
@@ -226,6 +233,7 @@ def _load(
     config.output_router_logits = False  # it would compute a training loss over layers that are not here
     tensors, split = _stored(directory, family, config, layers, dtype, device, shard, count)
     needed = _num_bytes(tensors)
+    count.total_bytes = sum(tensor.num_stored_bytes() for tensor in tensors.values())
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     architecture = getattr(transformers, family.architecture)

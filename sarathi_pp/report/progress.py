@@ -1,15 +1,14 @@
-"""What a run shows while it is on: a live display on a terminal, one line every few seconds elsewhere.
+"""The progress of a run: a live display on a terminal, a text for a status line elsewhere.
 
-    12 s: 3/20 done, 0 failed, 8 running, 5 waiting, 100.0 tokens/s
-    stage 0  ------------------------        91% busy   12% bubble
+    1,412 of 3,000 (47%), 2 failed, 31 running  4,271 tokens/s  stages 97% 95% busy  bubble 3.9%  6 min left
 
-Busy is of the last moments, the bubble ratio of the whole run so far.
+Busy is each stage's share of the last moments. The bubble is the run's so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
+from statistics import mean
 from types import TracebackType
 from typing import Self
 
@@ -22,20 +21,24 @@ from rich.text import Text
 from sarathi_pp.engine.progress import Progress
 
 _REDRAW_S = 0.1
-_LINE_S = 5.0
 _BAR_WIDTH = 30
 
 
 class ProgressDisplay:
-    """Shows the progress of a run on a console, as often as it is worth; `update` may be called at any rate.
+    """Shows the progress of a run on a console. `update` may be called at any rate. Use as a context manager.
 
-    total: requests in all, None while unknown (a streamed input). Use as a context manager. On a terminal
-    nothing of it is left at the end; elsewhere the last state always gets its line.
+    On a terminal the display is removed at the end. Elsewhere its text is shown by others while it is entered, and
+    the last state is printed at the end.
+
+    Args:
+        total: requests of the whole job. None: unknown, because the input is a stream.
+        done_before: requests of the job that earlier starts have finished.
     """
 
-    def __init__(self, console: Console, total: int | None) -> None:
+    def __init__(self, console: Console, total: int | None, done_before: int = 0) -> None:
         self._console = console
         self._total = total
+        self._done_before = done_before
         self._last: Progress | None = None
         self._shown_s: float | None = None
         self._live: Live | None = None
@@ -54,49 +57,71 @@ class ProgressDisplay:
         if self._live is not None:
             with suppress(OSError):
                 self._live.stop()
-        elif self._last is not None and self._last.elapsed_s != self._shown_s:
-            self._show(self._last)
+        elif self._last is not None:
+            with suppress(OSError):
+                self._console.print(str(self), markup=False, highlight=False, soft_wrap=True)
+
+    def __str__(self) -> str:
+        progress = self._last
+        if progress is None:
+            return ""
+        parts = [self._headline(progress).plain, f"stages {_shares(progress.stage_busy)} busy"]
+        return "  ".join([*parts, *self._bubble_and_time(progress)])
 
     def update(self, progress: Progress) -> None:
         self._last = progress
-        interval_s = _LINE_S if self._live is None else _REDRAW_S
-        if self._shown_s is None or progress.elapsed_s - self._shown_s >= interval_s:
-            self._show(progress)
-
-    def _show(self, progress: Progress) -> None:
-        self._shown_s = progress.elapsed_s
-        if self._live is not None:
+        if self._live is None:
+            return
+        if self._shown_s is None or progress.elapsed_s - self._shown_s >= _REDRAW_S:
+            self._shown_s = progress.elapsed_s
             self._live.update(self._panel(progress), refresh=True)
-        else:
-            line = self._headline(progress).append(f", stages busy {_shares(progress.stage_busy)}")
-            if progress.bubble_ratios:
-                line.append(f", bubble {_shares(progress.bubble_ratios)}")
-            self._console.print(line, soft_wrap=True)
 
     def _panel(self, progress: Progress) -> RenderableType:
         bars = Table.grid(padding=(0, 1))
         if self._total:
-            ended = progress.requests_done + progress.requests_failed
-            share = ended / self._total
-            bars.add_row("requests", _bar(share), f"{share:4.0%} done")
-        bubbles = [f"{ratio:4.0%} bubble" for ratio in progress.bubble_ratios] or [""] * len(progress.stage_busy)
-        for stage, (share, bubble) in enumerate(zip(progress.stage_busy, bubbles, strict=True)):
-            bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy", bubble)
-        return Group(self._headline(progress), bars)
+            bars.add_row("requests", _bar(self._ended(progress) / self._total), f"{progress.elapsed_s:.0f} s")
+        for stage, share in enumerate(progress.stage_busy):
+            bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy")
+        line = self._headline(progress)
+        for part in self._bubble_and_time(progress):
+            line.append(f"  {part}")
+        return Group(line, bars)
 
     def _headline(self, progress: Progress) -> Text:
-        total = "" if self._total is None else f"/{self._total}"
-        failed = (f"{progress.requests_failed} failed", "red" if progress.requests_failed else "")
-        return Text.assemble(
-            f"{progress.elapsed_s:.0f} s: {progress.requests_done}{total} done, ",
-            failed,
-            f", {progress.running} running, {progress.waiting} waiting, {progress.tokens_per_s:,.1f} tokens/s",
-        )
+        ended = self._ended(progress)
+        done = f"{ended:,} done"
+        if self._total:
+            done = f"{ended:,} of {self._total:,} ({ended / self._total:.0%})"
+        line = Text(done)
+        if progress.requests_failed:
+            line.append(", ").append(f"{progress.requests_failed:,} failed", "red")
+        return line.append(f", {progress.running:,} running  {progress.tokens_per_s:,.0f} tokens/s")
+
+    def _ended(self, progress: Progress) -> int:
+        return self._done_before + progress.requests_done + progress.requests_failed
+
+    def _bubble_and_time(self, progress: Progress) -> list[str]:
+        bubble = [f"bubble {mean(progress.bubble_ratios):.1%}"] if progress.bubble_ratios else []
+        ended_now = progress.requests_done + progress.requests_failed
+        if not self._total or not ended_now:
+            return bubble
+        left = self._total - self._ended(progress)
+        return [*bubble, f"{duration(progress.elapsed_s / ended_now * left)} left"] if left > 0 else bubble
 
 
-def _shares(values: Iterable[float]) -> str:
+def duration(seconds: float) -> str:
+    """Return a time as people say it: 40 s, 6 min, 2 h 5 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _shares(values: tuple[float, ...]) -> str:
     return " ".join(f"{value:.0%}" for value in values)
 
 
 def _bar(share: float) -> ProgressBar:
-    return ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH)
+    return ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_WIDTH)

@@ -15,7 +15,7 @@ from sarathi_pp.outputs.journal import Journal, LateJournal
 from sarathi_pp.outputs.sink import FileSink
 from sarathi_pp.process.signals import Asked, Signals
 from sarathi_pp.run.display import Display, StopNotice
-from sarathi_pp.run.preflight import BatchOptions
+from sarathi_pp.run.preflight import BatchOptions, count_total
 from sarathi_pp.trace.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Si
         _opened_output(options, rank, signals) as journal,
         closing(FileSink(journal, tokenizer=tokenizer, clock=clock, model=run.model)) as sink,
         closing(_open_source(options, rank, maker, journal)) as source,
-        display.progress(run.num_stages * run.replicas) as listener,
+        display.progress(run.num_stages * run.replicas, count_total(options), journal.done.num_rows) as listener,
     ):
         notice = StopNotice(listener, display)
         with rank.driving(tokenizer, notice) as driver:

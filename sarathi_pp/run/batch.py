@@ -1,7 +1,8 @@
-"""Batch generation: a file of prompts in, a file of answers out, a report beside it. One call a rank."""
+"""Batch generation: a file of prompts in, a file of answers and a report out. Each rank makes one call."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,15 +24,18 @@ from sarathi_pp.run.preflight import (
     Preflight,
     check_lines,
     check_weights,
+    count_total,
     finished_before,
     follow,
     identify,
+    is_unkept,
     preflight,
 )
 from sarathi_pp.run.restart import as_restarted, is_continuation, is_restart
 
 if TYPE_CHECKING:
     from sarathi_pp.distributed.control_plane import ControlPlane
+    from sarathi_pp.run.rank import Rank
 
 
 def run_batch(options: BatchOptions, env: RankEnvironment | None, display: BatchDisplay) -> int:
@@ -63,7 +67,7 @@ def _run_checked(
     ending = Ending(env, checked.config, display, run_dir, scratch=options.scratch, how_to_resume=options.how_to_resume)
     report: dict[str, Any] | None = None
     with exit_code(ending):
-        with handle_signals(ending), joined(env, checked.config) as plane:
+        with handle_signals(ending), joined(env, checked.config, display.activity) as plane:
             if env.world_size > 1:
                 checked = _inspect_together(plane, options, display, again, checked)
             with ready(checked, plane, ending) as rank:
@@ -72,10 +76,12 @@ def _run_checked(
                     if env.rank == 0:
                         facts = answer_file(options, rank, display, ending.signals)
                     else:
-                        rank.serve()
-                finished = rank.finish(facts)
+                        _serve(rank, display)
+                with display.activity.phase("collecting traces"):
+                    finished = rank.finish(facts)
             if finished is not None:
-                report = display.fold(finished)
+                with display.activity.phase("explaining the bubble"):
+                    report = display.fold(finished)
         if report is not None:
             ending.code = _exit_code_of(report)
             ending.note(ending.code)
@@ -83,10 +89,23 @@ def _run_checked(
     return ending.code
 
 
+def _serve(rank: Rank, display: BatchDisplay) -> None:
+    """Serve rank 0, and show on this host which part of the run is here."""
+    first, end = rank.run.layers[rank.coordinate.stage]
+    part = f"stage {rank.coordinate.stage} of {rank.run.num_stages}, layers {first}-{end - 1}, {rank.device}"
+    display.say(f"joined as {part}")
+    with display.activity.phase(f"serving as {part}"):
+        rank.serve()
+
+
 def _check(
     options: BatchOptions, env: RankEnvironment, display: BatchDisplay, again: bool
 ) -> tuple[BatchOptions, Preflight]:
-    """Do the checks that are quick, before ranks join. again: this start is a restart of an earlier one."""
+    """Do the quick checks, before ranks join.
+
+    Args:
+        again: this start is a restart of an earlier one.
+    """
     with _refusing(options, env, again):
         if env.rank != 0:
             return options, follow(options)
@@ -94,7 +113,9 @@ def _check(
         # A host that was lost may hold its locks for a while.
         if again or is_continuation(options, env):
             options = replace(options, lock_patience_s=options.config.peer_timeout_s)
-        checked, exposed = preflight(options), exposure(env)
+        with display.activity.phase("reading the model's configuration"):
+            checked = preflight(options)
+        exposed = exposure(env)
         warnings = (*checked.warnings, exposed) if exposed is not None else checked.warnings
         return options, replace(checked, warnings=warnings)
 
@@ -102,21 +123,22 @@ def _check(
 def _inspect(
     options: BatchOptions, env: RankEnvironment, display: BatchDisplay, again: bool, checked: Preflight
 ) -> Preflight:
-    """Do the checks that may take long, for which the whole input is read, or all weights."""
+    """Do the checks that may take long, because they read the whole input, or all weights."""
     if env.rank == 0:
-        checked = identify(options, checked)
+        with display.activity.phase(f"reading {options.input_path}"):
+            checked = identify(options, checked)
     if env.store is None and not again:  # otherwise our launcher, or the first start, has done it
         if env.rank == 0:
             check_lines(options, checked, display)
         if env.local_rank == 0:
-            check_weights(options)
+            check_weights(options, display)
     return checked
 
 
 def _inspect_together(
     plane: ControlPlane, options: BatchOptions, display: BatchDisplay, again: bool, checked: Preflight
 ) -> Preflight:
-    """Do them while the other ranks wait, which they do for as long as this one gets on."""
+    """Do the long checks while the other ranks wait. They wait as long as this rank makes progress."""
     from sarathi_pp.distributed.agreement import Agreement
 
     with Agreement(plane).step("checking the input and the weights"):
@@ -174,8 +196,20 @@ def _exit_code_of(report: dict[str, Any]) -> int:
 
 
 def _show(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) -> None:
-    """Show how the run ended. Its reader may take any time; a signal ends that, and changes nothing about the run."""
+    """Show how the run ended. The reader may take any time. A signal ends the wait, and changes nothing of the run."""
     with suppress(StoppedError, KeyboardInterrupt):
         display.show(report)
+        resumed = report["resumed"]
+        counts = report.get("whole_run", report)
+        answered = resumed["rows"] + counts["completed"] + counts["failed"]
         if report["stopped_by"] is not None:
-            display.warn(f"stopped by {report['stopped_by']}; {options.how_to_resume}")
+            total = count_total(options)
+            done = "" if total is None else f"{answered:,} of {total:,} answered, {total - answered:,} left. "
+            display.warn(f"stopped by {report['stopped_by']}. {done}{options.how_to_resume}")
+        elif not is_unkept(options.output_path):
+            failed = resumed["failed"] + counts["failed"]
+            errors = f" ({failed:,} of them errors)" if failed else ""
+            display.say(f"{options.output_path}: {answered:,} answers{errors}")
+            display.say(
+                f"report: sarathi-pp report {shlex.quote(str(options.run_directory().path))} --html report.html"
+            )

@@ -1,6 +1,6 @@
-"""What a run shows its user, and what it says at the first signal.
+"""The text that a run shows its user, and the notice at the first signal.
 
-A user who sees nothing after Ctrl-C presses it again, and loses what runs.
+A user who sees nothing after Ctrl-C presses it again, and loses the requests that run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from signal import Signals as Signal
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sarathi_pp.engine.progress import Progress, RunListener
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.process.signals import DRAIN_S, Asked
 
 if TYPE_CHECKING:
@@ -18,24 +19,45 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """What a run shows while it runs. Only rank 0 talks, but for errors."""
+    """Shows a run to its user. Only rank 0 and the first rank of each other host show anything but errors.
 
+    Attributes:
+        activity: what this process does, which is shown while nothing else is.
+    """
+
+    @property
+    def activity(self) -> Activity: ...
     def warn(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Show a line, with --quiet too."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show a line, unless the user asked for --quiet."""
+        ...
+
     def error(self, text: str) -> None: ...
-    def progress(self, num_stages: int) -> AbstractContextManager[RunListener]: ...
+    def progress(
+        self, num_stages: int, total: int | None = None, done_before: int = 0
+    ) -> AbstractContextManager[RunListener]:
+        """Show the progress of a run while inside. See ProgressDisplay."""
+        ...
+
     def show(self, report: dict[str, Any]) -> None: ...
 
 
 class BatchDisplay(Display, Protocol):
-    """What a batch shows besides. fold: folds the run's traces into its report, which the run directory keeps."""
+    """Shows a batch to its user."""
 
-    def fold(self, finished: FinishedRun) -> dict[str, Any]: ...
+    def fold(self, finished: FinishedRun) -> dict[str, Any]:
+        """Fold the run's traces into its report, which the run directory keeps."""
+        ...
+
     def nothing_left(self, num_rows: int, num_errors: int) -> None: ...
 
 
 class StopNotice:
-    """Passes reports on, and knows from the last progress how many requests a stopped run still finishes."""
+    """Passes reports on. The last progress holds the number of requests that a stopped run still finishes."""
 
     def __init__(self, listener: RunListener, display: Display) -> None:
         self._listener = listener
@@ -50,12 +72,16 @@ class StopNotice:
         self._listener.warn(text)
 
     def say(self, asked: Asked) -> None:
-        """Say what the run does now. Any thread may call it."""
+        """Tell the user that the run stops, and how. Any thread may call it."""
         self._display.note(stop_text(asked, self._num_running))
 
 
 def stop_text(asked: Asked, num_running: int | None) -> str:
-    """num_running: None if it is not known yet."""
+    """Return the notice for a signal.
+
+    Args:
+        num_running: requests that are finished first. None: not known yet.
+    """
     counted = "running requests are" if num_running is None else f"{num_running} running requests are"
     counted = "1 running request is" if num_running == 1 else counted
     if asked.until_s == math.inf:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed.environment import RankEnvironment, begun_mark, mesh_of
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.run.ending import Ending
 from sarathi_pp.run.preflight import Preflight
 from sarathi_pp.trace.clock import SystemClock
@@ -22,15 +23,23 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def joined(env: RankEnvironment, config: RunConfig) -> Iterator[ControlPlane]:
-    """Join the other ranks, and leave them where all went well; raises ConfigError where one does not come.
+def joined(env: RankEnvironment, config: RunConfig, activity: Activity | None = None) -> Iterator[ControlPlane]:
+    """Join the other ranks, and leave them if all went well.
 
-    After an error inside, the plane stays open: the process ends, or its program lets go of everything itself.
+    After an error inside, the plane stays open. The process ends, or its program closes everything itself.
+
+    Args:
+        activity: gets the phases of this rank until it is set up.
+
+    Raises:
+        ConfigError: a rank does not come.
     """
+    activity = activity or Activity()
     with _uncollected():
-        from sarathi_pp.distributed.control_plane import ControlPlane
+        with activity.phase("loading libraries"):
+            from sarathi_pp.distributed.control_plane import ControlPlane
 
-        plane = ControlPlane.join(env, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+        plane = ControlPlane.join(env, config.join_timeout_s, config.peer_timeout_s, mesh_of(config), activity)
     yield plane
     plane.leave()
 
@@ -39,8 +48,9 @@ def joined(env: RankEnvironment, config: RunConfig) -> Iterator[ControlPlane]:
 def ready(checked: Preflight, plane: ControlPlane, ending: Ending) -> Iterator[Rank]:
     """Set this rank up. In a step of the agreement, what any rank finds wrong is raised on all."""
     with _uncollected():
-        from sarathi_pp.run.rank import set_up
-        from sarathi_pp.run.setup import Member, agree_on_start
+        with plane.phase("loading libraries"):
+            from sarathi_pp.run.rank import set_up
+            from sarathi_pp.run.setup import Member, agree_on_start
 
         member = Member(checked, plane, ending.watchdog, SystemClock())
         start = agree_on_start(member)

@@ -180,17 +180,20 @@ def finished_before(options: BatchOptions) -> Done | None:
 
 
 def check_lines(options: BatchOptions, checked: Preflight, display: Display) -> None:
-    """Tell what is wrong with the lines of an input file, once and before anything is loaded.
+    """Report how many lines an input file has, and which cannot run, before anything is loaded.
 
-    Raises InputError if no line can run, for what is no file of lines, and under --strict for any line.
+    Raises:
+        InputError: no line can run, the file does not consist of lines, or with --strict a line cannot run.
     """
     if not is_regular(options.input_path):
         if options.input_path == "-":
             check_redirected(options.input_format)
         return
     has_text = checked.model_dir is not None and has_tokenizer(checked.model_dir)
-    found = scan_input(options.input_path, checked.defaults, asked=options.input_format, has_text=has_text)
+    with display.activity.phase(f"reading {options.input_path}"):
+        found = scan_input(options.input_path, checked.defaults, asked=options.input_format, has_text=has_text)
     if not found.num_problems:
+        display.say(f"{options.input_path}: {found.num_rows:,} requests")
         return
     more = f"; and {left} more" if (left := found.num_problems - len(found.problems)) else ""
     problems = "; ".join(found.problems) + more
@@ -202,10 +205,16 @@ def check_lines(options: BatchOptions, checked: Preflight, display: Display) -> 
     display.warn(f"{text}. Their lines in the output tell more")
 
 
-def check_weights(options: BatchOptions) -> None:
-    """Under --verify, once a host. Raises InputError or MissingError."""
+def check_weights(options: BatchOptions, display: Display) -> None:
+    """Verify the weight files if the user asked for it, once per host. Raises InputError or MissingError."""
     if options.verify and options.config.emulate is None:
-        verify_checksums(find_model(options.config.model))
+        with display.activity.phase("verifying the weight files"):
+            verify_checksums(find_model(options.config.model))
+
+
+def count_total(options: BatchOptions) -> int | None:
+    """Return the requests of the input file. None if it is a stream."""
+    return count_rows(options.input_path) if is_regular(options.input_path) else None
 
 
 def is_unkept(output: str) -> bool:

@@ -192,12 +192,12 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
     layers = split[member.coordinate.stage]
     dtype: torch.dtype = getattr(torch, _dtype_name(checked))
     shards = open_shard_group(member.plane, config.peer_timeout_s, start.transport.name)
-    with agreement.step("choosing kernels"):
+    with agreement.step("loading transformers and choosing kernels"):
         maker = _choose_maker(member, start, dtype, shards)
     with agreement.step("adding up weights") as step:
         step.own = Demand(maker.weight_bytes(layers), pools_of(start.device)).to_json()
     weights = _require_room(member, step, "weights", _FEWER_WEIGHTS)
-    with agreement.step("loading its layers") as loading:
+    with agreement.step("loading its layers", maker.reading) as loading:
         maker.load(layers, room_for(env.rank, weights))
         loading.own = {"head": maker.has_head}
     with agreement.step("counting KV pages") as counting:

@@ -127,6 +127,7 @@ class EmulatedStages:
 
     def __init__(self, config: RunConfig, profile: Profile, clock: Clock, *, moves_head: bool) -> None:
         self.has_head = moves_head
+        self.reading = ""
         self.page_size = config.page_size or profile.page_size
         self._profile = profile
         self._clock = clock

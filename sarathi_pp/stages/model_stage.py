@@ -19,6 +19,7 @@ from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.checkpoint.weights import ReadCount
 from sarathi_pp.model.fuse.packed_linear import warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
@@ -75,6 +76,7 @@ class ModelStages:
         self._dtype = dtype
         self._device = device
         self.has_head = moves_head
+        self.reading = ReadCount()
         self._by_nccl = by_nccl
         self._loaded: StageModel | None = None
         self._head: LMHead | None = None
@@ -86,7 +88,15 @@ class ModelStages:
     def load(self, layers: tuple[int, int], room_bytes: int) -> None:
         facts, dtype, device = self._facts, self._dtype, self._device
         self._loaded = load_stage(
-            self._model_dir, layers, facts.num_layers, dtype, device, self._backend, room_bytes, self._shard
+            self._model_dir,
+            layers,
+            facts.num_layers,
+            dtype,
+            device,
+            self._backend,
+            room_bytes,
+            self._shard,
+            self.reading,
         )
         if self.has_head and layers[0] == 0:
             self._load_head(room_bytes)

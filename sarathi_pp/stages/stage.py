@@ -72,8 +72,13 @@ class Stage(Protocol):
 class StageMaker(Protocol):
     """Where a rank's stage comes from: first what can be loaded without knowing the run, then the rest.
 
-    page_size: of the KV pages. attention: the backend's name. device_name: for the reports. has_head: whether the first
-    stage could load the head too, and on other stages whether it was to; known once loaded.
+    Attributes:
+        page_size: tokens per KV page.
+        attention: name of the attention backend.
+        device_name: type of the device, for the reports.
+        has_head: on the first stage, it could load the LM head too; on other stages, the first stage was asked to.
+            Known after `load`.
+        reading: shows how much of the weights `load` has read, if it is formatted.
     """
 
     @property
@@ -84,6 +89,8 @@ class StageMaker(Protocol):
     def device_name(self) -> str: ...
     @property
     def has_head(self) -> bool: ...
+    @property
+    def reading(self) -> object: ...
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
         """Return what `load` takes for the layers [first, end), which it tells from the checkpoint's headers alone."""

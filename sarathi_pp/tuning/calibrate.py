@@ -69,15 +69,17 @@ def run_profile(
         ending = Ending(env, config, display, run_dir)
         found: dict[str, Any] | None = None
         with exit_code(ending):
-            with handle_signals(ending), joined(env, config) as plane:
+            with handle_signals(ending), joined(env, config, display.activity) as plane:
                 with ready(checked, plane, ending) as rank:
                     if env.rank == 0:
                         _answer(rank, display)
                     else:
                         rank.serve()
-                    finished = rank.finish()
+                    with display.activity.phase("collecting traces"):
+                        finished = rank.finish()
                 if finished is not None:
-                    found = finished.keep([_write_profile(rank.run, facts, finished.traces[0], output)])
+                    with display.activity.phase("fitting the cost model"):
+                        found = finished.keep([_write_profile(rank.run, facts, finished.traces[0], output)])
             if found is not None:
                 display.show(found)
     return ending.code
@@ -92,11 +94,12 @@ def _answer(rank: Rank, display: Display) -> None:
     """Answer the requests of the timetable, which are token ids and need no tokenizer."""
     run, facts = rank.run, rank.checked.facts
     rank.checked.run_dir.begin(rank.describe())
+    rows = _rows(run, facts)
     with (
-        display.progress(run.num_stages) as listener,
+        display.progress(run.num_stages, len(rows)) as listener,
         rank.driving(Tokenizer(None, vocab_size=facts.vocab_size), listener) as driver,
     ):
-        driver.run(MemorySource(_rows(run, facts)), _Discard())
+        driver.run(MemorySource(rows), _Discard())
 
 
 def _rows(run: ResolvedRun, facts: ModelFacts) -> list[Row]:

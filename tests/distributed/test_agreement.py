@@ -31,7 +31,7 @@ class Plane:
         self._barrier = barrier
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, detail: object = "") -> Iterator[None]:
         self.phases.append(name)
         yield
 

@@ -64,7 +64,7 @@ def test_what_was_seen_before_a_wait_says_nothing_about_it(seen):
     store.set("alive/1", "1\n1 0\nloading")
     watcher.check([1])
     clock.sleep(1000.0)
-    watcher.wait_anew()
+    watcher.forget()
     watcher.check([1])
 
 

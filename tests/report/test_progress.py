@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from sarathi_pp.engine.progress import Progress
-from sarathi_pp.report.progress import ProgressDisplay
+from sarathi_pp.report.progress import ProgressDisplay, duration
 
 
 def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float = 10.0) -> Progress:
@@ -27,26 +27,36 @@ def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float =
     )
 
 
-def log_lines(*snapshots: Progress, total: int | None = 20) -> list[str]:
+def log_lines(*snapshots: Progress, total: int | None = 20, done_before: int = 0) -> list[str]:
     file = StringIO()
-    with ProgressDisplay(Console(file=file, width=40), total) as display:
+    with ProgressDisplay(Console(file=file, width=40), total, done_before) as display:
         for one in snapshots:
             display.update(one)
     return file.getvalue().splitlines()
 
 
-def test_log_line_is_whole_on_any_width() -> None:
-    assert log_lines(snapshot(10.0, failed=1)) == [
-        "10 s: 3/20 done, 1 failed, 8 running, 5 waiting, 100.0 tokens/s, stages busy 91% 50%, bubble 12% 60%"
+def test_the_last_state_is_one_line_on_any_width() -> None:
+    assert log_lines(snapshot(5.0), snapshot(10.0, failed=1)) == [
+        "4 of 20 (20%), 1 failed, 8 running  100 tokens/s  stages 91% 50% busy  bubble 36.0%  40 s left"
     ]
-    assert log_lines(snapshot(10.0), total=None)[0].startswith("10 s: 3 done, 0 failed")
-
-
-def test_log_has_a_line_every_few_seconds_and_the_last_snapshot() -> None:
-    every_tenth = [snapshot(tenths / 10) for tenths in range(1, 118)]
-    starts = [line.split(":")[0] for line in log_lines(*every_tenth)]
-    assert starts == ["0 s", "5 s", "10 s", "12 s"]
     assert log_lines() == []
+
+
+def test_an_unknown_total_has_no_share_and_no_time_left() -> None:
+    (line,) = log_lines(snapshot(10.0), total=None)
+    assert line == "3 done, 8 running  100 tokens/s  stages 91% 50% busy  bubble 36.0%"
+
+
+def test_requests_of_earlier_starts_are_counted_and_their_time_is_not() -> None:
+    (line,) = log_lines(snapshot(30.0), total=3000, done_before=2000)
+    assert line.startswith("2,003 of 3,000 (67%), 8 running") and line.endswith("2 h 46 min left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.0, "59 s"), (61, "1 min"), (3569, "59 min"), (3600, "1 h 0 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_no_time_passed_is_no_rate() -> None:
@@ -56,11 +66,7 @@ def test_no_time_passed_is_no_rate() -> None:
 
 def test_before_the_first_result_there_is_no_bubble() -> None:
     (line,) = log_lines(snapshot(10.0, window_s=0.0))
-    assert line.endswith("stages busy 91% 50%")
-    file = StringIO()
-    with ProgressDisplay(terminal(file), 20) as display:
-        display.update(snapshot(1.0, window_s=0.0))
-        assert [bar.split()[-2:] for bar in file.getvalue().splitlines()[2:]] == [["91%", "busy"], ["50%", "busy"]]
+    assert "stages 91% 50% busy  57 s left" in line
 
 
 def test_compute_beyond_the_window_is_no_negative_bubble() -> None:
@@ -79,17 +85,14 @@ def test_terminal_shows_counts_and_a_bar_for_each_stage() -> None:
         display.update(snapshot(1.0))
         text = file.getvalue()
         first, *bars = text.splitlines()
-        assert "1 s: 3/20 done, 0 failed, 8 running, 5 waiting, 1,000.0 tokens/s" in first
+        assert "3 of 20 (15%), 8 running  1,000 tokens/s  bubble 36.0%  6 s left" in first
         assert [bar.split()[0] for bar in bars] == ["requests", "stage", "stage"]
-        assert bars[0].split()[-2:] == ["15%", "done"]
-        assert [bar.split()[-4:] for bar in bars[1:]] == [
-            ["91%", "busy", "12%", "bubble"],
-            ["50%", "busy", "60%", "bubble"],
-        ]
+        assert bars[0].split()[-2:] == ["1", "s"]
+        assert [bar.split()[-2:] for bar in bars[1:]] == [["91%", "busy"], ["50%", "busy"]]
         display.update(snapshot(1.01))
         assert file.getvalue() == text
         display.update(snapshot(1.2, done=7))
-        assert "7/20 done" in file.getvalue()
+        assert "7 of 20" in file.getvalue()
     assert threading.active_count() == threads_before
 
 

@@ -42,11 +42,22 @@ BLOCK_BYTES = 8 << 20
 
 
 class ReadCount:
-    """Bytes of tensor data read so far, counted over threads."""
+    """Bytes of tensor data read so far, counted over threads. Its text is "3.1 of 35.8 GiB".
+
+    Attributes:
+        total_bytes: bytes to read in all; 0 until they are known.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self.num_bytes = 0
+        self.total_bytes = 0
+
+    def __str__(self) -> str:
+        if not self.total_bytes:
+            return ""
+        unit, size = ("GiB", 1 << 30) if self.total_bytes >= 1 << 30 else ("MiB", 1 << 20)
+        return f"{self.num_bytes / size:.1f} of {self.total_bytes / size:.1f} {unit}"
 
     def add(self, num_bytes: int) -> None:
         with self._lock:
@@ -119,8 +130,12 @@ class StoredTensor:
         assert self._cut is None, "cut once"
         return StoredTensor(self._entry, self._count, self._dtype, cut, self._device)
 
+    def num_stored_bytes(self) -> int:
+        """Return the bytes that reading it takes from the file."""
+        return math.prod(self.shape) * _DTYPES[self._entry.dtype].itemsize
+
     def num_bytes(self) -> int:
-        """In memory, as the type that the loader wants."""
+        """Return the bytes that it takes in memory, as the type that the loader wants."""
         stored = _DTYPES[self._entry.dtype]
         return math.prod(self.shape) * (self._dtype if stored.is_floating_point else stored).itemsize
 

@@ -3,7 +3,7 @@
     from sarathi_pp import LLM, SamplingParams
     outputs = LLM("path/to/model", stages=2).generate(["12+30="], SamplingParams(max_new_tokens=8))
 
-Importing this package loads neither torch nor transformers; making an LLM does.
+Importing this package loads neither torch nor transformers. Making an LLM loads both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m sarathi_pp` is `sarathi-pp`."""
+"""`python -m sarathi_pp` runs the command `sarathi-pp`."""
 
 from sarathi_pp.cli.main import main
 

@@ -197,7 +197,8 @@ class RunConfig:
         request_rate: requests per second that arrive, as a Poisson process. inf: all at once.
         seed: seed of all sampling. A request draws from this and its id.
         peer_timeout_s: seconds of silence after which a stage counts as lost.
-        join_timeout_s: seconds for all ranks to join, and for each rank to load its stage.
+        join_timeout_s: seconds for all ranks to join. During set-up a rank may be silent, or do nothing, for the longer
+            of both timeouts. Loading has no limit while a rank computes or reads.
         debug_nan: report the first stage whose output has NaN or infinity.
         enforce_eager: do not use CUDA graphs.
         head: stage of the LM head. "last": the last stage. "auto": on CPU the first stage may compute it too, if that

@@ -1,23 +1,22 @@
-"""Where each stage's time went: every instant of the run window is in exactly one state.
+"""The use of each stage's time: every instant of the run window is in exactly one state.
 
-    gap before microbatch m on a stage, from the end of the compute before it (or the window's begin):
+    gap before microbatch m on a stage, from the end of the compute before it (or the window's start):
 
     |-- send_wait --|---- no_work ----|---- recv_wait ----|---- host ----|== compute m ==
       no free send    until m is        until m's input     until m
       buffer          issued (rank 0)   is complete here    starts
 
-A recorded send wait wins wherever in a gap it lies. After a stage's last compute nothing is left to do:
-no_work. The window, first issue to last result, is the same for every stage, so the states of each add up to
-it; `closing_error` is by how much they do not (spans that overlap).
+A recorded send wait wins at any place in a gap. After a stage's last compute nothing is left to do: no_work. The
+window, first issue to last result, is the same for every stage. So the states of each stage add up to it.
+`closing_error` is the share by which they do not (spans that overlap).
 
-Steady: the instants after every stage has started once at which at least P requests (stages) that arrived are
-unfinished, so that the pipeline could be full. A steady window with fewer than 2P microbatches says nothing
-and has no figures.
+Steady: every stage has started once, and at least P requests that have arrived are unfinished (P stages). So the
+pipeline could be full. A steady window with fewer than 2P microbatches says nothing and has no figures.
 
-A microbatch is counted where it starts. The gap before a microbatch, for the figures per request, is its
-start minus the end of the compute before it on that stage, less the heads in between; the first has none.
+A microbatch counts at its start. For the figures per request, the gap before a microbatch is the time from the end of
+the compute before it on that stage to its start. LM heads in between are subtracted. The first microbatch has none.
 
-A head that the first stage computes for the last one is compute of the first stage. What lies before it is no_work
+An LM head that the first stage computes for the last one is compute of the first stage. The time before it is no_work
 until its rows are here, and then host.
 """
 
@@ -31,17 +30,16 @@ from sarathi_pp.analysis.intervals import Interval, intersect, length, merge, po
 from sarathi_pp.analysis.stage_states import IdleState, gap_before, idle_spans
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
 
-# CPU time this far below the span means that other threads had the core.
+# If CPU time is below this share of the span, other threads had the core.
 _SHARED_BELOW = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class StageBubbles:
-    """Seconds of one stage in each state. Ratios are None where their window is empty.
+    """Seconds of one stage in each state. Ratios are None if their window is empty.
 
-    cpu_ratio: CPU time of the computing thread over its compute spans; None where it was not measured.
-    cores_shared: that is more than 10 % short, so that waiting for a core passes for compute and the bubble
-    is understated.
+    Attributes:
+        cpu_ratio: CPU time of the computing thread over its compute spans; None if it was not measured.
     """
 
     compute_s: float
@@ -57,16 +55,19 @@ class StageBubbles:
 
     @property
     def cores_shared(self) -> bool:
+        """Return whether CPU time is more than 10 % short. Waiting for a core then counts as compute, not as bubble."""
         return self.cpu_ratio is not None and self.cpu_ratio < _SHARED_BELOW
 
 
 @dataclass(frozen=True, slots=True)
 class Bubbles:
-    """The same of a whole run: ratios are means over stages.
+    """The bubbles of a whole run. Ratios are means over stages.
 
-    steady: the steady window, empty where it has no figures. steady_positions: per stage, which of its
-    computes started in it. overlap: share of the steady window in which all stages compute at once.
-    request_bubble_s: per sequence index, the gaps before its microbatches summed over stages.
+    Attributes:
+        steady: the steady window, empty if it has no figures.
+        steady_positions: per stage, the positions of the computes that started in the steady window.
+        overlap: share of the steady window in which all stages compute at once.
+        request_bubble_s: per sequence index, the gaps before its microbatches summed over stages.
     """
 
     wall_s: float
@@ -80,12 +81,12 @@ class Bubbles:
 
     @property
     def slowest_stage(self) -> int:
-        """The one that computed longest: it sets the pace."""
+        """The stage that computed longest. It sets the pace."""
         return max(range(len(self.stages)), key=lambda index: self.stages[index].compute_s)
 
 
 def measure_bubbles(timeline: Timeline) -> Bubbles:
-    """Folds one run; linear in the number of spans. A run without a result has zero seconds and no ratios."""
+    """Measure one run, in time linear in the number of spans. A run without a result has zero seconds and no ratios."""
     window = timeline.window
     busy = [intersect(stage.busy(), [window]) for stage in timeline.stages]
     steady = _steady(timeline)
@@ -108,7 +109,7 @@ def measure_bubbles(timeline: Timeline) -> Bubbles:
 
 
 def busy_strip(stage: StageTimeline, window: Interval, num_cells: int) -> list[float]:
-    """The window cut into equal cells: the share of each in which the stage computed. Empty for an empty window."""
+    """Return the share of each equal cell of the window in which the stage computed; empty for an empty window."""
     begin, end = window
     if end <= begin:
         return []
@@ -157,7 +158,7 @@ def _fold_stage(stage: StageTimeline, window: Interval, steady_ratio: float | No
 
 
 def _steady(timeline: Timeline) -> list[Interval]:
-    """The instants of the window, once every stage has started, with at least P requests unfinished."""
+    """Return the instants of the window, after every stage has started, with at least P requests unfinished."""
     if not all(stage.starts for stage in timeline.stages):
         return []
     all_started = max((stage.starts[0] for stage in timeline.stages), default=0.0)

@@ -1,12 +1,12 @@
-"""Why stages stood idle: the run is replayed with modelled times, then made ideal one step at a time.
+"""The causes of idle time. The run is replayed with modelled times, then made ideal one step at a time.
 
-    measured bubble                      what the trace says
+    measured bubble                      from the trace
       unexplained      - replay with modelled times and every recorded delay           B0
       communication    - inputs and results arrive at once, no send ever waits         B1
       host             - a stage starts as soon as it could, the coordinator issues
                          as soon as it could                                            B2
-      starvation       - there is always something to issue: no arrival, page or
-                         token is waited for                                           B3
+      starvation       - there is always something to issue: no wait for an arrival,
+                         a page or a token                                              B3
       stage imbalance  - a microbatch takes its mean over the stages on each           B4
       decode context   - decodes read the same number of keys in every microbatch
                          that has some                                     (PB3)       B5
@@ -14,15 +14,16 @@
       prefill/decode   - all microbatches cost the same                    (PB2)       B7
       ramp             = B7: filling and draining the pipeline
 
-A cause is the bubble's fall at its step, in seconds summed over stages. Falls are not clipped: a step may
-lengthen a wait elsewhere. The nine add up to the measured bubble, so the figure to doubt is `unexplained`.
+A cause is the bubble's fall at its step, in seconds summed over stages. Falls are not clipped, since a step may
+lengthen a wait elsewhere. The nine causes add up to the measured bubble, so `unexplained` is the figure to doubt.
 PB1 to PB3 are the bubbles of SARATHI (arXiv 2308.16369, section 3.3).
 
-The replay keeps what the coordinator did: the order of microbatches, at most K of them in flight, and the
-first stage on the coordinator's own rank, so that a microbatch is issued when that stage is free. Where the policy
-wanted fewer in flight than are allowed, as many as stages or more, every replay has as few. Heads that the first stage
-computed for the last one take there what they took, between the same two microbatches, and on the last one nothing;
-where stages are even, there is none.
+The replay keeps what the coordinator did: the order of microbatches, and at most K of them in flight. The first stage
+is on the coordinator's own rank, so a microbatch is issued when that stage is free. The policy may have wanted fewer in
+flight than allowed, but at least one per stage. Then every replay has as few.
+
+If the first stage computed LM heads for the last one, they keep their time there, between the same two microbatches.
+They take none on the last stage. From B4 on stages are even, and there are no such LM heads.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from sarathi_pp.errors import InputError
 
 Seconds = list[float]
 
-# Share of the microbatches.
+# Share of microbatches that count as usual.
 _USUAL = 0.98
 
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Seconds of bubble, summed over stages; they add up to the measured bubble. May be negative."""
+    """Seconds of bubble by cause, summed over stages. They add up to the measured bubble. A cause may be negative."""
 
     ramp_s: float
     prefill_variance_s: float
@@ -63,9 +64,12 @@ class Causes:
 
 
 def explain(timeline: Timeline, model: CostModel) -> Causes:
-    """Attributes the bubble of a run; linear in its spans. All zeros for a run without a result.
+    """Attribute the bubble of a run to causes, in time linear in its spans. A run without a result gets all zeros.
 
-    The timeline is in order (`check_order`). Raises InputError where the model has another number of stages than it.
+    The timeline must be in order (`check_order`).
+
+    Raises:
+        InputError: the model has another number of stages than the timeline.
     """
     if len(model.stages) != len(timeline.stages):
         raise InputError(f"the cost model has {len(model.stages)} stages, the run {len(timeline.stages)}")
@@ -96,8 +100,9 @@ def explain(timeline: Timeline, model: CostModel) -> Causes:
 
 
 def host_seconds(timeline: Timeline) -> list[float]:
-    """What the host takes for a microbatch on each stage, the coordinator's own time on the first; without the few
-    that took longest, which are something else. The timeline has a result.
+    """Return the host's mean time per microbatch on each stage, with the coordinator's own time on the first stage.
+
+    The few longest delays have other reasons and are left out. The timeline must have a result.
     """
     delays = _Delays.of(timeline, timeline.num_returned)
     first, *others = delays.host
@@ -114,15 +119,18 @@ def _measured_s(timeline: Timeline, count: int) -> float:
 
 
 def _later_compute_s(timeline: Timeline, count: int) -> float:
-    """Compute inside the window of microbatches whose result is not back: a run that goes on, or was killed."""
+    """Return the compute time in the window of microbatches without a result: the run continues or was killed."""
     _, end = timeline.window
     later = (zip(stage.starts[count:], stage.ends[count:], strict=True) for stage in timeline.stages)
     return sum(max(0.0, min(ended, end) - started) for stage in later for started, ended in stage)
 
 
 class _Head(NamedTuple):
-    """A head on the first stage. before: the microbatch that this stage computed next. host_s: from when it could have
-    started.
+    """An LM head on the first stage.
+
+    Attributes:
+        before: the microbatch that this stage computed next.
+        host_s: from the time when it could have started.
     """
 
     microbatch: int
@@ -133,15 +141,18 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Delays:
-    """What held microbatches up apart from compute: seconds by stage and microbatch.
+    """The delays of microbatches apart from compute: seconds by stage and microbatch.
 
-    transfer: from the end on the stage before to the complete input here (0 on the first). back: from the end on
-    the last stage to the result, or the rows of a head, on rank 0. blocked: no free send buffer after the compute.
-    host: from when it could have started. issue: from when it could have been issued, on rank 0.
-    awaited: per microbatch, the earlier one whose result the coordinator needed; None where it needed none. held: the
-    earlier one whose result the policy waited for with something to compute.
-    arrived: per microbatch, the arrival that it needed, in seconds after the first issue; 0 where none.
-    heads: in the order of their starts.
+    Attributes:
+        transfer: from the end on the stage before to the complete input here (0 on the first).
+        back: from the end on the last stage to the result, or the rows of an LM head, on rank 0.
+        blocked: no free send buffer after the compute.
+        host: from the time when it could have started.
+        issue: from the time when it could have been issued, on rank 0.
+        awaited: per microbatch, the earlier one whose result the coordinator needed; None if it needed none.
+        held: per microbatch, the earlier one whose result the policy awaited although it could have granted tokens.
+        arrived: per microbatch, the arrival that it needed, in seconds after the first issue; 0 if none.
+        heads: in the order of their starts.
     """
 
     transfer: list[Seconds]
@@ -187,7 +198,7 @@ class _Delays:
 
 
 def _blocked(stage: StageTimeline, count: int) -> Seconds:
-    """How long the stage waited for a send buffer after each compute."""
+    """Return the time that the stage waited for a send buffer after each compute."""
     waits = [0.0] * count
     for begin, end in stage.send_waits:
         position = bisect_right(stage.ends, begin) - 1
@@ -206,7 +217,7 @@ def _host(stage: StageTimeline, blocked: Seconds, count: int) -> Seconds:
 
 
 def _free_before(stage: StageTimeline, blocked: Seconds, count: int) -> Seconds:
-    """When the stage had nothing else to do before each compute: after the one before, and after heads behind that."""
+    """Return the time from which the stage was free before each compute: after the compute and LM heads before it."""
     free = [float("-inf"), *(end + waited for end, waited in zip(stage.ends[:count], blocked, strict=True))]
     for start, end in stage.heads.spans():
         position = bisect_left(stage.starts, start, 0, count)
@@ -229,7 +240,7 @@ def _heads(first: StageTimeline, blocked: Seconds, count: int) -> Iterator[_Head
 def _issue(
     timeline: Timeline, blocked: Seconds, count: int
 ) -> tuple[Seconds, list[int | None], list[int | None], Seconds]:
-    """Why each microbatch was issued no sooner: the coordinator's own time, a result, the policy, an arrival."""
+    """Return what delayed each microbatch's issue: the coordinator's own time, a result, the policy, an arrival."""
     first, inflight = timeline.stages[0], timeline.stages[0].start.inflight
     free = _free_before(first, blocked, count)
     begin = timeline.issued[0].at_s
@@ -251,12 +262,12 @@ def _issue(
         arrival = begin
         last_wait = bisect_right(since, issued) - 1
         if bisect_left(since, could) <= last_wait:
-            # The coordinator had looked and found nothing; what came last before the issue let it go on.
+            # The coordinator had found nothing to issue. The last event before the issue let it continue.
             holds = waits[last_wait].reason == "held"
             latest = bisect_right(results, issued) - 1
             if latest >= 0 and results[latest] > could:
                 result, could = latest, results[latest]
-            # Others arrive all the time; the one waited for is in the microbatch, and nothing older with it.
+            # Other requests arrive all the time. The awaited one is in the microbatch, and none in it is older.
             oldest = min((arrivals.get(s, begin) for s in timeline.issued[index].sequences), default=begin)
             if oldest > could and not holds:
                 result, arrival, could = None, oldest, oldest
@@ -268,7 +279,7 @@ def _issue(
 
 
 def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float:
-    """Idle seconds of all stages in a replay: first issue to last result, minus compute."""
+    """Return the idle seconds of all stages in a replay: first issue to last result, minus compute."""
     num_stages, count = len(times), len(delays.back)
     free = [0.0] * num_stages
     results: Seconds = []
@@ -294,7 +305,7 @@ def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float
             start = max(free[stage], ready + delays.transfer[stage][index]) + delays.host[stage][index]
             ready = start + times[stage][index]
             free[stage] = ready + delays.blocked[stage][index]
-        # Results are heeded in their order.
+        # Results are handled in their order.
         results.append(max(ready + delays.back[index], results[-1] if results else 0.0))
     compute_heads(count)
     first_issue = delays.issue[0]
@@ -305,7 +316,11 @@ def _bubble_s(times: Sequence[Seconds], delays: _Delays, inflight: int) -> float
 def _steps(
     model: CostModel, loads: Sequence[Load], delays: _Delays, heads_s: Mapping[int, float]
 ) -> list[tuple[list[Seconds], _Delays]]:
-    """Times and delays of the eight replays, from the run as it was to the ideal one. heads_s: on the first stage."""
+    """Return times and delays of the eight replays, from the run as it was to the ideal one.
+
+    Args:
+        heads_s: seconds of the LM heads on the first stage, by microbatch.
+    """
     stages = range(len(model.stages))
     terms = [[model.terms(stage, load) for load in loads] for stage in stages]
     times = [[one.total for one in stage] for stage in terms]
@@ -334,7 +349,7 @@ def _mean(column: Sequence[Terms]) -> Terms:
 
 
 def _levelled(terms: Sequence[Terms], name: str, chosen: Sequence[bool]) -> list[Terms]:
-    """One term of the chosen microbatches replaced by its mean over them."""
+    """Return the terms after one term of the chosen microbatches is replaced by its mean over them."""
     values = [getattr(one, name) for one, yes in zip(terms, chosen, strict=True) if yes]
     mean = sum(values) / len(values) if values else 0.0
     return [replace(one, **{name: mean}) if yes else one for one, yes in zip(terms, chosen, strict=True)]

@@ -1,9 +1,8 @@
-"""A run as lines for a spreadsheet: one a microbatch and stage, stage by stage, each in order of start.
+"""A run as lines for a spreadsheet: one per microbatch and stage, stage by stage, in order of start.
 
-Times are seconds from the begin of the run window on rank 0's clock, to the nanosecond. A cell is empty where
-there is nothing to say: the gap before a stage's first microbatch, and what the issue of a microbatch told
-where rank 0's trace was cut off before it. A head that the first stage computed for the last one has a line of its own,
-with `head` for its text and without what an issue tells.
+Times are seconds from the start of the run window on rank 0's clock, to the nanosecond. Some cells are empty: the gap
+before a stage's first microbatch, and the values of an issue if rank 0's trace was cut before it. An LM head that the
+first stage computed for the last one has a line of its own. Its text is `head`, and the values of an issue are empty.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ Cell = str | int
 
 
 def run_begin(timeline: Timeline) -> float:
-    """Begin of the run window on rank 0's clock; known before the first result is back, unlike the window itself."""
+    """Return the start of the run window on rank 0's clock. It is known before the first result, unlike the window."""
     return timeline.issued[0].at_s if timeline.issued else timeline.stages[0].start.at_s
 
 
 def stage_rows(timeline: Timeline) -> Iterator[tuple[Cell, ...]]:
-    """The lines without their heading, in the order of COLUMNS.
+    """Yield the lines without their heading, in the order of COLUMNS.
 
-    compute_s: end_s - start_s. gap_s: from the end of the stage's compute before to start_s, less heads in between.
+    compute_s is end_s - start_s. gap_s is the time from the end of the stage's compute before to start_s, less LM heads
+    in between.
     """
     issued: dict[int, tuple[Cell, ...]] = {
         event.microbatch: (event.prefill_tokens, event.decodes, event.decode_context, event.text)
@@ -61,14 +61,14 @@ def stage_rows(timeline: Timeline) -> Iterator[tuple[Cell, ...]]:
 
 
 def write_csv(timeline: Timeline, file: TextIO) -> None:
-    """The heading and all lines. The file is open for text with newline="", as the csv module asks."""
+    """Write the heading and all lines. The file must be open for text with newline="", as the csv module requires."""
     writer = csv.writer(file)
     writer.writerow(COLUMNS)
     writer.writerows(stage_rows(timeline))
 
 
 def _head_rows(stage: StageTimeline, begin: float) -> Iterator[tuple[float, tuple[Cell, ...]]]:
-    """With the start of each."""
+    """Yield the line of each LM head, with its start."""
     heads = stage.heads
     columns = zip(heads.microbatches, heads.arrived, heads.starts, heads.ends, strict=True)
     for microbatch, arrived, start, end in columns:

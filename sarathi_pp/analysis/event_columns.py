@@ -14,7 +14,7 @@ from sarathi_pp.errors import InputError
 E = TypeVar("E")
 
 _CODES = {"int": "q", "float": "d"}
-# Texts are compressed together: the microbatches of a run are told in nearly the same words.
+# Texts are compressed together, since the microbatches of a run print in nearly the same words.
 _TEXTS = 512
 
 
@@ -30,9 +30,10 @@ class _Column(Protocol):
 
 
 class Log(Sequence[E]):
-    """A sequence that grows at its end. kind: a dataclass of integers, floats and texts.
+    """A sequence of events that grows at its end. Each access makes a new event, and a slice is a view.
 
-    An event is made anew whenever it is asked for, and a slice is a view.
+    Args:
+        kind: a dataclass of integers, floats and texts.
     """
 
     def __init__(self, kind: type[E], events: Iterable[E] = ()) -> None:
@@ -44,7 +45,7 @@ class Log(Sequence[E]):
             self.append(event)
 
     def append(self, event: E) -> None:
-        """Raises InputError for an integer that nothing counts so far."""
+        """Append an event. Raises InputError for an integer of more than 64 bits."""
         for name, column in zip(self._names, self._columns, strict=True):
             try:
                 column.append(getattr(event, name))
@@ -53,7 +54,7 @@ class Log(Sequence[E]):
         self._length += 1
 
     def column(self, name: str) -> _Column:
-        """One field of all events, without making them."""
+        """Return one field of all events, without making the events."""
         return self._columns[self._names.index(name)]
 
     def __len__(self) -> int:

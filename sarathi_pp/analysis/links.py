@@ -1,9 +1,9 @@
-"""The edges between neighbouring stages: which hosts they join, and what crossing them took in the run.
+"""The edges between neighbouring stages: the hosts that they connect, and the transfer times of the run.
 
-A transfer is from the end of a microbatch's compute on one stage until all of it had arrived at the next: it waited for
-a free send buffer, behind the one before it, and travelled. Over the edge back to stage 0 tokens travel, or the rows
-that its head takes, and nothing large. Where two hosts' clocks are less well known than a transfer is long, one may be
-below 0.
+A transfer lasts from the end of a microbatch's compute on one stage until all of it has arrived at the next stage. It
+includes the wait for a free send buffer, the wait for the message before it, and the way. The edge back to stage 0
+carries only tokens, or the rows of its LM head, and nothing large. If two hosts' clocks are known less exactly than a
+transfer is long, its time may be below 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sarathi_pp.trace.latency import Spread
 
 
 def links_of(timeline: Timeline) -> list[dict[str, Any]]:
-    """One for each edge, from every stage to the next and then from the last to the first; none of a single stage."""
+    """Return one link per edge: from every stage to the next, then from the last to the first. One stage has none."""
     first, *others = timeline.stages
     if not others:
         return []

@@ -8,11 +8,11 @@ r"""A run as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing 
     stage 1 [8, 16) host        compute                 |=== m0 ===|    each request (asynchronous slices)
                                 idle      |- recv_wait -|
 
-A flow arrow follows each microbatch from its issue through every stage and back. One that did not make the
-whole way (a killed run) has none, nor one whose way the aligned clocks put out of order by more than a span.
+A flow arrow follows each microbatch from its issue through every stage and back. A microbatch that did not go the whole
+way (a killed run) has none. Neither has one whose way the aligned clocks put out of order by more than a span.
 
-Times are microseconds from the begin of the run window. What was before it (requests that arrived while the run
-was being set up) is put at 0, because Perfetto drops what is before 0; the arguments hold the true times.
+Times are microseconds from the start of the run window. Earlier times (requests that arrived during the set-up) are put
+at 0, because Perfetto drops everything before 0. The arguments hold the true times.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished, Ret
 
 TraceEvent = dict[str, Any]
 
-# Perfetto multiplies by 1000 and cuts off what is no whole nanosecond. Eighths of a microsecond survive that, so
-# that slices which touch here touch there and never overlap.
+# Perfetto multiplies by 1000 and drops fractions of a nanosecond. Eighths of a microsecond survive that. So slices that
+# touch here also touch in Perfetto, and never overlap.
 _TICKS_PER_US = 8
 _TICKS_PER_S = _TICKS_PER_US * 1_000_000
 _MARK_TICKS = _TICKS_PER_US
@@ -43,7 +43,7 @@ _SEQUENCE = re.compile(r"s(\d+)")
 
 
 class _Row(NamedTuple):
-    """Where an event is drawn: a process and a thread of the trace."""
+    """The row in which an event is drawn: a process and a thread of the trace."""
 
     pid: int
     tid: int
@@ -83,7 +83,7 @@ class _Slice(NamedTuple):
 
 
 def write_chrome_trace(timeline: Timeline, file: TextIO) -> None:
-    """Writes the whole document, one event a line, and never holds more of it than that."""
+    """Write the whole document, one event per line, without ever holding more of it than one event."""
     to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     separator = '{"traceEvents":[\n'
     for event in chrome_events(timeline):
@@ -93,10 +93,10 @@ def write_chrome_trace(timeline: Timeline, file: TextIO) -> None:
 
 
 def chrome_events(timeline: Timeline) -> Iterator[TraceEvent]:
-    """The members of `traceEvents`, row after row.
+    """Yield the members of `traceEvents`, row after row.
 
-    A slice of compute carries the microbatch's text form and counts, and the gap before it in seconds: in all
-    (gap_before_s, which a stage's first has not) and within the run window by state (gap).
+    A slice of compute carries the microbatch's text form and counts, and the gap before it in seconds. gap_before_s is
+    the whole gap, which a stage's first slice does not have. gap is the part within the run window, by state.
     """
     ruler = _Ruler(run_begin(timeline))
     flows = _Flows((event.microbatch for event in timeline.issued), _rows(timeline, ruler))
@@ -119,7 +119,7 @@ def chrome_events(timeline: Timeline) -> Iterator[TraceEvent]:
 
 @dataclass(frozen=True, slots=True)
 class _Ruler:
-    """Seconds on rank 0's clock as ticks and as seconds from the origin."""
+    """The conversion of seconds on rank 0's clock into ticks, and into seconds from the origin."""
 
     origin_s: float
 
@@ -130,7 +130,7 @@ class _Ruler:
         return round(at_s - self.origin_s, 9)
 
     def marks(self, events: Iterable[Issued | Returned]) -> Iterator[_Slice]:
-        """A mark at each instant, moved and shortened as little as it takes for no two to overlap."""
+        """Yield a mark at each instant, moved and shortened as little as possible, so that no two overlap."""
         last: _Slice | None = None
         for event in events:
             begin = self.ticks(event.at_s)
@@ -147,7 +147,7 @@ class _Ruler:
 
 
 def _rows(timeline: Timeline, ruler: _Ruler) -> Iterator[Iterator[_Slice]]:
-    """The rows in the order in which a microbatch passes them."""
+    """Yield the rows in the order in which a microbatch passes them."""
     yield ruler.marks(timeline.issued)
     for stage in timeline.stages:
         yield ruler.computes(stage)
@@ -157,7 +157,7 @@ def _rows(timeline: Timeline, ruler: _Ruler) -> Iterator[Iterator[_Slice]]:
 class _Flows:
     """Arrows along the rows, for the microbatches that pass all of them in order of time.
 
-    A step lies in its slice, at the begin or, where another clock ran ahead, no earlier than the step before.
+    A step is inside its slice, at the start. If another clock was ahead, it is not before the step before.
     """
 
     def __init__(self, microbatches: Iterable[int], rows: Iterable[Iterable[_Slice]]) -> None:
@@ -171,7 +171,7 @@ class _Flows:
         self._reached = dict.fromkeys(reached, 0)
 
     def step(self, phase: str, row: _Row, span: _Slice) -> Iterator[TraceEvent]:
-        """The step in this slice, if its microbatch is followed. Rows are to be taken in their order."""
+        """Yield the step in this slice, if its microbatch has an arrow. Take the rows in their order."""
         if span.microbatch not in self._reached:
             return
         at = self._reached[span.microbatch] = max(self._reached[span.microbatch], span.begin)
@@ -255,7 +255,7 @@ def _heads(stage: StageTimeline, ruler: _Ruler) -> Iterator[_Slice]:
 
 
 def _mix(issued: Issued | None) -> str:
-    """What is in a microbatch, in a word: Perfetto colours slices by their name without its numbers."""
+    """Name the content of a microbatch in a word, since Perfetto colours slices by their name without its numbers."""
     if issued is None:
         return "compute"
     if issued.prefill_tokens and issued.decodes:
@@ -279,7 +279,7 @@ def _idle_event(idle: Idle, stage: StageTimeline, ruler: _Ruler, args: Mapping[s
 
 
 def _starved_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:
-    """Why no microbatch could be issued, from each reason to the next one or the next issue."""
+    """Yield the reasons why no microbatch could be issued, each up to the next reason or the next issue."""
     reasons = ((event.at_s, event.reason) for event in timeline.starved)
     changes = merge(reasons, ((event.at_s, "") for event in timeline.issued))
     for (since, reason), (until, _) in pairwise(chain(changes, [(timeline.window[1], "")])):
@@ -289,7 +289,7 @@ def _starved_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:
 
 
 def _request_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:
-    """Each request from arrival to end, and what it did meanwhile; an unfinished one up to the last record."""
+    """Yield each request from arrival to end, with its phases. An unfinished one ends at the last record."""
     finished = {request.index: request for request in timeline.finished}
     recorded = [stage.ends[-1] for stage in timeline.stages if stage.ends]
     recorded += [events[-1].at_s for events in (timeline.issued, timeline.returned, timeline.arrived) if events]
@@ -301,7 +301,7 @@ def _request_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:
         if request is not None:
             begun = (request.first_issue_s, request.first_token_s)
             moments += [*(at_s for at_s in begun if at_s is not None), end_s]
-        # One name for all: Perfetto draws asynchronous slices of one name in as few lanes as they need.
+        # All have one name, because Perfetto then draws the asynchronous slices in as few lanes as possible.
         yield _async("b", "request", arrival.index, ruler.ticks(arrival.at_s), _facts(arrival, request, ruler))
         for phase, (since, until) in zip(("waiting", "prompt", "output"), pairwise(moments), strict=False):
             yield _async("b", phase, arrival.index, ruler.ticks(since), {"request": arrival.index})
@@ -349,7 +349,10 @@ def _counter(name: str, at: int, **values: int) -> TraceEvent:
 
 
 def _request_changes(timeline: Timeline) -> list[tuple[float, int, int]]:
-    """By how many the waiting and the running requests change when. One runs from its first chunk to its end."""
+    """Return the changes of the waiting and the running requests in order of time.
+
+    A request runs from its first chunk to its end.
+    """
     started: dict[int, float] = {}
     for event in timeline.issued:
         for sequence in _SEQUENCE.findall(event.text):

@@ -1,8 +1,9 @@
-"""The report of a run with several replicas, from those of each: one window, first issue anywhere to last result.
+"""The report of a run with several replicas, made from their reports.
 
-What a replica does not compute in the window outside of its own first issue and last result is `no_work` of its stages
-and `ramp` of its causes: the others had more to do. Latencies and request bubbles are those of all requests together.
-Steady figures, overlap, variations and KV use are means over the replicas, each from its own steady window.
+Its window is from the first issue anywhere to the last result. A replica may start after the window's start or end
+before its end, because the others had more to do. That time is `no_work` of its stages and `ramp` of its causes.
+Latencies and request bubbles are those of all requests together. Steady figures, overlap, variations and KV use are
+means over the replicas, each from its own steady window.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ _OF_EACH = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica's part. report: what `summarise_timeline` makes of the other two."""
+    """One replica's part.
+
+    Attributes:
+        report: made by `summarise_timeline` from the other two.
+    """
 
     timeline: Timeline
     bubbles: Bubbles
@@ -46,7 +51,7 @@ class Replica:
 
     @classmethod
     def fold(cls, timeline: Timeline, fit: CostFit = None) -> Replica:
-        """Raises as `summarise`."""
+        """Measure one replica and make its report. Raises like `summarise`."""
         bubbles = measure_bubbles(timeline)
         return cls(timeline, bubbles, summarise_timeline(timeline, bubbles, fit))
 
@@ -56,20 +61,20 @@ class Replica:
 
     @property
     def offset_s(self) -> float:
-        """From its leader's clock to the run's."""
+        """Offset from its leader's clock to the run's."""
         return self.timeline.stages[0].start.replica_offset_s
 
     @property
     def window(self) -> Interval:
-        """On the run's clock."""
+        """The replica's window on the run's clock."""
         begin, end = self.timeline.window
         return begin + self.offset_s, end + self.offset_s
 
 
 def summarise_replicas(replicas: Sequence[Replica]) -> Report:
-    """One report of them all, with the keys of one pipeline's, and `replicas` and what follows from it besides.
+    """Return one report of all replicas: the keys of one pipeline's report, `replicas`, and keys that follow from it.
 
-    A replica that was lost has no part in it.
+    A lost replica has no part in it.
     """
     num_replicas = replicas[0].timeline.stages[0].start.num_replicas
     if num_replicas == 1:
@@ -110,7 +115,7 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
 
 
 def figures(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[Report]:
-    """The report of the figures alone, and nothing that takes longer."""
+    """Yield the report with the figures alone, and nothing that takes longer."""
     yield summarise_replicas([Replica.fold(read_timeline(of_one)) for of_one in traces]) | dict(facts)
 
 
@@ -131,7 +136,7 @@ def _stages(replica: Replica, window: Interval) -> list[Report]:
 
 
 def _causes(reports: Sequence[Report], wall_s: float) -> Report | None:
-    """None where a replica ran too little to fit its costs."""
+    """Return the causes of all replicas; None if a replica ran too little to fit its costs."""
     if any(report["causes"] is None for report in reports):
         return None
     total = {name: sum(report["causes"][name] for report in reports) for name in reports[0]["causes"]}

@@ -1,12 +1,13 @@
-"""Each stretch in which a stage computed nothing, and what it waited for: the states that `bubbles` adds up.
+"""Each span in which a stage computed nothing, and what it waited for: the states that `bubbles` adds up.
 
     end of the compute before m                                        start of m
     |-- send_wait --|---- no_work ----|---- recv_wait ----|---- host ----|
       no free send    until m is        until m's input     until m
       buffer          issued (rank 0)   is complete here    starts
 
-A recorded send wait wins wherever in a gap it lies. After a stage's last compute all is no_work. A head that the first
-stage computes for the last one is compute too: before it is no_work until its rows are complete here, then host.
+A recorded send wait wins at any place in a gap. After a stage's last compute all is no_work. An LM head that the first
+stage computes for the last one is compute too. The time before it is no_work until its rows are complete here, then
+host.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ _wait_end = itemgetter(1)
 
 
 class Idle(NamedTuple):
-    """Seconds on rank 0's clock. position: of the compute that ends the gap; None after the last one."""
+    """A span in which a stage computed nothing, in seconds on rank 0's clock.
+
+    Attributes:
+        position: position of the compute that ends the gap; None after the last one.
+    """
 
     state: IdleState
     begin_s: float
@@ -37,11 +42,11 @@ class Idle(NamedTuple):
 
 
 def idle_spans(stage: StageTimeline, window: Interval) -> Iterator[Idle]:
-    """The stretches of the window outside the stage's compute spans: disjoint, not empty, in order of time."""
+    """Yield the spans of the window outside the stage's compute: disjoint, not empty, in order of time."""
     cursor, end = window
     positions = range(len(stage.starts))
     heads, count = stage.heads, len(stage.starts)
-    # The gap before a head is part of the one that the next compute ends.
+    # The gap before an LM head is part of the gap that the next compute ends.
     behind = (bisect_left(stage.starts, start) for start in heads.starts)
     of_heads = zip(heads.starts, heads.ends, heads.arrived, heads.arrived, behind, strict=True)
     spans = zip(stage.starts, stage.ends, stage.issued, stage.arrived, positions, strict=True)
@@ -53,8 +58,9 @@ def idle_spans(stage: StageTimeline, window: Interval) -> Iterator[Idle]:
 
 
 def gap_before(stage: StageTimeline, position: int) -> float | None:
-    """Seconds from the end of the compute before to the start of this one, less heads; None for the first, which has
-    none.
+    """Return the seconds from the end of the compute before to the start of this one, less LM heads.
+
+    The first compute has no gap and gets None.
     """
     if not position:
         return None
@@ -80,7 +86,7 @@ def _gap(
 def _split(begin: float, end: float, issued: float, arrived: float, position: int | None) -> Iterator[Idle]:
     if begin >= end:
         return
-    # Clocks are aligned only so well: an input cannot be here before it was issued, so then it was.
+    # Clocks are not aligned exactly. An input cannot be here before it was issued, so the issue moves to its arrival.
     issued = min(max(min(issued, arrived), begin), end)
     arrived = min(max(arrived, begin), end)
     states: tuple[IdleState, ...] = ("no_work", "recv_wait", "host")

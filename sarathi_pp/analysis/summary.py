@@ -1,10 +1,10 @@
 """One run as one JSON document, report.json: a pure fold of its traces.
 
-Figures that do not exist (no result, no steady window, no second token) are null. Throughput counts the
-tokens of requests that completed, over the run window; loading and reporting lie outside it.
+Figures that do not exist (no result, no steady window, no second token) are null. Throughput counts the tokens of
+completed requests over the run window. Loading and reporting are outside it.
 
-Traces have a largest size. If one was cut there, every figure is of the first part of the run, up to the cut, and
-`whole_run` holds the counts and rates of the whole run.
+Traces have a largest size. If one was cut there, every figure is about the first part of the run, up to the cut.
+`whole_run` then holds the counts and rates of the whole run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sarathi_pp.trace.latency import Spread, latency_spreads
 from sarathi_pp.trace.recorder import read_trace
 
 SCHEMA = "sarathi-pp/report/1"
-# Of a document that holds several reports.
+# The schema of a document that holds several reports.
 RUNS_SCHEMA = "sarathi-pp/runs/1"
 
 _CLOSING_TOLERANCE = 0.01
-# Of Totals.
+# Fields of Totals.
 _SUMS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens")
 STRIP_CELLS = 64
 _UNFITTED = ("the run has too few microbatches to fit a cost model: no causes",)
@@ -39,7 +39,7 @@ Report = dict[str, Any]
 
 
 class FittedCost(Protocol):
-    """A cost model and how far it is off: mean of |modelled - measured| / measured over compute spans."""
+    """A cost model and its error: the mean of |modelled - measured| / measured over compute spans."""
 
     @property
     def model(self) -> CostModel: ...
@@ -47,34 +47,38 @@ class FittedCost(Protocol):
     def error(self) -> float: ...
 
 
-# None: nobody has looked for one.
+# None: there was no attempt to fit one.
 CostFit = FittedCost | Literal["too short"] | None
 
 
 def summarise(
     traces: Sequence[Path | Iterable[Event]], facts: Mapping[str, object] | None = None, fit: CostFit = None
 ) -> Report:
-    """The report of one run from its traces, one a stage, as files or as events.
+    """Return the report of one run from its traces, one per stage, as files or as events.
 
-    facts: further keys that no trace holds (model, versions, rows taken over from an earlier attempt); they
-    win over computed ones. fit: the cost model that causes are found with; without it they are null.
-    Raises InputError or MissingError for traces that cannot be used.
+    Args:
+        facts: further keys that no trace holds (model, versions, input lines that an earlier attempt did). They replace
+            computed ones.
+        fit: the cost model that finds the causes. Without it they are null.
+
+    Raises:
+        InputError, MissingError: the traces cannot be used.
     """
     timeline = read_timeline(traces)
     return summarise_timeline(timeline, measure_bubbles(timeline), fit) | dict(facts or {})
 
 
 def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
-    """Raises InputError or MissingError for traces that cannot be used."""
+    """Read the traces of one run. Raises InputError or MissingError if they cannot be used."""
     if not traces:
-        raise InputError("there are no traces; a report needs one of each stage")
+        raise InputError("there are no traces; a report needs one per stage")
     timeline = Timeline.read(read_trace(trace) if isinstance(trace, Path) else trace for trace in traces)
     timeline.check_order()
     return timeline
 
 
 def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit = None) -> Report:
-    """The same from what was already read and measured."""
+    """Return the report of a run that is already read and measured."""
     settings = timeline.stages[0].start
     fitted = fit if fit != "too short" else None
     return {
@@ -129,9 +133,12 @@ def _throughput(timeline: Timeline, wall_s: float) -> Report:
 
 
 def whole_run(replicas: Sequence[tuple[Timeline, float]]) -> dict[str, Report]:
-    """Return `whole_run`, the counts and rates of a run of which a trace was cut; empty unless one was.
+    """Return `whole_run`, the counts and rates of a run with a cut trace.
 
-    replicas: each with what leads from its leader's clock to the run's. Empty too if one ended without its totals.
+    It is empty if no trace was cut, or if a replica ended without its totals.
+
+    Args:
+        replicas: the timeline of each, and the offset from its leader's clock to the run's.
     """
     parts = [(timeline.totals, offset_s) for timeline, offset_s in replicas if timeline.totals is not None]
     if len(parts) < len(replicas) or not any(timeline.is_cut for timeline, _ in replicas):
@@ -172,12 +179,12 @@ def _stage_report(stage: StageTimeline, measured: StageBubbles) -> Report:
 
 
 def _hit_rate(hits: int | None, misses: int | None) -> float | None:
-    """None too where no microbatch ran."""
+    """Return the share of microbatches that a graph ran; None without graphs or microbatches."""
     return hits / (hits + misses) if hits is not None and misses is not None and hits + misses else None
 
 
 def _variation(timeline: Timeline, bubbles: Bubbles) -> Report:
-    """Coefficients of variation of the steady microbatches: their time on the slowest stage, their tokens."""
+    """Return the steady microbatches' coefficients of variation: of the time on the slowest stage, of the tokens."""
     stage = timeline.stages[bubbles.slowest_stage]
     positions = bubbles.steady_positions[bubbles.slowest_stage]
     issued = (timeline.issued.column(name) for name in ("microbatch", "prefill_tokens", "decodes"))
@@ -195,7 +202,7 @@ def _cv(values: Sequence[float]) -> float | None:
 
 
 def _kv(timeline: Timeline) -> Report:
-    """KV use as sampled at each issue, each sample holding until the next one or the window's end."""
+    """Return KV use, sampled at each issue. Each sample holds until the next one or the window's end."""
     settings = timeline.stages[0].start
     begin, window_end = timeline.window
     issued = [timeline.issued.column(name) for name in ("at_s", "pages_used", "tokens_held")]
@@ -221,7 +228,7 @@ def _clock_uncertainty(stage: StageTimeline) -> float:
 
 
 def _notes(timeline: Timeline, bubbles: Bubbles) -> list[str]:
-    """What a reader must know before believing the figures; empty for a run that is beyond doubt."""
+    """Return what a reader must know before believing the figures. Empty if nothing is in doubt."""
     measured = list(enumerate(bubbles.stages))
     shared = {i: stage.cpu_ratio for i, stage in measured if stage.cores_shared}
     open_sums = {i: stage.closing_error for i, stage in measured if stage.closing_error > _CLOSING_TOLERANCE}
@@ -243,7 +250,7 @@ def _notes(timeline: Timeline, bubbles: Bubbles) -> list[str]:
 
 
 def _cut_note(timeline: Timeline) -> str:
-    """Say which part of the run the figures cover."""
+    """Name the part of the run that the figures cover."""
     slow = any(stage.cut == "queue" for stage in timeline.stages)
     why = "the disk did not take events in time" if slow else "a trace has its largest size"
     part, totals = f"the first {timeline.num_returned:,}", timeline.totals

@@ -1,4 +1,4 @@
-"""The traces of one run, read once and put on rank 0's clock: what every figure is folded from."""
+"""The traces of one run, read once and put on rank 0's clock. Every figure is computed from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COPY_AGAIN = "if they were copied, copy them again"
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Turns one rank's times into rank 0's: the offset at `anchor_s`, drifting by `drift` seconds a second."""
+    """The conversion of one rank's times to rank 0's: the offset at `anchor_s`, with a drift in seconds per second."""
 
     anchor_s: float
     offset_s: float
@@ -43,7 +43,7 @@ class Alignment:
 
     @classmethod
     def of(cls, start: TraceStart, end: TraceEnd | None) -> Alignment:
-        """From both ends of a trace; a trace that was cut off keeps its first offset."""
+        """Return the alignment from both ends of a trace. A trace that was cut off keeps its first offset."""
         if end is None or end.at_s <= start.at_s:
             return cls(start.at_s, start.clock_offset_s, 0.0)
         drift = (end.clock_offset_s - start.clock_offset_s) / (end.at_s - start.at_s)
@@ -59,7 +59,7 @@ def _seconds() -> array[float]:
 
 @dataclass(slots=True)
 class Heads:
-    """The heads that a first stage has computed for the last one. Parallel arrays in the order of `starts`."""
+    """The LM heads that a first stage has computed for the last one. Parallel arrays in the order of `starts`."""
 
     microbatches: array[int] = field(default_factory=lambda: array("q"))
     arrived: array[float] = field(default_factory=_seconds)
@@ -80,7 +80,7 @@ class Heads:
             setattr(self, name, array("d", [clock.to_rank0(local[i]) for i in order]))
 
     def cut(self, count: int) -> None:
-        """Only those of the first so many microbatches stay."""
+        """Keep only the LM heads of the first `count` microbatches."""
         kept = [place for place, microbatch in enumerate(self.microbatches) if microbatch < count]
         for name in ("microbatches", "arrived", "starts", "ends"):
             column = getattr(self, name)
@@ -90,18 +90,23 @@ class Heads:
         return zip(self.starts, self.ends, strict=True)
 
     def seconds(self) -> dict[int, float]:
-        """What each took, by microbatch."""
+        """Return the seconds of the LM heads, by microbatch."""
         lengths = map(sub, self.ends, self.starts)
         return dict(zip(self.microbatches, lengths, strict=True))
 
 
 @dataclass(slots=True)
 class StageTimeline:
-    """What one stage did, on rank 0's clock. The arrays are parallel, in the order of `starts`.
+    """The work of one stage, on rank 0's clock. The arrays are parallel, in the order of `starts`.
 
-    microbatches: indices. issued, arrived, starts, ends: seconds. send_waits: sorted and disjoint.
-    cpu_s, spanned_s: thread CPU time and length of the spans that have one, summed, without collective_s: what sums
-    over the stage's ranks took; None where it has one alone. cut: why the trace holds only the first part of the run.
+    Attributes:
+        cut: the reason why the trace holds only the first part of the run.
+        microbatches: indices.
+        issued, arrived, starts, ends: seconds.
+        send_waits: sorted and disjoint.
+        cpu_s: thread CPU time of the spans that have one, summed.
+        spanned_s: length of the same spans, summed, without collective_s.
+        collective_s: time of sums over the stage's ranks; None if the stage has a single rank.
     """
 
     start: TraceStart
@@ -137,11 +142,11 @@ class StageTimeline:
             self.spanned_s += head.end_s - head.start_s
 
     def busy(self) -> list[Interval]:
-        """When it computed, heads included: sorted and disjoint."""
+        """Return when the stage computed, LM heads included: sorted and disjoint."""
         return merge(chain(zip(self.starts, self.ends, strict=True), self.heads.spans()))
 
     def align(self) -> None:
-        """Puts the local times on rank 0's clock, in order of start. `issued` is on that clock already."""
+        """Put the local times on rank 0's clock, in order of start. `issued` is on that clock already."""
         clock = Alignment.of(self.start, self.end)
         order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
         self.microbatches = array("q", [self.microbatches[i] for i in order])
@@ -164,14 +169,17 @@ class Timeline:
     finished: list[RequestFinished] = field(default_factory=list)
     starved: list[Starved] = field(default_factory=list)
     rows_refused: int = 0
-    totals: Totals | None = None  # of the whole run, also where the rest is of its first part
+    totals: Totals | None = None  # of the whole run, also if the other fields cover only its first part
 
     @classmethod
     def read(cls, traces: Iterable[Iterable[Event]]) -> Timeline:
-        """One trace a stage, in any order. Raises InputError if stages are missing, doubled or nameless.
+        """Read the traces of one run, one per stage, in any order.
 
-        Traces that were cut, or are of a run that goes on or was killed, end at different instants: what rank 0 tells
-        of the time after the shortest of them is left out.
+        Traces end at different instants if they were cut, or if the run continues or was killed. Records of rank 0
+        about the time after the shortest trace are left out.
+
+        Raises:
+            InputError: a stage is missing or doubled, or a trace does not name its stage.
         """
         timeline = cls()
         for events in traces:
@@ -180,7 +188,7 @@ class Timeline:
         found = [stage.start.stage for stage in timeline.stages]
         num_stages = timeline.stages[0].start.num_stages if timeline.stages else 1
         if len(found) != num_stages or found != list(range(num_stages)):
-            raise InputError(f"the traces are of stages {found}; a report needs one of each of 0 to {num_stages - 1}")
+            raise InputError(f"the traces are of stages {found}; a report needs one per stage, 0 to {num_stages - 1}")
         timeline._cut()
         return timeline
 
@@ -190,18 +198,17 @@ class Timeline:
 
     @property
     def num_returned(self) -> int:
-        """Microbatches whose result is back and whose compute is in every stage's trace.
+        """Number of microbatches whose result is back and whose compute is in every stage's trace.
 
-        A result may be in rank 0's trace before the compute is in that of a stage whose clock is ahead.
+        If a stage's clock is ahead, a result may be in rank 0's trace before the compute is in that stage's trace.
         """
         reach = min((max(stage.microbatches, default=-1) for stage in self.stages), default=-1)
         return sum(microbatch <= reach for microbatch in self.returned.column("microbatch"))
 
     def back_s(self) -> array[float]:
-        """When what the last stage made of a microbatch was complete on rank 0: its tokens, or the rows of its head.
+        """Return when the last stage's output of each microbatch was complete on rank 0: tokens, or LM head rows.
 
-        Tokens that had to wait for a head before them are told of no sooner than that; they are taken to have come at
-        once.
+        Tokens that had to wait for an earlier LM head are reported only after it. They are taken to have come at once.
         """
         returned, ends = self.returned.column("at_s"), self.stages[-1].ends
         back = array("d", returned)
@@ -215,7 +222,7 @@ class Timeline:
         return back
 
     def microbatch_seconds(self, stage: int) -> list[float]:
-        """What each microbatch took on a stage; on the last one with its head, wherever that was computed."""
+        """Return the time of each microbatch on a stage. On the last one it includes the LM head, wherever computed."""
         own = self.stages[stage]
         moved = self.stages[0].heads.seconds() if stage == len(self.stages) - 1 else {}
         spans = zip(own.microbatches, own.starts, own.ends, strict=True)
@@ -223,22 +230,24 @@ class Timeline:
 
     @property
     def window(self) -> Interval:
-        """The run window: first issue to last result. Empty, (0, 0), if nothing came back."""
+        """The run window: first issue to last result. It is empty, (0, 0), if nothing came back."""
         results = self.returned[: self.num_returned]
         if not results or not self.issued:
             return (0.0, 0.0)
         return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
 
     def check_order(self) -> None:
-        """Raises InputError unless microbatches 0, 1, 2, ... is what each list has of those that came back, and no
-        span ends before it starts.
+        """Check that the lists hold the microbatches that came back in the order 0, 1, 2, ...
+
+        Raises:
+            InputError: a list does not, or a span ends before it starts.
         """
         for stage in self.stages:
             for index, (begin, end) in enumerate(zip(stage.starts, stage.ends, strict=True)):
                 if end < begin:
                     raise InputError(
                         f"the traces are damaged: stage {stage.start.stage} ended microbatch "
-                        f"{stage.microbatches[index]} {begin - end:g} s before it began it; {_COPY_AGAIN}"
+                        f"{stage.microbatches[index]} {begin - end:g} s before its start; {_COPY_AGAIN}"
                     )
             self._check_heads(stage)
         count = self.num_returned
@@ -250,26 +259,28 @@ class Timeline:
                 if microbatch != expected:
                     instead = "nothing" if microbatch is None else f"microbatch {microbatch}"
                     raise InputError(
-                        f"the traces are damaged: of the microbatches that {what}, {instead} stands where {expected} "
-                        f"must; {_COPY_AGAIN}"
+                        f"the traces are damaged: of the microbatches that {what}, {expected} must come next, but "
+                        f"{instead} comes; {_COPY_AGAIN}"
                     )
 
     def _check_heads(self, stage: StageTimeline) -> None:
-        """Of the first stage alone, in order, and each of a microbatch that came back."""
+        """Check that only the first stage has LM heads, in order, each of a microbatch that came back."""
         heads = stage.heads
         in_order = all(before < after for before, after in pairwise((-1, *heads.microbatches)))
         if heads.microbatches and (stage.start.stage or not in_order or heads.microbatches[-1] >= len(self.returned)):
             raise InputError(
-                f"the traces are damaged: heads of stage {stage.start.stage} are out of order; {_COPY_AGAIN}"
+                f"the traces are damaged: LM heads of stage {stage.start.stage} are out of order; {_COPY_AGAIN}"
             )
         if any(end < begin for begin, end in heads.spans()):
             raise InputError(
-                f"the traces are damaged: stage {stage.start.stage} ended a head before it began it; {_COPY_AGAIN}"
+                f"the traces are damaged: stage {stage.start.stage} ended an LM head before its start; {_COPY_AGAIN}"
             )
 
     def _cut(self) -> None:
-        """Where results show that a stage went on after its last line, it would be called idle, and tokens be counted,
-        for what is not there.
+        """Drop the results and finished requests after the last line of the shortest trace.
+
+        Results may show that a stage continued after its last line. It would otherwise count as idle, and tokens would
+        count without the compute for them.
         """
         newest = max(self.returned.column("microbatch"), default=-1)
         open_ended = [stage for stage in self.stages if stage.end is None or stage.cut]
@@ -281,7 +292,7 @@ class Timeline:
             stage.heads.cut(len(self.returned))
 
     def add(self, stage: StageTimeline, event: Event) -> None:
-        """Take in one event of a stage; `stage.align()` is due after the last."""
+        """Take in one event of a stage. Call `stage.align()` after the last one."""
         if isinstance(event, Compute):
             stage.add(event)
         elif isinstance(event, Head):
@@ -300,14 +311,14 @@ class Timeline:
         for event in events:
             if stage is None:
                 if not isinstance(event, TraceStart):
-                    raise InputError(f"a trace begins with its start; this one with {type(event).__name__}")
+                    raise InputError(f"a trace must begin with TraceStart; this one begins with {type(event).__name__}")
                 _check_sizes(event)
                 stage = StageTimeline(event)
             else:
                 self.add(stage, event)
         if stage is None:
             raise InputError(
-                "a trace is empty: its process ended before it wrote anything, or has just started: then try again"
+                "a trace is empty: its process ended before it wrote anything, or has just started; then try again"
             )
         stage.align()
         self.stages.append(stage)
@@ -321,7 +332,7 @@ class Timeline:
             case RequestArrived():
                 self.arrived.append(event)
             case RequestFinished():
-                # A tuple of integers takes ten times as much, and there is one for each token.
+                # A tuple of integers takes ten times the memory, and there is one integer per token.
                 fits = 0 <= min(event.gaps_us, default=0) and max(event.gaps_us, default=0) < 2**32
                 self.finished.append(replace(event, gaps_us=array("I" if fits else "q", event.gaps_us)))
             case Starved():
@@ -333,7 +344,7 @@ class Timeline:
 
 
 def _check_sizes(start: TraceStart) -> None:
-    """Raises InputError for what no run had."""
+    """Raise InputError for sizes that no run had."""
     layers = start.layers[1] - start.layers[0]
     sizes = {"chunk size": start.chunk_size, "microbatches in flight": start.inflight, "page size": start.page_size}
     for name, size in {**sizes, "layers": layers}.items():

@@ -1,4 +1,4 @@
-"""`sarathi-pp agent generate ...`: torchrun for one node, with the run's exit code. Started by launch/multinode.sh."""
+"""`sarathi-pp agent generate ...`: torchrun for one node, with the run's exit code. launch/multinode.sh starts it."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from sarathi_pp.cli.option_group import Option, OptionGroup, SectionedGroup, SectionedOption
 from sarathi_pp.cli.options import MEMORY, MODEL, PARALLELISM, RUN, SCHEDULE, WORKLOAD
 from sarathi_pp.cli.values import OutputFile
+from sarathi_pp.process.activity import Activity
+from sarathi_pp.report.status import StatusLine
 
 _CONTEST = OptionGroup(
     "Contest",
@@ -29,7 +31,12 @@ _CONTEST = OptionGroup(
         default=".peers",
         help="Environments of other engines, as launch/peers.sh makes them.",
     ),
-    Option("--rounds", type=click.IntRange(min=1), default=3, help="Rounds. All take a turn in each."),
+    Option(
+        "--rounds",
+        type=click.IntRange(min=1),
+        default=3,
+        help="Number of rounds. Each policy and engine runs once per round.",
+    ),
 )
 
 
@@ -60,8 +67,8 @@ _CONTEST = OptionGroup(
 def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Run policies, and other engines, on the same work in turn: throughput, bubbles, latency, memory.
 
-    Needs --model and --workload. Each run is a process of its own, which starts when the machine is quiet. Its time
-    leaves out loading. The document has the floor too: what the work costs at the measured rates of this machine.
+    Needs --model and --workload. Each run is a separate process, which starts when the machine is quiet. Its time does
+    not include loading. The document also holds the floor: the time of the work at the measured rates of this machine.
     --profile, --layer-split and --kv-cache-memory apply to our own runs.
     """
     if context.invoked_subcommand is not None:
@@ -69,21 +76,24 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
     for name in ("model", "workload"):  # not `required`, since `bench gpu` needs neither
         if options[name] is None:
             raise click.UsageError(f"Missing option '--{name}'.")
-    from sarathi_pp.bench.versus import Setting, compete
-    from sarathi_pp.report.contest import render_contest
-
-    console = Console(stderr=True)
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is running is ended too
+    console, activity = Console(stderr=True), Activity()
     document: dict[str, Any] = {}
-    for run, document in compete(Setting(**options)):
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(document, indent=1) + "\n")
-        if not quiet:
-            rate, bubble = run.report["total_tokens_per_s"], run.report.get("bubble_ratio_steady")
-            beside = f", steady bubble {bubble:.1%}" if bubble is not None else ""
-            console.print(f"round {run.round + 1}  {run.entrant}: {rate:.0f} tokens/s{beside}", highlight=False)
+    with StatusLine(console, activity, shown=not quiet) as status:
+        with activity.phase("loading libraries"):
+            from sarathi_pp.bench.versus import Setting, compete
+            from sarathi_pp.report.contest import render_contest
+
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running entrant is ended too
+        for run, document in compete(Setting(**options), activity):
+            if output is not None:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(json.dumps(document, indent=1) + "\n")
+            if not quiet:
+                rate, bubble = run.report["total_tokens_per_s"], run.report.get("bubble_ratio_steady")
+                more = f", steady bubble {bubble:.1%}" if bubble is not None else ""
+                with status.hidden():
+                    text = f"round {run.round + 1}  {run.entrant}: {rate:.0f} tokens/s{more}"
+                    console.print(text, markup=False, highlight=False)
     if not quiet:
         console.print(render_contest(document))
     if as_json:
@@ -99,9 +109,9 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
     help="Write the JSON document here after every part.",
 )
 def gpu(budget: float, output: Path | None) -> int:
-    """Check and measure all that a GPU runs, on one: exactness, kernels, graphs, rates. Prints a JSON document.
+    """Check and measure our GPU code on one GPU: exactness, kernels, graphs, rates. Prints a JSON document.
 
-    Needs no network and no model. Ends with 1 where a check is not met.
+    Needs no network and no model. Ends with 1 if a check fails.
     """
     import torch
 

@@ -14,6 +14,8 @@ from rich.text import Text
 from sarathi_pp.cli.options import DEBUGGING, MODEL, RUN
 from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.model.families import FAMILIES
+from sarathi_pp.process.activity import Activity
+from sarathi_pp.report.status import StatusLine
 
 if TYPE_CHECKING:
     from sarathi_pp.run.doctor import Diagnosis, Finding
@@ -36,11 +38,14 @@ def doctor(model: str | None, verify: str | None, list_models: bool, as_json: bo
             raise click.UsageError("--models lists what is supported, and --model looks at one: give one of them")
         _list_models(as_json)
         return EXIT_OK
-    try:
-        from sarathi_pp.run.doctor import diagnose
-    except ImportError as error:
-        raise SarathiError(f"a library that every run needs cannot be loaded: {error}") from error
-    found = diagnose(model, verify=verify is not None)
+    activity = Activity()
+    with StatusLine(Console(stderr=True), activity), activity.phase("loading libraries"):
+        try:
+            from sarathi_pp.run.doctor import diagnose
+        except ImportError as error:
+            raise SarathiError(f"a library that every run needs cannot be loaded: {error}") from error
+        with activity.phase("looking at this machine"):
+            found = diagnose(model, verify=verify is not None)
     Console(stderr=True).print(_render(found))
     if as_json:
         click.echo(json.dumps(found.document()))

@@ -1,4 +1,4 @@
-"""`sarathi-pp generate`: options to a RunConfig, then a launcher, or one rank of a run."""
+"""`sarathi-pp generate`: turn options into a RunConfig, then start a launcher or one rank of a run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _generate(options: dict[str, Any]) -> int:
         input_format=options["input_format"],
     )
     run_dir = batch_options.config.run_dir
-    # On each host one rank shows what it does. Rank 0 shows the run.
+    # On each host, one rank shows its activity. Rank 0 shows the run.
     console = RunConsole(quiet=env is not None and env.local_rank != 0)
     display = BatchConsoleDisplay(
         console,
@@ -96,9 +96,9 @@ def _generate(options: dict[str, Any]) -> int:
     )
     restarts = options["max_restarts"]
     if restarts and any(map(is_stream, (batch_options.input_path, batch_options.output_path))):
-        raise click.UsageError("--max-restarts: a stream cannot be gone on with; name files for --input and --output")
+        raise click.UsageError("--max-restarts: a stream cannot be resumed; name files for --input and --output")
     if env is not None and env.store is None and restarts:
-        raise click.UsageError("--max-restarts: torchrun starts its processes again itself; give it to torchrun")
+        raise click.UsageError("--max-restarts: torchrun itself restarts its processes; give the option to torchrun")
     with ExitStack() as held, display:
         batch_options = _with_scratch(batch_options, env, held)
         if env is None and (batch_options.config.num_ranks > 1 or restarts):
@@ -112,7 +112,7 @@ def _with_scratch(batch_options: BatchOptions, env: RankEnvironment | None, held
 
     if batch_options.config.run_dir is not None or not is_unkept(batch_options.output_path):
         return batch_options
-    if env is not None and env.store is not None:  # our launcher removes its own folder, whatever ends this rank
+    if env is not None and env.store is not None:  # our launcher removes its own folder, however this rank ends
         return replace(batch_options, config=replace(batch_options.config, run_dir=Path(env.store).parent / "run"))
     scratch = Path(held.enter_context(TemporaryDirectory(prefix="sarathi-pp-")))
     return replace(batch_options, config=replace(batch_options.config, run_dir=scratch / "run"), scratch=scratch)
@@ -132,10 +132,10 @@ def _how_to_resume(options: dict[str, Any], *, under_torchrun: bool) -> str:
 
 def _start(options: dict[str, Any]) -> Start:
     if options["resume"] and options["overwrite"]:
-        raise click.UsageError("--resume goes on with an output and --overwrite replaces it: give one of them")
+        raise click.UsageError("--resume continues an output and --overwrite replaces it; give only one of them")
     for name in ("retry_errors", "force"):
         if options[name] and not options["resume"]:
-            raise click.UsageError(f"--{name.replace('_', '-')} says how to resume: give --resume too")
+            raise click.UsageError(f"--{name.replace('_', '-')} applies to a resumed run; give --resume too")
     return "resume" if options["resume"] else "replace" if options["overwrite"] else "new"
 
 

@@ -1,4 +1,4 @@
-"""The `sarathi-pp` command: parses, calls, shows. Commands are loaded when they are used, so that help is fast."""
+"""The `sarathi-pp` command: it parses, calls and shows. A command is loaded when it is used, so help is fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sarathi_pp.cli import stdout
 from sarathi_pp.distributed.environment import speaks_for_host
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, MissingError, OutputError, SarathiError
 
-# Each is the function of the same name in sarathi_pp.cli.NAME; those with a line of help are listed.
+# Each is the function of the same name in sarathi_pp.cli.NAME. Help lists the commands that have a line of help.
 _COMMANDS = {
     "generate": "Answer a file of prompts with a pipeline of stages.",
     "report": "Show the bubble report of a run.",
@@ -26,12 +26,12 @@ _COMMANDS = {
     "profile": "Measure what a model's stages cost on this machine.",
     "plan": "Say how to cut a model and its prompts, without running it.",
     "bench": "Run policies, and other engines, on the same work.",
-    "doctor": "Say what a run here would use, and why not the rest.",
+    "doctor": "Say what a run here would use, and why not the others.",
     "worker": None,
     "agent": None,
 }
 
-# Printing to a full disk raises it from inside the library that prints.
+# Error numbers of a full disk. They come from inside the library that prints.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -55,12 +55,12 @@ class _LazyGroup(click.Group):
 def cli() -> None:
     """Pipeline-parallel LLM inference whose bubbles are measured.
 
-    Run it as it is (--stages N starts N local workers) or under torchrun (each rank becomes one stage).
+    Run it directly (--stages N starts N local workers) or under torchrun (each rank becomes one stage).
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script. Leaves with the exit codes that errors.py lists."""
+    """Run the console script. Exit with a code that errors.py lists."""
     stdout.replace_unencodable()
     sys.exit(_run(arguments))
 
@@ -85,7 +85,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as error:  # what nobody thought of is ours, and not the 1 of whatever runs this
+    except Exception as error:  # an unexpected error is our bug: it ends with 70, not with 1 as launchers do
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             stdout.forget()
             with suppress(OSError):
@@ -97,7 +97,11 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _check_folder() -> None:
-    """Raises MissingError if the current directory is gone: libraries that are loaded later end the process for it."""
+    """Check that the current directory exists. Without it, libraries that are loaded later would end the process.
+
+    Raises:
+        MissingError: it has been removed.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:

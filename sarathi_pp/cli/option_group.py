@@ -1,10 +1,10 @@
-"""Options in named groups: each is declared once, and help lists each group under its name.
+"""Options in named groups. Each option is declared once, and help lists each group under its name.
 
     MODEL = OptionGroup("Model", Option("--model", help=...), Option("--dtype", help=...))
 
     @click.command(cls=SectionedCommand, params=[*MODEL.options(), *SCHEDULE.options("--policy")])
 
-Click's own options stay possible. Help lists options without a section last.
+A command may also use click's own options. Help lists options without a section last.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class SectionedOption(click.Option):
     """An option of one command.
 
     Args:
-        names: as click takes them: with dashes, and without dashes the parameter's name.
+        names: as for click.option. Names with dashes are the option's, and one without dashes is the parameter's.
         section: heading above it in the command's help.
-        settings: click's.
+        settings: those of click.Option.
     """
 
     def __init__(self, names: Sequence[str], *, section: str, **settings: Any) -> None:
@@ -38,7 +38,7 @@ class SectionedOption(click.Option):
 
 
 class Option:
-    """An option as it is declared, before a command has it. Takes what click.option takes."""
+    """An option as it is declared, before a command has it. It takes the arguments of click.option."""
 
     def __init__(self, *names: str, **settings: Any) -> None:
         self.names = names
@@ -46,23 +46,23 @@ class Option:
 
 
 class OptionGroup:
-    """The options of one section of the help, from which commands take all, some, or one with other settings."""
+    """The options of one section of the help. A command takes all, some, or one with other settings."""
 
     def __init__(self, title: str, *options: Option) -> None:
         self.title = title
         self._options = {option.names[0]: option for option in options}
 
     def options(self, *names: str) -> list[SectionedOption]:
-        """Return new options for a command: those of these first names, or all of the group."""
+        """Return new options for a command: those with these first names, or all options of the group."""
         return [self.option(name) for name in names or self._options]
 
     def option(self, name: str, parameter: str | None = None, **changed: Any) -> SectionedOption:
         """Return one new option for a command.
 
         Args:
-            name: its first name, such as `--model`.
+            name: the option's first name, such as `--model`.
             parameter: name of the command's parameter; None keeps the option's own.
-            changed: settings of this command alone, such as `required` or `default`.
+            changed: settings for this command only, such as `required` or `default`.
         """
         declared = self._options[name]
         names = declared.names if parameter is None else (*declared.names, parameter)

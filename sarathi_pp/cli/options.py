@@ -154,7 +154,7 @@ PARALLELISM = OptionGroup(
         "--layer-split",
         type=LayerSplit(),
         default="auto",
-        help="Layers per stage. auto: equal time by the profile, else even.",
+        help="Layers per stage. auto: equal time by the profile, otherwise even.",
     ),
     Option(
         "--head",
@@ -166,7 +166,7 @@ PARALLELISM = OptionGroup(
         "--transport",
         type=click.Choice(TRANSPORTS),
         default="auto",
-        help="auto: shared memory on CPUs of a host, NCCL on GPUs, else gloo.",
+        help="auto: shared memory on CPUs of a host, NCCL on GPUs, or gloo.",
     ),
 )
 
@@ -176,7 +176,7 @@ SCHEDULE = OptionGroup(
         "--profile",
         type=_PATH,
         metavar="FILE",
-        help="profile.json of this model and machine. It decides what is auto.",
+        help="profile.json of this model and machine. It sets auto options.",
     ),
     Option(
         "--policy",
@@ -256,7 +256,7 @@ RECOVERY = OptionGroup(
         "--join-timeout",
         type=float,
         default=300.0,
-        help="Seconds for all ranks to join, and for each to load its stage.",
+        help="Seconds for all ranks to join, and of silence during set-up.",
     ),
 )
 
@@ -273,14 +273,17 @@ DEBUGGING = OptionGroup(
 
 
 def run_config(options: Mapping[str, Any], world_size: int | None) -> RunConfig:
-    """Return the run that the options of a command describe. Raises ConfigError with the option's name.
+    """Return the run that the options of a command describe.
 
-    An option sets the field that it is named after. A field keeps its default if its option is None, or absent from the
-    command. `--seed` is the run's seed; only a line of the input can give a request its own.
+    An option sets the field of the same name. A field keeps its default if its option is None, or absent from the
+    command. `--seed` is the run's seed. Only an input line can give a request its own seed.
 
     Args:
         options: values by name of the command's parameter. Options that are not of a RunConfig are ignored.
-        world_size: processes that torchrun has started; None without torchrun.
+        world_size: number of processes that torchrun has started; None without torchrun.
+
+    Raises:
+        ConfigError: a value is wrong. The message names the option.
     """
     given = {one.name: options.get(_parameter(one.name)) for one in fields(RunConfig)}
     if world_size is not None:

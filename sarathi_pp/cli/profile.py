@@ -1,4 +1,4 @@
-"""`sarathi-pp profile`: measures what a model's stages cost on this machine and writes it down."""
+"""`sarathi-pp profile`: measure the cost of a model's stages on this machine, and write it to a file."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _profile(
 
 
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
-    """Refuse what can be refused before a model is loaded."""
+    """Check everything that can be checked before a model is loaded."""
     from sarathi_pp.core.partition import partition
     from sarathi_pp.model.checkpoint.fetch import find_model
     from sarathi_pp.model.checkpoint.support import check_model, check_shards
@@ -101,14 +101,14 @@ def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
 
 
 class _ProfileDisplay(ConsoleDisplay):
-    """A run's progress, and at its end the profile in place of the report."""
+    """The display of a calibration. At the end it shows the profile instead of a report."""
 
     def render(self, report: dict[str, Any]) -> RenderableType:
         return render_profile(report)
 
 
 def render_profile(found: Mapping[str, Any]) -> RenderableType:
-    """A profile with its measurement, as calibrate makes it. Fits 80 columns."""
+    """Return the tables of a profile with its measurement, as calibrate.py makes it. They fit 80 columns."""
     parts: list[RenderableType] = [_headline(found), "", _stages(found), "", _throughput(found)]
     if found["disturbed"] is not None and found["disturbed"] > 0.1:
         note = f"note: cores were shared in {found['disturbed']:.0%} of the spans; their CPU time was taken instead"
@@ -148,7 +148,7 @@ def _tile(found: Mapping[str, Any]) -> str:
 
 
 def _throughput(found: Mapping[str, Any]) -> Table:
-    """Of prompt tokens alone, by the size of the microbatch; powers of two."""
+    """Return the table of prompt throughput by size of the microbatch, for powers of two."""
     shown = [(size, rate) for size, rate in found["throughput"] if size & (size - 1) == 0]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tokens", style="dim", no_wrap=True)

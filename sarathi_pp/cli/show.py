@@ -1,4 +1,4 @@
-"""The display of a run: what it is doing, warnings, progress, the table after it, and one JSON document if asked."""
+"""The display of a run: its activity, warnings and progress, the table after it, and on request a JSON document."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunConsole(Console):
         self.quiet = quiet
 
     def on_broken_pipe(self) -> None:
-        """Discard everything that is written there from now on. The default would end the program."""
+        """Discard everything that is written to standard error from now on. The default would end the program."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, _STDERR)
@@ -44,13 +44,13 @@ class RunConsole(Console):
 
 
 class ConsoleDisplay:
-    """Shows a run on standard error. Only the JSON document goes to standard output.
+    """A display of a run on standard error. Only the JSON document goes to standard output.
 
-    Use as a context manager: while inside, a status line shows the activity. A terminal that was closed, or a pipe
-    without a reader, does not end the run.
+    Use it as a context manager. Inside the block, a status line shows the activity. A terminal that was closed, or a
+    pipe without a reader, does not end the run.
 
     Args:
-        kept: name of the file that keeps the report. None: it is deleted with its run directory.
+        kept: name of the file that keeps the report; None if the report is deleted with its run directory.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class ConsoleDisplay:
         """Print the JSON document.
 
         Raises:
-            OutputClosedError: its reader has left.
-            OutputError: it cannot be written.
+            OutputClosedError: the reader of standard output has left.
+            OutputError: the document cannot be written.
         """
         try:
             click.echo(json.dumps(report))
@@ -146,7 +146,9 @@ class ConsoleDisplay:
         except OSError as error:
             stdout.forget()
             elsewhere = f"; {self._kept} holds it" if self._kept else ""
-            raise OutputError(f"standard output does not take the report: {error.strerror}{elsewhere}") from error
+            raise OutputError(
+                f"the report cannot be written to standard output: {error.strerror}{elsewhere}"
+            ) from error
 
 
 class BatchConsoleDisplay(ConsoleDisplay):
@@ -154,7 +156,7 @@ class BatchConsoleDisplay(ConsoleDisplay):
 
     def fold(self, finished: FinishedRun) -> dict[str, Any]:
         """Fold the traces of the run into its report, which its directory keeps."""
-        from sarathi_pp.report.run_reader import analyse  # slow to import, and only rank 0 needs it, once all is done
+        from sarathi_pp.report.run_reader import analyse  # slow to import, and only rank 0 needs it at the end
 
         return finished.keep(analyse(finished.traces, finished.facts))
 
@@ -169,7 +171,7 @@ class BatchConsoleDisplay(ConsoleDisplay):
 
 
 class _Views:
-    """Shows the progress of a run in each view. A view that cannot be shown is left out."""
+    """A listener that shows the progress of a run in each view. A view that cannot be shown is left out."""
 
     def __init__(self, display: ConsoleDisplay, views: Sequence[MetricsServer | ProgressDisplay]) -> None:
         self._views = views

@@ -16,13 +16,15 @@ from sarathi_pp.cli.options import PARALLELISM, RUN, SCHEDULE, WORKLOAD
 from sarathi_pp.cli.values import Real
 from sarathi_pp.core.policy import PolicySpec, parse_policy
 from sarathi_pp.outputs.profile_file import read_profile
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.report.policies import render_policies, runs_document
+from sarathi_pp.report.status import StatusLine
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.presets import PRESETS, preset
 
 
 class SlowStage(click.ParamType[tuple[int, float]]):
-    """3:1.1, that is stage 3 takes 1.1 times what the profile says."""
+    """A stage and a factor. 3:1.1 means that stage 3 takes 1.1 times the time in the profile."""
 
     name = "stage:factor"
 
@@ -33,14 +35,14 @@ class SlowStage(click.ParamType[tuple[int, float]]):
         except ValueError:
             self.fail(f"{value!r} is not a stage and a factor like 3:1.1", param, ctx)
         if slow[0] < 0 or not 0 < slow[1] < float("inf"):
-            self.fail(f"{value!r}: stages count from 0, and the factor is above 0", param, ctx)
+            self.fail(f"{value!r}: stages are numbered from 0, and the factor must be above 0", param, ctx)
         return slow
 
 
 _SIMULATION = OptionGroup(
     "Simulation",
     Option(
-        "--preset", "preset_name", type=click.Choice(list(PRESETS)), help="Published pipeline in place of a profile."
+        "--preset", "preset_name", type=click.Choice(list(PRESETS)), help="Published pipeline instead of a profile."
     ),
     Option("--jitter-cv", type=Real(0, 1), show_default="the profile's", help="Noise of stage times."),
     Option(
@@ -73,7 +75,7 @@ _SIMULATION = OptionGroup(
 def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_json: bool, **options: Any) -> None:
     """Run policies on a modelled pipeline: the real coordinator, a virtual clock, the figures of a real run.
 
-    Needs --profile or --preset. Stages of another number than theirs get equal numbers of layers.
+    Needs --profile or --preset. With another number of stages, each stage gets the same number of layers.
     """
     if (options["profile"] is None) == (options["preset_name"] is None):
         raise click.UsageError("give either --profile FILE or --preset NAME")
@@ -100,7 +102,12 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
         for policy in map(parse_policy, policies)
         for chunk_size in chunk_sizes or (None,)
     ]
-    reports = [_report(experiment, options["tbt_slo"]) for experiment in experiments]
+    reports, activity = [], Activity()
+    with StatusLine(Console(stderr=True), activity):
+        for number, experiment in enumerate(experiments, 1):
+            sized = f"{experiment.policy}, chunk size {experiment.chunk_size}"
+            with activity.phase(f"simulating {sized} ({number} of {len(experiments)})"):
+                reports.append(_report(experiment, options["tbt_slo"]))
     document = runs_document(reports, workload=workload.spec, model=profile.model)
     if as_json:
         click.echo(json.dumps(document))
@@ -109,7 +116,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
 
 
 def _bound(policy: PolicySpec, tbt_slo_s: float | None) -> PolicySpec:
-    """Hold a policy to the bound if it can keep one."""
+    """Return the policy with the bound, if it can keep one."""
     return policy.with_tbt_slo(tbt_slo_s) if tbt_slo_s and policy.keeps_tbt_slo else policy
 
 

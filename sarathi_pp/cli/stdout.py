@@ -1,4 +1,4 @@
-"""Standard output of a command: any encoding, any place it may be redirected to."""
+"""Standard output of a command, for any encoding and any redirection."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from sarathi_pp.errors import OutputError
 
 
 def replace_unencodable() -> None:
-    """Print a question mark for a character that standard output cannot encode; standard error prints its escape."""
+    """Print a question mark for a character that standard output cannot encode.
+
+    Standard error prints the escape of such a character.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def flush() -> None:
-    """Write what was printed. Raises OutputError if it cannot be written, as on a full disk.
+    """Write the printed text that is still buffered.
 
-    A buffer keeps what could not be written: after a failed print this raises again.
+    The buffer keeps text that could not be written. So this raises again after a failed print.
+
+    Raises:
+        OutputError: the text cannot be written, for example on a full disk.
     """
     try:
         if sys.stdout is not None:
@@ -32,7 +38,7 @@ def flush() -> None:
 
 
 def forget() -> None:
-    """Discard what is still buffered. Otherwise the interpreter tries again when it ends, and changes the exit code."""
+    """Discard the buffered text. Otherwise the interpreter writes it again at its end, and changes the exit code."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -41,6 +47,6 @@ def forget() -> None:
 
 @contextmanager
 def utf8() -> Iterator[TextIO]:
-    """Standard output as the UTF-8 file that a page, a trace or a CSV is, whatever the terminal's encoding."""
+    """Yield standard output as a UTF-8 file for a page, a trace or a CSV, whatever the terminal's encoding is."""
     with open(sys.stdout.fileno(), "w", encoding="utf-8", newline="", closefd=False) as file:
         yield file

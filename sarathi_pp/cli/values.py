@@ -1,4 +1,4 @@
-"""Option values that users write in their own way: 4GiB, 1k, 8,8,9,7, auto."""
+"""Types of option values with a special notation: 4GiB, 1k, 8,8,9,7, auto."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import click
 
 from sarathi_pp.config import size_in_bytes
 
-# A plain number below this is meant in another unit.
+# A smaller number without a unit is probably not meant in bytes.
 _FEWEST_WITHOUT_UNIT = 1 << 20
 
 
 class OutputFile(click.Path):
-    """A file that is written again and again. Refuses `-`, which would become a file of that name.
+    """A file that is written repeatedly. `-` is refused, because it would become a file of that name.
 
     Args:
-        stdout: how the same document gets to standard output, for the message.
+        stdout: advice how to print the same document on standard output, for the message.
     """
 
     def __init__(self, stdout: str) -> None:
@@ -34,7 +34,7 @@ class OutputFile(click.Path):
 
 
 class JsonObject(click.ParamType[dict[str, object]]):
-    """{"repetition_penalty": 1}."""
+    """A JSON object, such as {"repetition_penalty": 1}."""
 
     name = "json"
 
@@ -49,7 +49,7 @@ class JsonObject(click.ParamType[dict[str, object]]):
 
 
 class Bytes(click.ParamType[int]):
-    """4GiB, 500MB, 1073741824."""
+    """A size in bytes: 4GiB, 500MB or 1073741824."""
 
     name = "bytes"
 
@@ -63,7 +63,7 @@ class Bytes(click.ParamType[int]):
 
 
 class Real(click.FloatRange):
-    """A number in a range, in which nan is not: every comparison with it is false."""
+    """A number in a range. It refuses nan, which passes click's check because every comparison with it is false."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -73,7 +73,7 @@ class Real(click.FloatRange):
 
 
 class Count(click.ParamType[int]):
-    """256, 1k (1000), 1K (1024), or auto where `auto` allows it (None)."""
+    """A whole number of at least 1: 256, 1k (1000) or 1K (1024). With `auto` also the word auto (None)."""
 
     name = "integer"
 
@@ -95,7 +95,7 @@ class Count(click.ParamType[int]):
 
 
 class LayerSplit(click.ParamType[tuple[int, ...]]):
-    """auto (None), even, or one number of layers a stage: 8,8,9,7."""
+    """A layer split: auto (None), even, or one number of layers per stage, such as 8,8,9,7."""
 
     name = "auto|even|N,N,..."
 
@@ -108,5 +108,5 @@ class LayerSplit(click.ParamType[tuple[int, ...]]):
         if text == "even":
             return "even"
         if not re.fullmatch(r"\d+(,\d+)*", text):
-            self.fail(f"{value!r} is not auto, even, or one number of layers a stage like 8,8,9,7", param, ctx)
+            self.fail(f"{value!r} is not auto, even, or one number of layers per stage like 8,8,9,7", param, ctx)
         return tuple(map(int, text.split(",")))

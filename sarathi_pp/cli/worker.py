@@ -1,4 +1,4 @@
-"""`sarathi-pp worker`: one stage of an LLM that a Python program made. Started by it, not by people."""
+"""`sarathi-pp worker`: one rank of an LLM that a Python program made. That program starts it, not the user."""
 
 from __future__ import annotations
 

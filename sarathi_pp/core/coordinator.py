@@ -1,11 +1,11 @@
-"""The coordinator: requests in, microbatches out, results back in. Pure; every driver runs this same object.
+"""The coordinator: requests in, microbatches out, results back in. It is pure, and every driver runs this same object.
 
-It owns the queues, the cursors and the pages. A policy only chooses which known tokens to compute next. The
-stages see what it emits and nothing else, so they can never disagree with it about who holds which page.
+It owns the queues, the cursors and the pages. A policy only chooses which known tokens to compute next. The stages see
+only what the coordinator emits, so they can never disagree with it about the owner of a page.
 
-A page may be given to another sequence while chunks that still write it are in flight: stages are first in
-first out, so the old write has happened before the new owner's first write reaches the same stage, and the
-new owner writes each position before reading it.
+A page may go to another sequence while chunks that still write it are in flight. Stages are first in, first out, so
+the old write happens before the new owner's first write reaches the same stage. The new owner writes each position
+before it reads it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StopRule = Callable[[Request, int], bool]
 
 
 _BY_ARRIVAL = operator.attrgetter("sequence.index")
-# A named tuple from its fields in order; calling its class takes twice as long.
+# Make a named tuple from its fields in order. Calling its class takes twice as long.
 _new = tuple.__new__
 # Finished requests whose lengths policies may learn from.
 _REMEMBERED = 256
@@ -43,11 +43,13 @@ def _never_stop(request: Request, token_id: int) -> bool:
 class Coordinator:
     """Continuous batching over P stages.
 
-    eos_token_ids: ids that end an output unless its request ignores them.
-    stop_rule: told each new token of each request, in order; True ends the output there ("stop" strings).
-    clock: read once per microbatch for `issued_s`. cost: what microbatches cost, as far as is known
-    beforehand; refined with each result, so given only where the policy asks (`Policy.wants_cost`). heads: where the
-    head of each microbatch goes; always to the last stage where there is none.
+    Args:
+        eos_token_ids: ids that end an output unless its request ignores them.
+        stop_rule: called with each new token of each request, in order. True ends the output there ("stop" strings).
+        clock: read once per microbatch for `issued_s`.
+        cost: cost of microbatches, as far as it is known before the run. Each result refines it, so it is given only if
+            the policy wants it (`Policy.wants_cost`).
+        heads: chooses the stage for the LM head of each microbatch. None: always the last stage.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class Coordinator:
         self.num_preemptions = 0
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
-        # Of the first limits, which sized the wire's buffers; `shrink` makes microbatches smaller, never larger.
+        # From the first limits, which sized the wire's buffers. `shrink` makes microbatches smaller, never larger.
         self._most_tokens = max_tokens_of(policy, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_rule = stop_rule
         self._clock = clock
         self._cost = CostRefiner(cost) if cost is not None else None
         self._heads = heads
-        # Sums over the sequences, kept as they change: a step must not cost a look at all of them.
+        # Sums over the sequences, updated at each change, so that no step has to visit all of them.
         self._waiting_tokens = 0
         self._held_tokens = 0
         self._num_past_prompt = 0
@@ -108,7 +110,7 @@ class Coordinator:
 
     @property
     def num_issued(self) -> int:
-        """Microbatches so far: the index of the next one."""
+        """Number of microbatches so far, which is the index of the next one."""
         return self._next_index
 
     @property
@@ -117,13 +119,14 @@ class Coordinator:
 
     @property
     def held_tokens(self) -> int:
-        """KV positions in use, out of pages held x page size."""
+        """Number of tokens stored in KV pages, out of held pages x page size."""
         return self._held_tokens
 
     def submit(self, request: Request) -> Completion | None:
-        """Queue a request; those that ask for no token are answered at once.
+        """Queue a request. Return its completion at once if it gets no output, otherwise None.
 
-        The caller has refused prompts above `max_prompt_tokens`.
+        A request gets no output if it asks for no token, or if its prompt fills `max_model_len`. The caller has refused
+        prompts above `max_prompt_tokens`.
         """
         num_prompt = len(request.prompt_token_ids)
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
@@ -134,7 +137,10 @@ class Coordinator:
         return None
 
     def shrink(self) -> Limits:
-        """Half the sequences and half the tokens a microbatch from now on; what runs goes on. The new limits."""
+        """Halve the running sequences and the tokens per microbatch from now on. Return the new limits.
+
+        Sequences that run continue.
+        """
         limits = self.limits
         self.limits = replace(
             limits, max_num_seqs=max(1, limits.max_num_seqs // 2), chunk_size=max(1, limits.chunk_size // 2)
@@ -142,18 +148,21 @@ class Coordinator:
         return self.limits
 
     def withdraw(self) -> list[Request]:
-        """Take back what waits for its first chunk, or for its recomputation: no result of theirs is in flight."""
+        """Remove and return the requests that wait for their first chunk, or for their recomputation.
+
+        No valid result of theirs is in flight.
+        """
         withdrawn = [sequence.request for sequence in self._waiting]
         self._waiting.clear()
         self._waiting_tokens = 0
         return withdrawn
 
     def abort(self, sent: Iterable[MicroBatch]) -> None:
-        """Forget all requests, from whatever state an exception has left; every page is free.
+        """Forget all requests, whatever state an exception has left. Every page is free afterwards.
 
         Args:
-            sent: the microbatches that are really in flight. Their results will be dropped. One that was issued and
-                never sent gives its index back.
+            sent: the microbatches that are really in flight. Their results will be dropped. A microbatch that was
+                issued and never sent gives its index back.
         """
         inflight = deque(sent)
         for lost in self._inflight:
@@ -161,7 +170,7 @@ class Coordinator:
                 self._freed.extend(lost.freed)
                 self._next_index = min(self._next_index, lost.index)
         self._inflight = inflight
-        # Stages drop the tables of sequences that they do not know, too.
+        # Stages also accept sequences here that they do not know.
         self._freed.extend(self._running)
         for queue in (self._waiting, self._running, self._prefills, self._decodes):
             queue.clear()
@@ -175,9 +184,10 @@ class Coordinator:
         return min(self.limits.max_model_len, self.pool.num_tokens)
 
     def next_microbatch(self) -> MicroBatch | None:
-        """The next microbatch to run, or None with `idle_reason` saying why there is none.
+        """Return the next microbatch to run, or None. `idle_reason` then gives the reason.
 
-        Raises PolicyError if the policy breaks a rule of scheduling.
+        Raises:
+            PolicyError: the policy breaks a rule of scheduling.
         """
         if len(self._inflight) >= self.limits.inflight:
             self.idle_reason = "full"
@@ -185,7 +195,7 @@ class Coordinator:
         chunks = self._choose()
         if not chunks:
             if not self._inflight and (self._running or self._waiting):
-                raise self._broken("waits for a result with nothing in flight; it must grant some of what there is")
+                raise self._broken("waits for a result with nothing in flight; it must grant tokens of the view")
             return None
         microbatch = MicroBatch(self._next_index, chunks, tuple(self._freed), self._clock())
         if microbatch.num_tokens > self._most_tokens:
@@ -202,7 +212,7 @@ class Coordinator:
         return microbatch
 
     def _choose(self) -> tuple[Chunk, ...]:
-        """Ask the policy, again where its whole choice was preempted for want of pages."""
+        """Ask the policy. Ask again if all its choice was preempted because no pages were free."""
         while True:
             admissible = self._admissible()
             view = View(
@@ -227,13 +237,15 @@ class Coordinator:
                 return chunks
 
     def complete(self, result: StepResult, head_s: float = 0.0) -> list[Completion]:
-        """Take in the oldest microbatch's result; returns the requests that it finished.
+        """Take in the oldest microbatch's result. Return the completions of the requests that it finished.
 
-        head_s: seconds that the first stage took for its head, where that went there.
         Results of sequences that were preempted meanwhile are stale by their epoch and are dropped.
+
+        Args:
+            head_s: seconds of the LM head on the first stage, if that stage computed it.
         """
         microbatch = self._inflight.popleft()
-        assert result.index == microbatch.index, f"result {result.index} came where {microbatch.index} was due"
+        assert result.index == microbatch.index, f"result {result.index} came instead of {microbatch.index}"
         for index, epoch, start, num_tokens, _, _, _, _ in microbatch.chunks:
             sequence = self._current(index, epoch)
             if sequence is not None:
@@ -261,10 +273,10 @@ class Coordinator:
         return sequence if sequence is not None and sequence.epoch == epoch else None
 
     def _take(self, sequence: Sequence, token: SampledToken) -> Completion | None:
-        """Take in a sequence's next token; returns its completion if that was the last.
+        """Take in a sequence's next token. Return its completion if that token was the last.
 
-        Its answer must not depend on how large the KV cache is: an output that the cache cannot hold is an error, not a
-        shorter answer.
+        The answer must not depend on the size of the KV cache. So an output that the cache cannot hold is an error, and
+        not a shorter answer.
         """
         if token.failed:
             return self._finish(sequence, "error", "non_finite_logits", token.first_bad)
@@ -298,7 +310,7 @@ class Coordinator:
         return Completion(sequence.request, output, reason, sequence.epoch, first_bad, error_code)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Out of the running ones; its pages are free."""
+        """Remove a sequence from the running ones and free its pages."""
         del self._running[sequence.index]
         self._held_tokens -= sequence.issued
         if sequence.past_prompt:
@@ -308,10 +320,10 @@ class Coordinator:
         self._freed.append(sequence.index)
 
     def _admissible(self) -> tuple[Sequence, ...]:
-        """The head of the waiting queue that fits: a sequence each, and pages for all their known tokens.
+        """Return the first waiting sequences that fit: a seat for each, and pages for all their known tokens.
 
-        Pages that running prefills will still take are counted as gone, else two prompts that are let in by
-        halves could each wait for the other's pages.
+        Pages that running prefills will still take count as taken. Otherwise two prompts that are admitted in part
+        could each wait for the other's pages.
         """
         pool, page_size = self.pool, self.pool.page_size
         free = pool.num_free - sum(pool.pages_for(s.known) - len(s.pages) for s in self._prefills.values())
@@ -325,36 +337,39 @@ class Coordinator:
         return tuple(admissible)
 
     def _apply(self, grants: list[Grant], admissible: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
-        """Turn grants into chunks; pages go to the oldest request first, prefills stand before decodes.
+        """Turn grants into chunks. Pages go to the oldest request first, and prefills come before decodes.
 
-        Once somebody was preempted nobody starts: the pages left are the older requests', who wait again.
-        Raises PolicyError for a grant that is not legal.
+        After a preemption no other request starts. The free pages belong to the preempted requests, which are older and
+        wait again.
+
+        Raises:
+            PolicyError: a grant is not legal.
         """
         running, page_size = self._running, self.pool.page_size
         preempted_before = self.num_preemptions
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
         before: Sequence | None = None
-        # Not by order: rows of a lost replica come back behind later ones.
+        # By identity and not by order: requests of a lost replica come back after later ones.
         admitted = set(map(id, admissible))
         for sequence, num_tokens, overlap in self._by_arrival(grants):
             if sequence is before:
-                raise self._broken(f"granted tokens of {sequence} twice; legal is one grant in a microbatch")
+                raise self._broken(f"granted tokens of {sequence} twice; a sequence has one grant per microbatch")
             is_running = running.get(sequence.index) is sequence
             if not is_running and self.num_preemptions > preempted_before:
                 continue
             if not is_running and id(sequence) not in admitted:
-                raise self._broken(f"granted tokens of {sequence}; legal are sequences of the view that it was given")
+                raise self._broken(f"granted tokens of {sequence}; it may grant only sequences of its view")
             assert isinstance(sequence, Sequence)
             before = sequence
             issued, known = sequence.issued, len(sequence.tokens)
-            # `overlap and` spares decodes, most of what is ever granted, the look at its type.
+            # Most grants are decodes. `overlap and` spares them the check of its type.
             if not (isinstance(num_tokens, int) and 1 <= num_tokens <= known - issued) or (
                 overlap and not (isinstance(overlap, int) and 0 <= overlap <= issued)
             ):
                 raise self._broken(
-                    f"granted {num_tokens!r} tokens of {sequence} with an overlap of {overlap!r}; it has "
-                    f"{known - issued} to grant and {issued} to repeat, and takes integers"
+                    f"granted {num_tokens!r} tokens of {sequence} with an overlap of {overlap!r}; both must be "
+                    f"integers, and the sequence has {known - issued} tokens to grant and {issued} to repeat"
                 )
             new_pages: tuple[int, ...] = ()
             if issued + num_tokens > len(sequence.pages) * page_size:
@@ -379,10 +394,10 @@ class Coordinator:
         return PolicyError(f"the policy {class_name(type(self._policy))} {rule}")
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Free pages until positions [0, end) of the sequence fit, newest request first.
+        """Preempt the newest requests until positions [0, end) of the sequence fit. Return whether they fit.
 
-        A request that is not running yet preempts nobody; a running one with none newer gives up its own
-        pages, so that the oldest request always gets on and nobody waits for himself.
+        A request that is not running yet preempts no other. A running request gives up its own pages if none is newer.
+        So the oldest request always continues, and no request waits for itself.
         """
         need = -(-end // self.pool.page_size) - len(sequence.pages)
         while self.pool.num_free < need:
@@ -395,7 +410,7 @@ class Coordinator:
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """Recomputation: drop the KV, requeue by arrival with all tokens known so far as the new prompt."""
+        """Drop a sequence's KV, and queue it by arrival. All its known tokens are its new prompt (recomputation)."""
         self._prefills.pop(victim.index, None)
         self._decodes.pop(victim.index, None)
         self._leave(victim)
@@ -406,7 +421,7 @@ class Coordinator:
         self._waiting.insert(place, victim)
 
     def _issue_decode(self, sequence: Sequence, new_pages: tuple[int, ...]) -> Chunk:
-        """Most of what is ever issued, so it takes a way of its own: one token, the last that is known."""
+        """Issue a chunk with the last known token. Most chunks are decodes, so they have a fast path of their own."""
         index, start = sequence.index, sequence.issued
         sequence.issued = start + 1
         self._held_tokens += 1
@@ -418,7 +433,7 @@ class Coordinator:
         return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
-        """The pages that positions [0, end) lack, which are there."""
+        """Take the pages that positions [0, end) still need. They must be free."""
         new_pages = self.pool.take(-(-end // self.pool.page_size) - len(sequence.pages))
         sequence.pages.extend(new_pages)
         return new_pages

@@ -1,10 +1,12 @@
-"""Which end of a pipeline computes the head: the last stage, or for some microbatches the first one.
+"""The choice of the stage that computes the LM head: the last stage, or for some microbatches the first one.
 
-Layers come in whole numbers and a head is none of them, so stages that are equal without it are not with it; and where
-prompts make few rows for it and decodes many, no split of layers is even for both. But whoever draws needs nothing but
-the rows, and the coordinator, which waits for the tokens, sits beside the first stage. So the error is diffused: what
-the last stage has computed longer than the first one is kept, and the next head goes to where it brings that nearest to
-zero. Of two equal stages that is every other microbatch, so that both compute the same in each turn.
+Layers come in whole numbers and an LM head is not one of them. So stages that are equal without it are unequal with
+it. Prompts make few rows for it and decodes make many, so no split of layers is even for both. But drawing a token
+needs only the rows, and the coordinator, which waits for the tokens, runs with the first stage.
+
+So the error is diffused. This module adds up how much longer the last stage has computed than the first one. The next
+LM head goes to the stage that brings this sum nearest to zero. With two equal stages that is the first stage for every
+other microbatch, so that both compute the same in each turn.
 """
 
 from __future__ import annotations
@@ -18,25 +20,32 @@ from sarathi_pp.core.cost.model import CostModel, Load, Row
 from sarathi_pp.core.cost.refiner import CostRefiner
 from sarathi_pp.core.plan import MicroBatch, StageTime
 
-# Microbatches whose median says what heads take, and how the last stage compares with the first.
+# Latest microbatches whose medians give the time of an LM head, and the ratio of the last stage to the first one.
 _REMEMBERED = 31
-# Stages whose times differ by less of a head are taken for equal: taking turns is then the nearest there is, and turns
-# that noise turns round are a gap on both.
+# Stages count as equal if their times differ by less than this share of an LM head. Taking turns is then the nearest
+# choice. If noise changed the turns, both stages would have a gap.
 _ALIKE = 0.5
 
 
 def moves_head(head: str, device: str, num_stages: int, shards: int) -> bool:
-    """Whether a run does so. head: as somebody asked for it. On a GPU it would take memory from the KV cache, and a
-    stage of several ranks would have to bring its rows together.
+    """Return whether a run moves LM heads to the first stage.
+
+    On a GPU the LM head would take memory from the KV cache. A stage of several ranks would have to collect its rows.
+
+    Args:
+        head: the value that the user chose, as in RunConfig.
     """
     return head == "auto" and device == "cpu" and num_stages > 1 and shards == 1
 
 
 class HeadPlacement:
-    """cost: of all stages, as far as is known beforehand; learnt from then on, with what microbatches took.
+    """The choice of a stage for the LM head of each microbatch.
 
-    That comes later than where their heads go is decided, so it is expected times that are added up: in those of single
-    microbatches there is noise that no later head makes good.
+    Measured times come after the choice, so expected times are added up. The times of single microbatches contain noise
+    that no later choice can correct.
+
+    Args:
+        cost: cost of all stages, as far as it is known before the run. Measured times of microbatches refine it.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -44,13 +53,13 @@ class HeadPlacement:
         self._first = CostRefiner(replace(cost, stages=(first,)))
         self._row_s = last.head_s
         self._heads_s = _Recent()
-        # Of the last stage's time without the head to the first one's.
+        # Ratios of the last stage's time without the LM head to the first stage's time.
         self._ratios = _Recent(_count(last.layers) / _count(first.layers))
-        self._ahead = 0.0  # by how many heads the last stage has computed longer
+        self._ahead = 0.0  # number of LM heads by which the last stage has computed longer
         self._rows: deque[Row] = deque()  # of the microbatches in flight
 
     def choose(self, microbatch: MicroBatch) -> bool:
-        """Whether the first stage computes the head of this one, which is the next to be issued."""
+        """Return whether the first stage computes the LM head of this microbatch, which is issued next."""
         num_drawn = microbatch.num_drawn
         row = self._first.row(Load.of(microbatch))
         self._rows.append(row)
@@ -61,16 +70,21 @@ class HeadPlacement:
         on_first = num_drawn > 0 and self._ahead > 0
         if num_drawn:
             self._ahead += -1 if on_first else 1
-        # What is further off was lost, and is not made good by losing as much on the other side.
+        # Time beyond one LM head is lost. Losing as much on the other side would not bring it back.
         self._ahead = max(-1.0, min(1.0, self._ahead))
         return on_first
 
     def observe(self, microbatch: MicroBatch, times: Sequence[StageTime], head_s: float) -> None:
-        """What the oldest one in flight took on each stage, and its head where the first one computed it."""
+        """Take in the times of the oldest microbatch in flight.
+
+        Args:
+            times: one per stage.
+            head_s: seconds of its LM head, if the first stage computed it.
+        """
         row = self._rows.popleft()
         own_s = [time.seconds for time in times if time.microbatch == microbatch.index]
         if not own_s or len(own_s) < len(times) or not all(own_s):
-            return  # nobody told, or a device that tells its times later
+            return  # the times are unknown, or the device reports them later
         self._first.observe(0, row, own_s[0])
         drawn = microbatch.num_drawn
         kept_s = self._expected_s(drawn) if drawn and not microbatch.head_on_first else 0.0
@@ -79,16 +93,19 @@ class HeadPlacement:
             self._heads_s.add(head_s)
 
     def restart(self, inflight: Iterable[MicroBatch]) -> None:
-        """Forget all microbatches but these, oldest first."""
+        """Forget all microbatches except these, which are in flight, oldest first."""
         self._rows = deque(self._first.row(Load.of(microbatch)) for microbatch in inflight)
 
     def _expected_s(self, num_drawn: int) -> float:
-        """Of a head, of however many rows: reading its weights is most of it."""
+        """Return the expected seconds of an LM head.
+
+        Reading its weights takes most of them, however many rows there are.
+        """
         return self._heads_s.median if self._heads_s.numbers else self._row_s * max(1, num_drawn)
 
 
 class _Recent:
-    """Numbers of late, and their median where there are any: asked for more often than it changes."""
+    """The latest numbers and their median, which is read more often than it changes; 0 if there are none."""
 
     def __init__(self, *numbers: float) -> None:
         self.numbers = deque(numbers, maxlen=_REMEMBERED)

@@ -1,8 +1,8 @@
 """The choice of a replica for the next request: the one with the least work, counted in tokens.
 
-The work of a request is its prompt tokens plus the mean output tokens of ended requests; its own output is not known
-yet. A replica holds a limited number of requests. Further requests wait until one has ended, so that fast and slow
-replicas finish at about the same time.
+The work of a request is its prompt tokens plus the mean output tokens of ended requests, because its own output is not
+known yet. A replica holds a limited number of requests. Further requests wait until one has ended, so that fast and
+slow replicas finish at about the same time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
 
 
 def most_held(max_num_seqs: int) -> int:
-    """Return how many requests a replica may hold: as many wait as may run, so that a free seat is filled at once."""
+    """Return the most requests of a replica. As many may wait as run, so that a free seat is filled at once."""
     return 2 * max_num_seqs
 
 
 def most_held_tokens(kv_tokens: int) -> int:
-    """Return the prompt tokens at which a replica gets no further request: what runs there, and what may wait.
+    """Return the prompt tokens at which a replica gets no further request: those that run and those that may wait.
 
     Args:
         kv_tokens: tokens that the replica's KV cache holds.
@@ -56,7 +56,7 @@ class LoadBalancer:
     def give(self, request: Request) -> int:
         """Give a request to the replica with the least work, the first among equals, and return that replica.
 
-        There must be room.
+        There must be room for it.
         """
         mean = self._output_tokens / self._ended if self._ended else 0.0
         replica = min(
@@ -78,14 +78,14 @@ class LoadBalancer:
         self._output_tokens += num_output_tokens
 
     def lose(self, replica: int) -> list[Request]:
-        """Give the replica nothing more; return the requests that it held, in the order in which it got them."""
+        """Stop giving requests to the replica. Return the requests that it held, in the order in which it got them."""
         self._lost[replica] = True
         held, self._held[replica] = self._held[replica], {}
         self._prompt_tokens[replica] = 0
         return list(held.values())
 
     def clear(self) -> None:
-        """Forget every request; none of them has ended."""
+        """Forget every request, without counting any as ended."""
         for held in self._held:
             held.clear()
         self._prompt_tokens = [0] * len(self._held)

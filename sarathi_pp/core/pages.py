@@ -1,4 +1,4 @@
-"""The one owner of KV page ids. Every stage's shard has the same pages; stages only ever see ids."""
+"""The one owner of KV page ids. Every stage's shard has the same pages, and stages see only ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class PagePool:
     """Page ids [0, num_pages), each either free or held by one sequence.
 
     Low ids are given out first, so that a shard's untouched tail costs no resident memory.
-    Giving back a page that is not held is a bug of ours and fails at once.
+    An assertion fails if a page is given back that is not held, because that is a bug of ours.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -28,7 +28,7 @@ class PagePool:
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that num_tokens tokens of one sequence fill."""
+        """Return the number of pages that num_tokens tokens of one sequence fill."""
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which layers each stage owns, as a pure function of numbers."""
+"""The split of layers over stages, as a pure function of numbers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from typing import Literal, NamedTuple
 from sarathi_pp.errors import PartitionError
 
 Layers = tuple[tuple[int, int], ...]
-# By stage, and the layers [first, end) that it would have.
+# Seconds of a stage, from its index and its layers [first, end).
 StageSeconds = Callable[[int, int, int], float]
 
-# Steps in the search for a limit. After 50 it exceeds the least one by a rounding error.
+# Steps of the bisection. After 50 of them, the limit exceeds the least one only by a rounding error.
 _BISECTIONS = 50
 
 
 def partition(num_layers: int, num_stages: int, split: Sequence[int] | Literal["even"] | None = None) -> Layers:
-    """One [first, end) per stage, contiguous over [0, num_layers).
+    """Return the layers [first, end) of each stage, contiguous over [0, num_layers).
 
-    Without a split the layers are shared out evenly; where that leaves a remainder the earlier stages take
-    it, since the last one also has the head. Raises PartitionError with the numbers and what would fit.
+    Args:
+        split: layers per stage. None and "even" divide the layers evenly. The earlier stages then take the remainder,
+            since the last stage also has the LM head.
+
+    Raises:
+        PartitionError: the numbers do not fit each other. The message gives them and numbers that would fit.
     """
     _require_layers(num_layers, num_stages)
     if split is None or split == "even":
@@ -43,10 +47,10 @@ def partition(num_layers: int, num_stages: int, split: Sequence[int] | Literal["
 
 
 def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -> Layers:
-    """Return the contiguous split whose slowest stage takes least; among equals, one whose stages differ little.
+    """Return the contiguous split whose slowest stage takes least. Among equals, return one whose stages differ little.
 
     Args:
-        seconds: what a stage with such layers takes; no less if a layer is added at either end.
+        seconds: time of a stage with these layers. It must not fall if a layer is added at either end.
 
     Raises:
         PartitionError: there are fewer layers than stages.
@@ -54,7 +58,7 @@ def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -
     _require_layers(num_layers, num_stages)
     limit_s = _attained_s(num_layers, num_stages, seconds)
     starts = _least_starts(num_layers, num_stages, seconds, limit_s)
-    # By end: the best way to share the layers [0, end) out over the stages so far.
+    # By end: the best way to divide the layers [0, end) among the stages so far.
     best = {0: _Share(0.0, 0.0, (0,))}
     for stage in range(num_stages):
         last_end = num_layers - (num_stages - stage - 1)
@@ -63,7 +67,13 @@ def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -
 
 
 class _Share(NamedTuple):
-    """Layers shared out so far: the slowest stage's time, the sum of squared times, and where the cuts are."""
+    """The division of the first layers among the first stages.
+
+    Attributes:
+        slowest_s: time of the slowest stage.
+        squares: sum of the squared times.
+        cuts: 0 and the end of each stage.
+    """
 
     slowest_s: float
     squares: float
@@ -75,18 +85,19 @@ def _best_shares(
 ) -> Iterator[tuple[int, _Share]]:
     """Yield the best share for each of the ends that one more stage reaches within `limit_s`.
 
-    Squares are least if the slowest stages are equal; among equals, the earlier stages take more, as in an even split.
+    If the slowest stages are equal, the least sum of squares is best. If the sums are equal too, the earlier stages
+    take more layers, as in an even split.
     """
     lowest, highest = min(best), max(best)
     slowest = {first: share.slowest_s for first, share in best.items()}
     squares = {first: share.squares for first, share in best.items()}
     for end in ends:
-        # Of the best start so far, `chosen`.
+        # These belong to the best start so far, `chosen`.
         slowest_s, least, chosen = limit_s, inf, -1
         for first in range(min(end - 1, highest), lowest - 1, -1):
             stage_s = seconds(first, end)
             if stage_s > slowest_s:
-                break  # an earlier start takes no less
+                break  # with an earlier start the stage takes no less
             before_s = slowest.get(first, inf)
             if before_s > slowest_s:
                 continue
@@ -96,14 +107,14 @@ def _best_shares(
                 slowest_s, least, chosen = found_s, found, first
         if chosen >= 0:
             yield end, _Share(slowest_s, least, (*best[chosen].cuts, end))
-            # With more layers the best start is no earlier: squares of sums are convex (Yao, STOC 1980).
+            # A larger end has no earlier best start, since squares of sums are convex (Yao, STOC 1980).
             lowest = chosen
 
 
 def _attained_s(num_layers: int, num_stages: int, seconds: StageSeconds) -> float:
-    """Return the slowest stage's time in a split that fills stage after stage, with the limit found by bisection.
+    """Return the slowest stage's time in a split that fills one stage after another up to a limit.
 
-    The best split keeps within it, so nothing slower has to be looked at.
+    Bisection finds the limit. The best split stays within the returned time, so slower stages need no search.
     """
     low = 0.0
     high = max(seconds(stage, *span) for stage, span in enumerate(partition(num_layers, num_stages)))
@@ -115,7 +126,7 @@ def _attained_s(num_layers: int, num_stages: int, seconds: StageSeconds) -> floa
 
 
 def _slowest_if_filled(num_layers: int, num_stages: int, seconds: StageSeconds, limit_s: float) -> float:
-    """Return the slowest stage's time if each stage takes what it can within `limit_s`, and the last all others."""
+    """Return the slowest stage's time if each stage takes what fits `limit_s`, and the last one the others."""
     slowest_s, first = 0.0, 0
     for stage in range(num_stages - 1):
         end = first + 1
@@ -126,7 +137,10 @@ def _slowest_if_filled(num_layers: int, num_stages: int, seconds: StageSeconds, 
 
 
 def _least_starts(num_layers: int, num_stages: int, seconds: StageSeconds, limit_s: float) -> list[int]:
-    """Return the least start of each stage with which it and the later ones can keep within `limit_s`; then the end."""
+    """Return the earliest start of each stage with which it and all later stages stay within `limit_s`.
+
+    The last entry is the end of the layers.
+    """
     starts = [num_layers]
     for stage in reversed(range(num_stages)):
         start = starts[-1]

@@ -1,4 +1,4 @@
-"""What one microbatch computes, as a frozen value that prints, parses and compares.
+"""A microbatch as a frozen value that prints, parses and compares.
 
 Text form, used by golden schedules, logs and traces (KV length after the colon):
 
@@ -10,7 +10,7 @@ Text form, used by golden schedules, logs and traces (KV length after the colon)
       |  `- sequence; `s3.1` is sequence 3 after one preemption (epoch 1)
       `- index of the microbatch
 
-Chunk, SamplingRow and SampledToken are tuples: one of each is made for every token that is drawn, and a tuple takes a
+Chunk, SamplingRow and SampledToken are tuples. One of each is made for every token that is drawn, and a tuple takes a
 third of the time of a frozen dataclass.
 """
 
@@ -21,15 +21,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# Why no microbatch is issued. full: enough are in flight. held: the policy waits. no_kv: no pages are free.
+# The reason why no microbatch is issued. full: enough are in flight. held: the policy waits. no_kv: no pages are free.
 # tokens_in_flight: every sequence waits for its next token.
 IdleReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 
 
 class SamplingRow(NamedTuple):
-    """What the last stage needs to draw the token that follows a chunk; stateless, so it travels each time.
+    """Everything that the last stage needs to draw the token after a chunk. It is stateless, so it travels each time.
 
-    position: index of the drawn token in prompt + output. The draw depends on (seed, position) alone.
+    Attributes:
+        position: index of the drawn token in prompt + output. The draw depends on (seed, position) alone.
     """
 
     position: int
@@ -43,12 +44,15 @@ class SamplingRow(NamedTuple):
 class Chunk(NamedTuple):
     """Consecutive tokens [start, start + num_tokens) of one sequence.
 
-    They follow those of its last chunk, or begin among these: tokens that are computed again (Grant.overlap) get the
-    keys and values, in the same places, that they have already, and count as tokens like the others.
+    A chunk starts at the end of the sequence's earlier chunks. It starts before that end if tokens are computed again
+    (Grant.overlap). Such tokens get the same keys and values in the same places, and count like other tokens.
 
-    The first four fields are the schedule. The rest is payload for the stages: `token_ids` (num_tokens of
-    them), `new_pages` (appended to the sequence's page table before the chunk runs), and `sampling`, None
-    where the chunk does not reach the end of the known tokens and so has no next token to draw.
+    The fields up to `decode` are the schedule. The others are payload for the stages.
+
+    Attributes:
+        token_ids: num_tokens of them.
+        new_pages: pages that are appended to the sequence's page table before the chunk runs.
+        sampling: None if the chunk does not reach the end of the known tokens, so that no next token is drawn.
     """
 
     sequence: int
@@ -66,7 +70,7 @@ class Chunk(NamedTuple):
 
     @property
     def attention(self) -> float:
-        """x*L + x*x/2: the score entries that attention computes for x tokens behind L."""
+        """Return x*L + x*x/2, the score entries that attention computes for x tokens after L earlier ones."""
         return self.num_tokens * self.start + self.num_tokens**2 / 2
 
     def __str__(self) -> str:
@@ -76,11 +80,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What every stage runs at once: prefill chunks first, then decodes.
+    """The work that every stage runs at once: prefill chunks first, then decodes.
 
-    freed: sequences whose page tables the stages drop before running this microbatch.
-    issued_s: the coordinator's clock at issue. head_on_first: the last stage hands the rows that draw a token to the
-    first one, which computes the head for them; not part of the text form.
+    Attributes:
+        freed: sequences whose page tables the stages drop before they run this microbatch.
+        issued_s: the coordinator's clock at issue.
+        head_on_first: the last stage sends the rows that draw a token to the first stage, which computes the LM head
+            for them. This is not part of the text form.
     """
 
     index: int
@@ -103,7 +109,7 @@ class MicroBatch:
 
     @property
     def num_drawn(self) -> int:
-        """Chunks that end with the known tokens of their sequence, so that the next one is drawn."""
+        """Number of chunks that end with the known tokens of their sequence, so that the next token is drawn."""
         return sum([chunk.sampling is not None for chunk in self.chunks])
 
     def __str__(self) -> str:
@@ -114,7 +120,11 @@ class MicroBatch:
 
     @classmethod
     def parse(cls, text: str) -> MicroBatch:
-        """The inverse of `str`, up to `schedule()`. Raises ValueError on any other text."""
+        """Return the microbatch of a text that `str` printed. Fields that `str` does not print keep their defaults.
+
+        Raises:
+            ValueError: the text has another form.
+        """
         match = re.fullmatch(r"m(\d+)\[(.*)\]", text.strip())
         if match is None:
             raise ValueError(f"not a microbatch: {text!r}; expected a form like m7[s3:256+128 | d s1:300]")
@@ -136,9 +146,11 @@ def _parse_chunks(text: str, *, decode: bool) -> Iterable[Chunk]:
 
 
 class SampledToken(NamedTuple):
-    """One drawn token. `failed` marks logits that were not finite: there is no token, the request fails.
+    """One drawn token.
 
-    first_bad: the first stage whose output was not finite; -1 where nobody looked.
+    Attributes:
+        failed: the logits were not finite. There is no token, and the request fails.
+        first_bad: the first stage whose output was not finite; -1 if no stage checked.
     """
 
     sequence: int
@@ -149,7 +161,7 @@ class SampledToken(NamedTuple):
 
 
 class StageTime(NamedTuple):
-    """Seconds that a stage computed a microbatch; 0 where that is not known yet."""
+    """Seconds that a stage computed a microbatch; 0 if they are not known yet."""
 
     microbatch: int
     seconds: float
@@ -157,10 +169,12 @@ class StageTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What comes back for one microbatch, in issue order.
+    """The result of one microbatch. Results come in issue order.
 
-    stage_times: one of each stage, first stage first; of this microbatch, or of one that was in flight with it where a
-    device tells its times later. short: a stage had no memory for it, and computed it at a second attempt.
+    Attributes:
+        stage_times: one per stage, first stage first. They are of this microbatch. If a device reports its times later,
+            they are of a microbatch that was in flight at the same time.
+        short: a stage had no memory for the microbatch, and computed it at a second attempt.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""What was asked, and how it ended."""
+"""A request, and how it ended."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ ErrorCode = Literal["non_finite_logits", "kv_cache_exhausted"]
 class Request:
     """One prompt to continue.
 
-    index: arrival order, unique in a run; it names the sequence in schedules and traces (`s<index>`).
-    prompt_token_ids: never empty; held as an int32 array, 4 bytes per token, since thousands of long prompts may wait.
-    sampling.seed: already concrete.
-    arrival_s: coordinator clock; latencies count from here. paragraph_ends: prompt positions, ascending, at which a
-    paragraph of the text ends; empty where nobody asked.
+    Attributes:
+        index: arrival order, unique in a run. It names the sequence in schedules and traces (`s<index>`).
+        prompt_token_ids: never empty. They are stored as an int32 array, 4 bytes per token, since thousands of long
+            prompts may wait.
+        sampling: its seed is already concrete.
+        arrival_s: time on the coordinator's clock, from which latencies count.
+        paragraph_ends: prompt positions at which a paragraph of the text ends, ascending. Empty unless the policy wants
+            them (`Policy.wants_paragraphs`).
     """
 
     index: int
@@ -40,11 +43,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished request: every generated token id, end-of-sequence token included.
+    """One finished request.
 
-    error_code: why the finish reason is "error"; None for every other reason. `kv_cache_exhausted`: the prompt and
-    this output fill the whole KV cache, so that the next token cannot be computed.
-    first_bad: of `non_finite_logits`, the first stage whose output was not finite; -1 where nobody looked.
+    Attributes:
+        token_ids: every generated token, the end-of-sequence token included.
+        first_bad: the first stage whose output was not finite, for `non_finite_logits`; -1 if no stage checked.
+        error_code: cause of the finish reason "error"; None for every other reason. `kv_cache_exhausted`: the prompt
+            and this output fill the whole KV cache, so that the next token cannot be computed.
     """
 
     request: Request

@@ -1,4 +1,4 @@
-"""Set up a run step by step on all ranks: an error on one rank is raised on every rank, before any goes on."""
+"""Set up a run step by step on all ranks. An error on one rank is raised on every rank before the next step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Step:
     """One step of the set-up."""
 
     own: dict[str, Any] = field(default_factory=dict)  # this rank's answer, to be set inside the step
-    answers: list[dict[str, Any]] = field(default_factory=list)  # of every rank, by rank; complete after the step
+    answers: list[dict[str, Any]] = field(default_factory=list)  # of all ranks, by rank, complete after the step
 
 
 class Agreement:
-    """Every rank takes the same steps in the same order.
+    """The set-up steps, which every rank takes in the same order.
 
     with agreement.step("choosing its device") as step:
         step.own = {"gpu": ...}
@@ -33,13 +33,14 @@ class Agreement:
 
     @contextmanager
     def step(self, phase: str, detail: object = "", *, must_match: bool = False) -> Iterator[Step]:
-        """Do this rank's part inside, which may compute or read for any time. Wait for the others on leaving.
+        """Run this rank's part inside the block, and wait for the other ranks at its end.
 
-        An error on any rank is raised on all, so that no rank waits for one that left.
+        The part may compute or read for any time. An error on any rank is raised on all ranks, so that no rank waits
+        for one that left.
 
         Args:
-            phase: what a rank does meanwhile; continues "while it was ...".
-            detail: how far it is, formatted whenever somebody looks. See Activity.phase.
+            phase: the rank's activity, as a phrase that continues "while it was ...".
+            detail: the rank's progress, formatted each time it is shown. See Activity.phase.
             must_match: raise ConfigError if two answers differ.
         """
         step = Step()
@@ -49,14 +50,14 @@ class Agreement:
         except SarathiError as error:
             answers = self._report(error, {"error": str(error), "class": type(error).__name__})
         except Exception as error:
-            # It has a traceback to show. The other ranks only have to know why this one leaves.
+            # This rank shows its own traceback. The other ranks only need the reason why it leaves.
             text = f"{type(error).__name__} while it was {phase}: {error}"
             self._report(error, {"error": text, "class": PeerLostError.__name__})
             raise
         else:
             answers = self._plane.exchange({"answer": step.own})
         failed = [(rank, answer) for rank, answer in enumerate(answers) if "error" in answer]
-        # A rank that only notices that another rank is gone does not say why.
+        # PeerLostError says only that another rank is gone, not why. So it comes last.
         failed.sort(key=lambda failure: failure[1]["class"] == PeerLostError.__name__)
         for rank, answer in failed:
             raise self._error_of(rank, answer) from None
@@ -66,7 +67,7 @@ class Agreement:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Do inside what every rank does with the same result. An error is then the same on all; rank 0 shows it."""
+        """Run a block that has the same result on every rank. An error is the same on all, so only rank 0 shows it."""
         try:
             yield
         except SarathiError as error:
@@ -74,7 +75,7 @@ class Agreement:
             raise
 
     def _report(self, error: Exception, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Report an error to the other ranks. Raises it if one of them does not come: it may be stuck because of it."""
+        """Report an error to the other ranks. Raise it if a rank does not answer: that rank may hang because of it."""
         try:
             return self._plane.exchange(facts, with_timeout=True)
         except PeerLostError:

@@ -1,11 +1,11 @@
 """Measure each rank's clock against that of its replica's leader, and each leader's clock against rank 0's.
 
-Events of all ranks go on one time line. The measurement is a ping-pong over the control plane:
+Events of all ranks share one time line. The measurement is a ping-pong over the control plane:
 
     leader:  sent_s ----.                .---> back_s        offset = (sent_s + back_s) / 2 - there_s
     rank r:              `---> there_s --'                   uncertainty = (back_s - sent_s) / 2
 
-The fastest of several trials counts: the shorter the trip, the smaller the error if one way took all of it.
+The fastest of several trials counts. The error is largest if one way took the whole trip, so a short trip bounds it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRIALS = 20
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The leader's time is local time + offset_s, give or take uncertainty_s."""
+    """A clock offset: the leader's time is local time + offset_s, plus or minus uncertainty_s."""
 
     offset_s: float = 0.0
     uncertainty_s: float = 0.0
@@ -33,7 +33,7 @@ class ClockSync:
     """The result of a sync on one rank."""
 
     offset: ClockOffset
-    lost: Mapping[int, PeerLostError] = field(default_factory=dict)  # by replica that did not answer
+    lost: Mapping[int, PeerLostError] = field(default_factory=dict)  # by replica; those that did not answer
 
 
 def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *, may_lose: bool = False) -> ClockSync:
@@ -52,7 +52,7 @@ def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *,
     if not coordinate.leads:
         return ClockSync(_follow(plane, clock, mesh.leader(coordinate.replica)))
     offset = ClockOffset() if rank == 0 else _follow(plane, clock, 0)
-    # Its own members first: they wait no longer than this rank waits for a leader that does not answer.
+    # Own members first. Otherwise they would wait while this rank waits for a leader that does not answer.
     followers = {coordinate.replica: mesh.members(coordinate.replica)[1:]} if coordinate.replica in replicas else {}
     if rank == 0:
         followers |= {replica: (mesh.leader(replica),) for replica in replicas if replica != 0}

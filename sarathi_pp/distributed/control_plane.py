@@ -1,9 +1,9 @@
-"""The control plane: all ranks of a run join it, and talk over it while the run is set up and while it ends.
+"""The control plane, over which all ranks of a run talk while the run is set up and while it ends.
 
     join -> exchange facts, in phases -> open edges -> start ... the run ... -> send numbers and files -> leave
 
 One gloo group of all ranks carries the facts, numbers and files. During the run only edges carry messages, see
-edges.py. Their groups are made here, because all ranks must make all groups in one order.
+edges.py. Their groups are made here, because all ranks must make all groups in the same order.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.mesh import Mesh
 
-# How long a store may take to say which ranks have come. The store of a host that is gone would take for ever.
+# Seconds that a store may take to list the ranks that have come. The store of a lost host would never answer.
 _STORE_ANSWER_S = 2.0
 _PIECE_BYTES = 4 << 20
 _POLL_S = 0.001
-# Ranks that come within this time are not checked at all.
+# Ranks that come within this time are not checked.
 _FIRST_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The connection to the other ranks: a store of this start alone, and a group of all ranks."""
+    """The connection to the other ranks: a store that only this start uses, and a group of all ranks."""
 
     store: Store
     interface: Interface
@@ -56,14 +56,14 @@ class ControlPlane:
     """This rank's end of the control plane. Made by `join`.
 
     Args:
-        mesh: which rank does what.
-        patience_s: how long this rank waits for another one that is silent.
-        connection: None for a rank alone.
-        activity: what this rank does. Other ranks read it while they wait.
+        mesh: the replica, stage and shard of each rank.
+        patience_s: seconds that this rank waits for a silent one.
+        connection: None if there is only one rank.
+        activity: this rank's current activity. Other ranks read it while they wait.
 
     Attributes:
         mesh: after joining, ranks of one host are neighbours in it.
-        hosts: name of the host of each rank.
+        hosts: host name of each rank.
         resources: closed by `leave`, the last one first.
     """
 
@@ -101,16 +101,16 @@ class ControlPlane:
         mesh: Mesh | None = None,
         activity: Activity | None = None,
     ) -> ControlPlane:
-        """Join the other ranks; returns when all are there.
+        """Join the other ranks, and return when all have joined.
 
-        Afterwards ranks wait for a silent one as long as the longer of both timeouts.
+        Afterwards, a rank waits for a silent one up to the longer of the two timeouts.
 
         Args:
             mesh: the shape of the run. None: one pipeline of all ranks.
-            activity: what this rank does, the wait for the other ranks included.
+            activity: this rank's current activity, which includes the wait for the other ranks.
 
         Raises:
-            ConfigError: not all ranks are there within join_timeout_s.
+            ConfigError: not all ranks have joined within join_timeout_s.
             PeerLostError: a rank left meanwhile.
         """
         mesh, clock, activity = mesh or Mesh(stages=env.world_size), SystemClock(), activity or Activity()
@@ -137,7 +137,7 @@ class ControlPlane:
         ]
 
     def name(self, rank: int) -> str:
-        """Return what messages call a rank, with its host and pid."""
+        """Return the name of a rank for messages, with its host and pid."""
         return self._names[rank]
 
     @contextmanager
@@ -149,7 +149,7 @@ class ControlPlane:
             yield
 
     def end_set_up(self) -> None:
-        """End the set-up on all ranks: edges are open, and have heartbeats of their own."""
+        """End the set-up on all ranks. From then on, the open edges have their own heartbeats."""
         self.exchange({})
         if self._presence is not None:
             self._presence.close()
@@ -162,7 +162,10 @@ class ControlPlane:
         self.resources.close()
 
     def new_group(self, ranks: Sequence[int], timeout_s: float, backend: str) -> Group | None:
-        """Connect these ranks; returns None on other ranks. All ranks make all groups in one order."""
+        """Connect these ranks and return their group, or None on other ranks.
+
+        All ranks must make all groups in the same order.
+        """
         self._num_groups += 1
         if self.env.rank not in ranks:
             return None
@@ -174,11 +177,11 @@ class ControlPlane:
         return group
 
     def surrounded(self, backend: str) -> AbstractContextManager[None]:
-        """Set the environment in which a communicator listens on this rank's interface alone."""
+        """Set environment variables so that a communicator listens only on this rank's interface."""
         return surrounded(backend, self._connected.interface.name, self.env.nccl_interface)
 
     def exchange(self, facts: Mapping[str, Any], *, with_timeout: bool = False) -> list[dict[str, Any]]:
-        """Return every rank's facts, rank 0's first. It is a barrier too. Facts are plain JSON, never pickled.
+        """Return every rank's facts, rank 0's first. The call is also a barrier. Facts are plain JSON, never pickled.
 
         Args:
             with_timeout: wait at most patience_s. Without it, a rank in set-up waits for as long as the others make
@@ -201,7 +204,7 @@ class ControlPlane:
         return [json.loads(bytes(text.numpy())[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def _gather_watching(self, tensor: torch.Tensor, presence: Presence) -> list[torch.Tensor]:
-        """Gather, and check regularly that the ranks that are missing are alive."""
+        """Gather a tensor from all ranks, and regularly check that missing ranks are alive."""
         clock = self._clock
         presence.forget()
         check_s = clock.now() + _FIRST_CHECK_S
@@ -219,7 +222,7 @@ class ControlPlane:
         return gathering.result()
 
     def send_numbers(self, numbers: list[float], rank: int) -> None:
-        """Send a few float64 to one rank. The receiver knows how many."""
+        """Send a few float64 numbers to one rank, which must know their count."""
         self._send(torch.tensor(numbers, dtype=torch.float64), rank)
 
     def receive_numbers(self, count: int, rank: int) -> list[float]:
@@ -227,7 +230,7 @@ class ControlPlane:
         return [float(number) for number in numbers]
 
     def send_file(self, path: str | os.PathLike[str], rank: int) -> None:
-        """Send a file's bytes in bounded pieces, each after its length. A piece of length 0 ends it."""
+        """Send a file in bounded pieces, each preceded by its length. Length 0 ends the file."""
         with open(path, "rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 self.send_numbers([float(len(piece))], rank)
@@ -254,7 +257,7 @@ class ControlPlane:
 
     @contextmanager
     def others_may_leave(self, rank: int | None = None) -> Iterator[None]:
-        """Raise PeerLostError for what a group raises when a rank dies or is silent.
+        """Turn the error that a group raises when a rank dies or is silent into PeerLostError.
 
         Args:
             rank: the other end. None: all ranks take part.
@@ -264,22 +267,22 @@ class ControlPlane:
         except RuntimeError as error:
             # The library's text is about sockets, not about ranks.
             if "timed out" not in str(error).lower():
-                # That rank, or its launcher, has said why it left.
+                # That rank, or its launcher, has already reported why it left.
                 raise PeerLostError("another rank left while the run was being set up or closed") from error
             if rank is None:
                 who = " and ".join(self._names[rank] for rank in self._missing()) or "another rank"
             else:
-                # Rank 0 talks with one rank after the other, the others with rank 0 alone.
+                # Rank 0 talks to one rank after the other. The others talk only to rank 0.
                 who = self._names[rank] + ("" if self.env.rank == 0 else " or a rank that it waits for")
             raise PeerLostError(
-                f"no word from {who} within {self.patience_s:g} s while the run was being set up or closed: a rank "
-                f"that hangs, or takes longer (--join-timeout is how long ranks wait for each other)"
+                f"received nothing from {who} within {self.patience_s:g} s while the run was being set up or closed. "
+                f"That rank hangs or needs more time; --join-timeout sets how long ranks wait for each other"
             ) from error
 
     def _missing(self) -> list[int]:
-        """Return the ranks that have not come to this exchange; none if the store does not answer in time.
+        """Return the ranks that have not come to this exchange; an empty list if the store does not answer in time.
 
-        A rank that is silent may be the one that holds the store.
+        The silent rank may be the one that holds the store.
         """
         store = self._connected.store
 

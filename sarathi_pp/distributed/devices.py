@@ -17,16 +17,20 @@ from sarathi_pp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """The device of a rank, as the others need to know it."""
+    """The facts about a rank's device that other ranks need."""
 
     host: str
-    gpu: str | None  # its uuid; None on CPU
-    nccl: bool  # its torch has NCCL
-    arithmetic: str = ""  # if it is the same on two CPUs, the same product has the same bits
+    gpu: str | None  # uuid of the GPU; None on CPU
+    nccl: bool  # True if the rank's torch has NCCL
+    arithmetic: str = ""  # two CPUs with equal values compute equal products, bit for bit
 
 
 def choose_device(wish: str, env: RankEnvironment) -> torch.device:
-    """Return the device of this rank. If a host has more ranks than GPUs, ranks share GPUs."""
+    """Return the device of this rank. If a host has more ranks than GPUs, ranks share GPUs.
+
+    Raises:
+        ConfigError: the user wants "cuda", and torch finds no CUDA device.
+    """
     if wish == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if wish == "cpu" or not torch.cuda.is_available():
@@ -40,7 +44,7 @@ def describe_device(device: torch.device, host: str, *, nccl: bool) -> DeviceInf
     """Describe the device of a rank.
 
     Args:
-        nccl: this rank's torch has NCCL.
+        nccl: True if this rank's torch has NCCL.
     """
     if device.type != "cuda":
         return DeviceInfo(host, None, nccl=False, arithmetic=_arithmetic())
@@ -48,7 +52,7 @@ def describe_device(device: torch.device, host: str, *, nccl: bool) -> DeviceInf
 
 
 def _arithmetic() -> str:
-    """Return a hash of what decides which kernels a CPU runs: its instructions, threads, and the version of numba."""
+    """Return a hash of everything that selects a CPU's kernels: its instructions, its threads and numba's version."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     features = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
     numba = version("numba") if find_spec("numba") is not None else ""

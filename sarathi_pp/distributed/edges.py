@@ -1,7 +1,7 @@
-"""One rank's edges to other ranks: how they are connected, and its ends of them.
+"""One rank's edges to other ranks: their connections, and this rank's ends of them.
 
-Which edges there are, and their order, is in wire/order.py. Each has a gloo group of its own. Between ranks that share
-memory the messages go through that; between GPUs the activations go by a communicator of the device.
+wire/order.py defines the edges and their order. Each edge has its own gloo group. Ranks that share memory send their
+messages through it. GPUs send activations through a communicator of the device.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
-# Fragments under way between rank 0 and the leader of another replica.
+# Fragments in flight between rank 0 and the leader of another replica.
 _FRAGMENT_BUFFERS = 8
-# On an edge of heartbeats: for a heartbeat and a goodbye.
+# Buffers of a heartbeat edge: one for a heartbeat and one for a goodbye.
 _HEARTBEAT_BUFFERS = 2
 _POLL_S = 0.001
 
-# The sending rank, and the receiving one.
+# The sending rank, then the receiving one.
 Ranks = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """The ends that a stage uses.
+    """The edge ends that a stage uses.
 
-    way_in: microbatches, on a leader their results. shards: on a leader, to the other ranks of its stage, which get
-    headers alone.
+    Attributes:
+        way_in: receives microbatches. On a leader, it receives their results.
+        shards: on a leader, senders to the other ranks of its stage, which get only headers.
     """
 
     way_in: Receiver[Tensor]
@@ -54,10 +55,10 @@ class Wires:
 
 
 class Edges:
-    """This rank's connected edges. Made by `connect`; `ControlPlane.leave` closes them.
+    """This rank's connected edges. `connect` makes them, and `ControlPlane.leave` closes them.
 
     Attributes:
-        shared: all edges of the run that go through shared memory.
+        shared: all edges of the run that use shared memory.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Edges:
         """Connect all edges of this rank. Every rank calls it.
 
         Args:
-            nccl: makes the channels of edges that carry activations.
-            share: use shared memory between ranks that can.
+            nccl: options for the channels of edges that carry activations. None: no NCCL.
+            share: use shared memory between ranks that can share it.
 
         Raises:
             PeerLostError: another rank does not connect its end.
@@ -99,13 +100,13 @@ class Edges:
         return cls(plane, options, groups, sockets, opened, shared)
 
     def open_wires(self, run: ResolvedRun, activations: Payloads, head_size: int) -> Wires:
-        """Open the ends that this rank's stage uses.
+        """Open the edge ends that this rank's stage uses.
 
-        A leader that is the last stage too is its own neighbour.
+        A leader that is also the last stage is its own neighbour.
 
         Args:
-            activations: of the largest microbatch.
-            head_size: of the rows that an LM head takes.
+            activations: payloads of the largest microbatch.
+            head_size: size of the rows that the LM head takes.
         """
         mesh, rank = self._plane.mesh, self._plane.env.rank
         coordinate, buffers = mesh.coordinate(rank), edge_buffers(run.inflight)
@@ -117,7 +118,7 @@ class Edges:
             num_stages=run.num_stages,
         )
         forward = forward_edges(mesh)
-        # A sequence draws at most one token of a microbatch.
+        # A microbatch draws at most one token per sequence.
         rows = replace(activations, max_tokens=run.max_num_seqs, row_shape=(head_size,))
 
         def payloads(edge: Ranks) -> Payloads:
@@ -143,7 +144,7 @@ class Edges:
         """Open the edges of requests and answers between rank 0 and the leader of another replica.
 
         Args:
-            rank: of the other end.
+            rank: rank of the other end.
         """
         outgoing = self._sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
         incoming = self._receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
@@ -185,7 +186,11 @@ class Edges:
 
 
 def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -> ShardGroup | None:
-    """Connect the ranks that hold one stage. Every rank calls it; returns None if this rank holds its stage alone."""
+    """Connect the ranks that hold one stage. Every rank calls it.
+
+    Returns:
+        This rank's group; None if it holds its stage alone.
+    """
     mesh, own = plane.mesh, plane.mesh.coordinate(plane.env.rank)
     shards: ShardGroup | None = None
     for replica in range(mesh.replicas) if mesh.shards > 1 else ():
@@ -201,7 +206,8 @@ def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -
 def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], list[Ranks]]:
     """Connect ranks that reach each other's sockets.
 
-    Returns the sockets of this rank's edges, and all edges of the run that have one.
+    Returns:
+        The sockets of this rank's edges, and all edges of the run that have one.
     """
     own, wanted = plane.env.rank, stage_edges(plane.mesh)
     sockets: dict[Ranks, socket.socket] = {}
@@ -223,7 +229,7 @@ def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], l
     for source, listener in listeners.items():
         if (source, own) in shared:
             if (end := listener.accept(plane.patience_s)) is None:
-                raise PeerLostError(f"{plane.name(source)} has not come within {plane.patience_s:g} s")
+                raise PeerLostError(f"{plane.name(source)} has not connected within {plane.patience_s:g} s")
             plane.resources.callback(end.close)
             sockets[source, own] = end
         listener.close()
@@ -240,7 +246,10 @@ def _open_nccl_channels(plane: ControlPlane, options: EdgeOptions, nccl: NcclOpt
 
 
 def _open_nccl_channel(plane: ControlPlane, edge: Ranks, group: Group, nccl: NcclOptions, clock: Clock) -> NcclChannel:
-    """Open one edge after the other, in the same order on every rank, so that no two ranks wait for each other."""
+    """Open the channel of one edge.
+
+    Every rank opens its edges one by one in the same order, so that no two ranks wait for each other.
+    """
     sending = edge[0] == plane.env.rank
     peer = edge[1] if sending else edge[0]
     channel = NcclChannel(group, edge.index(peer), nccl.new_stream())
@@ -252,7 +261,7 @@ def _open_nccl_channel(plane: ControlPlane, edge: Ranks, group: Group, nccl: Ncc
             if clock.now() > end_s:
                 raise PeerLostError(
                     f"no connection between the devices of this rank and {plane.name(peer)} within "
-                    f"{plane.patience_s:g} s (--join-timeout); NCCL_DEBUG=INFO tells more"
+                    f"{plane.patience_s:g} s (--join-timeout); set NCCL_DEBUG=INFO for details"
                 )
             clock.sleep(_POLL_S)
     return channel

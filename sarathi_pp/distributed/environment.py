@@ -1,4 +1,4 @@
-"""The environment variables that torchrun, a launcher or a user gave this process. Loads no torch."""
+"""The environment variables that torchrun, a launcher or a user gave this process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STORE_VARIABLE = "SARATHI_PP_STORE"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
 LAUNCHER_VARIABLE = "SARATHI_PP_LAUNCHER"
-# torchrun's; our own launcher counts in it too.
+# torchrun's variable. Our own launcher counts restarts in it too.
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -28,14 +28,14 @@ class RankEnvironment:
 
     Attributes:
         store: path of the FileStore, if our own launcher started this process.
-        restart: how often the run was started before.
+        restart: number of earlier starts of the run.
         launch_id: the same for all starts of one launcher or agent, and different for any other.
         master: host and port at which the other ranks reach rank 0.
-        agent_store: torchrun's agent listens at `master`, instead of rank 0 itself.
+        agent_store: True if torchrun's agent, and not rank 0, listens at `master`.
         interface: the network interface on which the user wants ranks to talk.
-        nccl_interface: the interfaces for NCCL, if they are others.
-        launcher: pid of our own launcher, or of torchrun's agent if that started this process. It is read at the start:
-            a process whose parent has ended gets another parent.
+        nccl_interface: the interfaces for NCCL, if the user named them separately.
+        launcher: pid of our own launcher, or of torchrun's agent if the agent started this process. It is read at the
+            start, because a process gets another parent after its own has ended.
         attempt_dir: torchrun's folder for the error files of this start, one per host.
     """
 
@@ -58,10 +58,10 @@ class RankEnvironment:
         return self.world_size > 1 and self.store is None
 
     def num_threads(self, environment: Mapping[str, str] = os.environ) -> int:
-        """Compute threads: the CPUs that this process may use shared out, unless OMP_NUM_THREADS says otherwise.
+        """Return the number of compute threads: OMP_NUM_THREADS, otherwise an equal share of the usable CPUs.
 
-        torchrun sets OMP_NUM_THREADS=1 for several processes a node whether the user wants it or not, so a 1
-        there is no wish of the user's.
+        If a node has several processes, torchrun sets OMP_NUM_THREADS=1 without asking the user. So a 1 is ignored
+        there.
         """
         wish = environment.get("OMP_NUM_THREADS", "")
         if wish.isdigit() and int(wish) > 0 and not (wish == "1" and self.under_torchrun and self.local_world_size > 1):
@@ -70,11 +70,13 @@ class RankEnvironment:
 
 
 def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> None:
-    """To be called before torch is imported, whose OpenMP reads it then; what a user has set stays.
+    """Let idle OpenMP threads sleep. Call it before torch is imported, because OpenMP reads the variable then.
 
-    Its threads, as many as torch computes with, go on looking for work for a while after they had some, on cores that
-    the kernels' own threads (kernels/sarathi_pp_kernels/cpu/threads.py) want next: eight layers of the 254M model then
-    took two threads 128 ms for a chunk of 360 tokens, instead of 78 (one thread 149; two cores of a Zen 5).
+    A value that the user has set stays. By default, torch's OpenMP threads keep looking for work for a while. They
+    occupy cores that the kernels' own threads (kernels/sarathi_pp_kernels/cpu/threads.py) need next.
+
+    The measurement: eight layers of the 254M model, a chunk of 360 tokens, two cores of a Zen 5. Two threads took
+    128 ms, and 78 ms with this setting. One thread took 149 ms.
     """
     environment.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -82,8 +84,11 @@ def let_threads_sleep(environment: MutableMapping[str, str] = os.environ) -> Non
 def find_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     """Return the environment that torchrun or our launcher gave this process; None if neither started it.
 
-    Empty variables count as unset. A pod or a job script may set RANK=0 and WORLD_SIZE=1 for its only process; without
-    torchrun that is no rank of a run, and the process starts as many as it is asked for.
+    Empty variables count as unset. A pod or a job script may set RANK=0 and WORLD_SIZE=1 for its only process. Without
+    torchrun, that process is not a rank of a run. It starts the number of ranks that the user asks for.
+
+    Raises:
+        ConfigError: a variable has a wrong value.
     """
     environment = _set(environment)
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
@@ -116,15 +121,16 @@ def find_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
 
 
 def speaks_for_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process reports an error that it meets before the ranks have joined.
+    """Return whether this process reports an error that occurs before the ranks have joined.
 
-    torchrun gives all ranks of a host the same options and files, so they meet the same error. The first one says it.
+    torchrun gives all ranks of a host the same options and files, so they get the same error. Only the first rank
+    reports it.
     """
     return "RANK" not in environment or STORE_VARIABLE in environment or environment.get("LOCAL_RANK", "0") == "0"
 
 
 def expected_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Return the environment of this process; if it has none yet, that of a rank of a run of two.
+    """Return the environment of this process. If it has none yet, return that of a rank in a run of two ranks.
 
     The other rank is on another host if MASTER_ADDR and MASTER_PORT are set, otherwise on this one.
     """
@@ -153,7 +159,10 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _launcher(environment: Mapping[str, str]) -> int | None:
-    """With it this process is to end, even where it was killed and could tell nobody."""
+    """Return the pid of the launcher or agent; None without one.
+
+    This process must end when that one ends, even if that one was killed and could send no signal.
+    """
     if LAUNCHER_VARIABLE in environment:
         return int(environment[LAUNCHER_VARIABLE])
     parent = os.getppid()
@@ -161,7 +170,7 @@ def _launcher(environment: Mapping[str, str]) -> int | None:
 
 
 def _is_agent(environment: Mapping[str, str], parent: int) -> bool:
-    """Whether torchrun's agent is the parent itself, and not a program that it has started."""
+    """Return whether the parent is torchrun's agent itself, and not a program that the agent has started."""
     try:
         inherited = b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{parent}/environ").read_bytes()
     except OSError:
@@ -175,7 +184,10 @@ def _attempt_dir(environment: Mapping[str, str]) -> str | None:
 
 
 def _launch_id(environment: Mapping[str, str]) -> str:
-    """By our launcher's directory, or by torchrun's agent, which is this process's parent; empty without either."""
+    """Return an id made from our launcher's directory, or from torchrun's agent, this process's parent.
+
+    It is empty without either.
+    """
     store = environment.get(STORE_VARIABLE)
     if store is not None:
         return str(Path(store).parent)
@@ -183,55 +195,58 @@ def _launch_id(environment: Mapping[str, str]) -> str:
         return ""
     parent = Path(f"/proc/{os.getppid()}")
     if not _is_agent(environment, os.getppid()):
-        return ""  # a program that the agent has started, which may start us any number of times
+        return ""  # the parent is a program of the agent, which may start us any number of times
     try:
-        # The time at which it started, since numbers of processes come again: field 22, behind a name in brackets.
+        # The agent's start time, because pids are used again: field 22, after a name in brackets.
         started = (parent / "stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         started = ""
-    # Of one agent run's processes, below the attempt and the rank: a program may run several, one after the other.
+    # The folder of one agent run, above the attempt and the rank. A program may run several agents in turn.
     folder = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent
     name = quote(environment["TORCHELASTIC_RUN_ID"], safe="")
     return f"{name} {os.uname().nodename} {parent.name} {started} {folder}"
 
 
 def rendezvous_of(launch_id: str) -> str:
-    """torchrun's name of what all its agents run together, from one agent's launch; empty where nobody has named it.
+    """Return torchrun's rendezvous id, which all agents of a run share; empty if the user gave none.
 
-    Without a name it is "none" for any number of jobs. Our own launcher's launch id is a path.
+    torchrun's default is "none", which any number of jobs may have. The launch id of our own launcher is a path.
+
+    Args:
+        launch_id: launch id of one agent.
     """
     name = launch_id.partition(" ")[0]
     return "" if name == "none" or name.startswith("/") else name
 
 
 def mesh_of(config: RunConfig) -> Mesh:
-    """Before anybody knows which hosts the ranks are on."""
+    """Return the mesh of a run before the hosts of its ranks are known."""
     return Mesh(config.replicas, config.stages, config.tensor_parallel_size)
 
 
 def heeded_mark(store: str | Path) -> Path:
-    """The file that is there once rank 0, started by our launcher, heeds signals."""
+    """Return the path of the file that exists once rank 0, started by our launcher, handles signals."""
     return Path(f"{store}.heeded")
 
 
 def begun_mark(store: str | Path) -> Path:
-    """The file that is there once all ranks have been set up: from then on a replica may be lost."""
+    """Return the path of the file that exists once all ranks are set up. From then on, a replica may be lost."""
     return Path(f"{store}.begun")
 
 
 def stopped_mark(store: str | Path) -> Path:
-    """The file that is there once a signal has ended what our launcher started, and not a lost stage."""
+    """Return the path of the file that exists once a signal, and not a lost stage, has ended our launcher's ranks."""
     return Path(f"{store}.stopped")
 
 
 def inherited(additions: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for one that it starts, with some variables added or replaced."""
+    """Return this process's environment for a child process, with some variables added or replaced."""
     return {**os.environ, **additions}
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """In this process's environment while inside, for a library that looks there."""
+    """Set an environment variable inside the block, for a library that reads it."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

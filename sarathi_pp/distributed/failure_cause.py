@@ -1,4 +1,4 @@
-"""One message for one cause: a rank that has said why the run ends, and the others that only notice that it is gone."""
+"""One message per cause: ranks that only notice the loss of another rank are silent if that rank reports the cause."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sarathi_pp.errors import PeerLostError, SarathiError, StoppedError
 
 
 def report_cause(env: RankEnvironment) -> None:
-    """Let the other ranks of this host know that this one says why the run ends. Call it before the rank leaves."""
+    """Let the other ranks of this host know that this rank reports the cause. Call it before the rank leaves."""
     path = _mark(env)
     if path is not None:
         with suppress(OSError):
@@ -18,16 +18,19 @@ def report_cause(env: RankEnvironment) -> None:
 
 
 def is_echo(error: SarathiError, env: RankEnvironment) -> bool:
-    """Return whether an error is only how this rank notices that another one has ended with a message of its own.
+    """Return whether an error only repeats the end of another rank, which has reported its own message.
 
-    Rank 0 always speaks. On other hosts, where nobody reads its message, the others do too.
+    Rank 0 always reports its error. On hosts without a rank that reports the cause, the other ranks report theirs too.
     """
     path = _mark(env)
     return env.rank != 0 and path is not None and isinstance(error, PeerLostError | StoppedError) and path.exists()
 
 
 def _mark(env: RankEnvironment) -> Path | None:
-    """Return a file of this start that its ranks on this host share: of our launcher, or in torchrun's folder."""
+    """Return the path of a file that this start's ranks on this host share; None without a shared folder.
+
+    It is next to our launcher's store, or in torchrun's folder.
+    """
     if env.store is not None:
         return Path(f"{env.store}.cause")
     return Path(env.attempt_dir) / "sarathi-pp-cause" if env.attempt_dir else None

@@ -1,4 +1,4 @@
-"""Compare what must be the same on every rank of a run: software, wire, model and options."""
+"""The comparison of facts that must be equal on every rank of a run: software, wire, model and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fingerprint = dict[str, Any]
 
 def rank_fingerprint(config: RunConfig, facts: ModelFacts) -> Fingerprint:
     """Return this rank's software, model and options."""
-    # Paths may differ, but not what a profile decided. Rank 0 alone samples, and each rank has its own join timeout.
+    # Paths may differ, but not the values that a profile set. Only rank 0 samples. Join timeouts may differ per rank.
     options = replace(config, model="", run_dir=None, profile=None, sampling_overrides={}, join_timeout_s=1.0)
     return {
         **software(),
@@ -34,7 +34,7 @@ def rank_fingerprint(config: RunConfig, facts: ModelFacts) -> Fingerprint:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the software that computes."""
+    """Return the versions of the software that computes: this package, torch, transformers and Python."""
     return {
         "sarathi_pp": sarathi_pp.__version__,
         "torch": torch.__version__,

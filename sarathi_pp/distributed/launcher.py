@@ -1,8 +1,9 @@
 """Worker processes on this machine, started and watched.
 
-A worker is a process of our own command line with RANK in its environment. They find each other in a FileStore in a
-0700 directory and gloo on loopback, so nothing listens outside this machine; torchrun's own rendezvous does,
-on every interface, and unpickles what it is sent. Loads no torch: the workers would wait for it.
+A worker is a process of our own command with RANK in its environment. Workers find each other in a FileStore in a 0700
+directory, and talk over gloo on loopback. So nothing listens outside this machine. torchrun's own rendezvous listens on
+every interface, and unpickles everything that it receives. This module does not import torch, because the workers would
+have to wait for it.
 """
 
 from __future__ import annotations
@@ -36,21 +37,26 @@ from sarathi_pp.wire.mesh import Mesh
 
 _POLL_S = 0.1
 _ECHO_S = 3.0
-# For the other ranks once rank 0 has finished, with their traces in its hands: to leave a GPU, say.
+# Time for the other ranks to end, for example to release a GPU, after rank 0 has finished and has their traces.
 _LEAVE_S = 30.0
 _STOP_S = 2.0
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-# For what runs to be finished once a signal has come, and to be written down.
+# Time to finish the running requests after a signal, and to write down how the run ended.
 _DRAIN_S = DRAIN_S + 5.0
 
 Process = subprocess.Popen[bytes]
 
 
 class Workers:
-    """The ranks of one run from first_rank on, as processes of this one. mesh: who sits where.
+    """The ranks of one run from `first_rank` on, as child processes of this one.
 
-    restart: how often the run was started before, each time with a store of its own. descriptors: open ones of this
-    process that rank 0 gets. told_to_stop: whether rank 0 got a signal that was none of ours.
+    Args:
+        mesh: the replica, stage and shard of each rank.
+        restart: number of earlier starts of the run, each with its own store.
+        descriptors: open file descriptors of this process that rank 0 inherits.
+
+    Attributes:
+        told_to_stop: True if rank 0 got a signal that this process did not send.
     """
 
     def __init__(
@@ -63,25 +69,29 @@ class Workers:
         self._restart = restart
         self._descriptors = descriptors
         self.told_to_stop = False
-        self._killed: set[int] = set()  # of which was told
+        self._killed: set[int] = set()  # killed ranks that were reported
         self._processes: dict[int, Process] = {}
 
     def rank_environment(self, rank: int) -> RankEnvironment:
         return RankEnvironment(rank, self._world_size, rank, self._world_size, store=str(self.store))
 
     def start(self, arguments: Sequence[str]) -> None:
-        """Run `sarathi-pp ARGUMENTS` as every rank. Raises ConfigError if they could not talk to each other."""
+        """Start `sarathi-pp ARGUMENTS` as every rank.
+
+        Raises:
+            ConfigError: the ranks could not talk to each other.
+        """
         if self._world_size > 1:
             require_loopback()
         command = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
         for rank in range(self._first_rank, self._world_size):
             environment = {**os.environ, **self._variables(rank)}
-            # A session each: the terminal's Ctrl-C is for this process, which stops them.
+            # Each rank has its own session: the terminal's Ctrl-C goes only to this process, which stops the ranks.
             given = () if rank else self._descriptors
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=given)
 
     def ended(self) -> dict[int, str]:
-        """Return how each rank has ended that has."""
+        """Return a text for each rank that has ended, about its end."""
         codes = {rank: process.poll() for rank, process in list(self._processes.items())}
         return {
             rank: f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -90,15 +100,20 @@ class Workers:
         }
 
     def wait(self, console: Console, noted: Sequence[int]) -> int | None:
-        """Until all have ended, or one has failed and the others were stopped; the exit code of the run.
+        """Wait until all ranks have ended, or until one has failed and the others were stopped.
 
-        noted: signals that have come. The first is rank 0's, which then drains the run; None where it cannot yet,
-        another one came, or draining has taken too long, and they still run.
+        After a failure, the others get a moment to notice it and to end on their own. A lost peer (75) is an echo
+        there, and any other code is the cause. If there are several replicas, some may be lost, and the run lasts as
+        long as rank 0. After rank 0 has finished, the others get more time. If they stay, that does not change the
+        exit code of the run.
 
-        After a failure the others get a moment to notice and to end by themselves, with what they know: a lost
-        peer (75) is an echo, any other code is the cause. Of several replicas some may be lost: then the run lasts as
-        long as rank 0. Where that has finished, the others have longer, and no say in how the run ended if they stay.
-        The console reports a worker that was killed, which could not speak for itself.
+        Args:
+            console: reports a worker that was killed, because it could not report this itself.
+            noted: signals that have come. Rank 0 gets the first one, and then drains the run.
+
+        Returns:
+            The exit code of the run. None if ranks still run, because rank 0 cannot drain yet, another signal came,
+            or draining took too long.
         """
         clock = SystemClock()
         told_s: float | None = None
@@ -123,15 +138,15 @@ class Workers:
         if finished:
             for rank in (rank for rank, code in codes.items() if code is None):
                 console.error(f"{self._mesh.title(rank)} had not ended {left_s:g} s after rank 0, and was killed")
-        self.told_to_stop = stopped_mark(self.store).exists()  # by others: what follows is a signal of ours
+        self.told_to_stop = stopped_mark(self.store).exists()  # by others: the next signal is ours
         self.stop()
         return codes[self._first_rank] if finished else self._cause(codes)
 
     def _cause(self, codes: Mapping[int, int | None]) -> int:
-        """The run's exit code, from those of its ranks."""
+        """Return the run's exit code, derived from those of its ranks."""
         first = codes[self._first_rank]
         if self._may_lose_replicas() and first is not None and first >= 0 and first != PeerLostError.exit_code:
-            return first  # it has answered for all replicas, or knows why not
+            return first  # rank 0 has answered for all replicas, or knows the cause
         failed = [code for code in codes.values() if code]
         causes = [code for code in failed if code > 0 and code != PeerLostError.exit_code]
         return causes[0] if causes else PeerLostError.exit_code if failed else 0
@@ -144,11 +159,14 @@ class Workers:
         return any(codes.values()) or self._has_finished(codes)
 
     def _has_finished(self, codes: Mapping[int, int | None]) -> bool:
-        """Whether all that is left to do is to leave; of several replicas a lost one may never do so."""
+        """Return whether the run has finished and all ranks only have to leave.
+
+        It is False if there are several replicas, because a lost one may never leave.
+        """
         return codes[self._first_rank] in (EXIT_OK, EXIT_ROWS_FAILED) and not self._may_lose_replicas()
 
     def finished_with(self) -> int | None:
-        """Return rank 0's exit code if it has finished the run, whatever signals came meanwhile; None otherwise."""
+        """Return rank 0's exit code if rank 0 has finished the run, even if signals came meanwhile; otherwise None."""
         first = self._processes.get(self._first_rank)
         code = first.poll() if first is not None else None
         return code if code in (EXIT_OK, EXIT_ROWS_FAILED) else None
@@ -157,7 +175,7 @@ class Workers:
         return self._mesh.replicas > 1 and begun_mark(self.store).exists()
 
     def _codes(self, console: Console) -> dict[int, int | None]:
-        """Exit code by rank, the negative signal of one that was killed, None of one that still runs."""
+        """Return the exit code per rank: the negative signal number if it was killed, None if it still runs."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         for rank, code in codes.items():
             if code is not None and code < 0 and rank not in self._killed:
@@ -166,10 +184,10 @@ class Workers:
         return codes
 
     def stop(self) -> None:
-        """None of them is left when this returns, but one that not even SIGKILL ends, stuck inside the kernel.
+        """End all ranks. Only a rank that hangs inside the kernel may be left, because SIGKILL does not end it.
 
-        Rank 0 may have lines to write, and is asked. The others hold nothing: they heed no other signal, so that one to
-        all of a job's processes is rank 0's affair.
+        Rank 0 gets SIGTERM first, because it may have lines to write. The others hold nothing. They handle no other
+        signal, so that only rank 0 handles a signal to all of a job's processes.
         """
         for ranks, how in (({0}, signal.SIGTERM), (self._processes.keys(), signal.SIGKILL)):
             running = [self._processes[rank] for rank in ranks & self._processes.keys()]
@@ -194,7 +212,10 @@ class Workers:
 
 
 def descriptors_of(*paths: str) -> tuple[int, ...]:
-    """Those of this process among the paths: what a shell writes for `<(...)`, and nobody else can open."""
+    """Return this process's file descriptors among the paths.
+
+    A shell writes such paths for `<(...)`, and no other process can open them.
+    """
     found = (re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", path) for path in paths)
     return tuple(int(match[1]) for match in found if match)
 
@@ -207,10 +228,13 @@ def launch(
     max_restarts: int = 0,
     descriptors: Sequence[int] = (),
 ) -> int:
-    """Run `sarathi-pp ARGUMENTS` as all ranks of a mesh, to the end; returns the exit code of the run.
+    """Run `sarathi-pp ARGUMENTS` as all ranks of a mesh to the end, and return the exit code of the run.
 
-    max_restarts: how often all are started again after one was lost, which goes on where the run was. descriptors: see
-    Workers. The process is to end with that code: signals are ignored from then on.
+    This process must then end with that code, because signals are ignored from then on.
+
+    Args:
+        max_restarts: number of times that all ranks are started again after one was lost. Each start resumes the run.
+        descriptors: see Workers.
     """
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-") as directory, _noting(_STOPPING) as noted:
         for restart in range(max_restarts + 1):
@@ -229,16 +253,16 @@ def launch(
             console.error(f"a stage was lost: restart {restart + 1} of {max_restarts}")
     if noted and code in (None, PeerLostError.exit_code):
         return StoppedError.by(noted[0], "the run").exit_code
-    assert code is not None, "workers are given up for a signal only"
+    assert code is not None, "workers are abandoned only after a signal"
     return code
 
 
 @contextmanager
 def _noting(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
-    """Note the signals that come, in order, without interrupting the start or the end of a worker.
+    """Collect the signals that come, in order, without interrupting the start or the end of a worker.
 
-    Afterwards signals are ignored until this process has ended: they come too late to change its exit code. Python
-    catches signals in the main thread only; in another thread they do what they did.
+    Afterwards signals are ignored until this process has ended, because they come too late to change its exit code.
+    Python sets handlers only in the main thread. In another thread, signals keep their earlier effect.
     """
     noted: list[int] = []
     for one in signals:
@@ -252,7 +276,7 @@ def _noting(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
 
 
 def _wait(processes: Iterable[Process], timeout_s: float) -> None:
-    """For all of them, so long at the most."""
+    """Wait until all processes have ended, at most `timeout_s` in total."""
     clock = SystemClock()
     deadline_s = clock.now() + timeout_s
     for process in processes:

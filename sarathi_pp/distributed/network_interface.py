@@ -1,6 +1,7 @@
 """The one network interface on which this rank talks to the others: the one on which it reaches rank 0.
 
-gloo by itself listens wherever the host's own name leads: on Debian to 127.0.1.1, where no other host gets through.
+Otherwise gloo would listen at the address of the host's own name. On Debian this is 127.0.1.1, which no other host can
+reach.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ T = TypeVar("T")
 
 # Measured with torch 2.13, also for --rdzv-endpoint and --master-addr on loopback.
 _RENDEZVOUS = (
-    "torchrun's rendezvous listens on every interface of its host and unpickles what it finds: close its port to "
-    "strangers, or use --stages on one host"
+    "torchrun's rendezvous listens on every interface of its host and unpickles all data that it receives: block its "
+    "port for untrusted hosts, or use --stages on one host"
 )
 _LOOPBACK, _LOOPBACK_ADDRESS = "lo", "127.0.0.1"
-# A family of addresses, and one of them with its port.
+# An address family, and an address of it with its port.
 Target = tuple[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """name: as the kernel calls it. address: this host's on it, from which rank 0 is reached where nobody named it."""
+    """A network interface of this host.
+
+    Attributes:
+        name: the kernel's name of the interface.
+        address: this host's address on it. If the user did not name the interface, rank 0 is reached from there.
+    """
 
     name: str
     address: str
@@ -42,9 +48,13 @@ class Interface:
 
 
 def choose_interface(env: RankEnvironment) -> Interface:
-    """Loopback among our own launcher's ranks, the user's where GLOO_SOCKET_IFNAME names one, loopback on one host.
+    """Return the interface on which this rank talks.
 
-    Raises ConfigError where there is no such interface, or no way to rank 0.
+    Ranks of our own launcher use loopback. Otherwise GLOO_SOCKET_IFNAME decides. Without it, ranks on one host use
+    loopback, and ranks on several hosts use the interface with the route to rank 0.
+
+    Raises:
+        ConfigError: the interface does not exist, or there is no route to rank 0.
     """
     if env.store is not None:
         return Interface(_LOOPBACK, _LOOPBACK_ADDRESS)
@@ -56,20 +66,22 @@ def choose_interface(env: RankEnvironment) -> Interface:
     try:
         own = first_that_works(addresses_of(host, port), _own_address)
     except OSError as error:
-        raise ConfigError(f"MASTER_ADDR={host}: rank {env.rank} finds no way to it ({error.strerror})") from error
+        raise ConfigError(f"MASTER_ADDR={host}: rank {env.rank} has no route to it ({error.strerror})") from error
     for name, addresses in psutil.net_if_addrs().items():
         if any(_plain(one.address) == own for one in addresses):
             return Interface(name, own)
-    if ipaddress.ip_address(own).is_loopback:  # of 127.0.0.0/8 the kernel lists one
+    if ipaddress.ip_address(own).is_loopback:  # the kernel lists one address of 127.0.0.0/8
         return Interface(_LOOPBACK, own)
-    raise ConfigError(f"{own}, from which {host} is reached, is on no interface; name one in {INTERFACE_VARIABLE}")
+    raise ConfigError(
+        f"no interface has the address {own}, from which {host} is reached; name an interface in {INTERFACE_VARIABLE}"
+    )
 
 
 def require_loopback() -> None:
-    """Raise ConfigError if nothing on this host can be reached at 127.0.0.1, as in a new network namespace."""
+    """Raise ConfigError if this host cannot reach itself at 127.0.0.1, as in a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((_LOOPBACK_ADDRESS, 9))  # sends nothing: asks for the way
+            probe.connect((_LOOPBACK_ADDRESS, 9))  # sends nothing, only finds the route
         except OSError as error:
             raise ConfigError(
                 f"the loopback interface is down ({error.strerror}: {_LOOPBACK_ADDRESS}), and the ranks of one host "
@@ -78,13 +90,21 @@ def require_loopback() -> None:
 
 
 def addresses_of(host: str, port: int) -> list[Target]:
-    """IPv4 first, which is what gloo takes of an interface that has both. Raises OSError where there is none."""
+    """Return the addresses of a host, IPv4 first, because gloo prefers IPv4 on an interface that has both.
+
+    Raises:
+        OSError: the host has no address.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted(((one[0], one[4]) for one in found), key=lambda one: one[0] != socket.AF_INET)
 
 
 def first_that_works(targets: list[Target], attempt: Callable[[int, Any], T]) -> T:
-    """Of a name with several addresses some may lead nowhere. Raises the OSError of the last one where all do."""
+    """Return the result of the first attempt that succeeds. Some addresses of a name may not be reachable.
+
+    Raises:
+        OSError: all attempts have failed. It is the error of the last one.
+    """
     *others, last = targets
     for target in others:
         with suppress(OSError):
@@ -93,14 +113,14 @@ def first_that_works(targets: list[Target], attempt: Callable[[int, Any], T]) ->
 
 
 def _own_address(family: int, target: Any) -> str:
-    """This host's, from which that one is reached. Sends nothing: asks for the way."""
+    """Return this host's address from which a target is reached. It sends nothing, only finds the route."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return _plain(probe.getsockname()[0])
 
 
 def exposure(env: RankEnvironment) -> str | None:
-    """What a user should know of a run whose ranks, or whose launcher, can be reached; None where nothing can be."""
+    """Return a warning if other hosts can reach the ranks of a run or their launcher; None if they cannot."""
     if env.world_size == 1:
         return None
     interface = choose_interface(env)
@@ -122,5 +142,5 @@ def _address_of(name: str) -> str:
 
 
 def _plain(address: str) -> str:
-    """Without the interface that an address of one link only is written with."""
+    """Return an address without the interface name that follows a link-local address."""
     return address.partition("%")[0]

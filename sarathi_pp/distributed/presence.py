@@ -23,17 +23,17 @@ from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.edge_options import heartbeat_s
 
-# Less than this is what a process takes that only waits.
+# A process that only waits takes less than this.
 _WORK_S = 0.05
 _WORK_BYTES = 1 << 20
-# How long a store may take to answer: that of a host which is gone would take for ever.
+# Seconds that a store may take to answer. The store of a lost host would never answer.
 _ANSWER_S = 2.0
-# Threads of libraries that wake up, or answer other ranks, in a process that hangs too.
+# Threads of libraries that wake up or answer other ranks, even in a process that hangs.
 _IDLE_THREADS = ("gloo", "pt_tcpstore", "pt_nccl")
 
 
 class Store(Protocol):
-    """What is used of torch's stores."""
+    """The methods of torch's stores that are used here."""
 
     def check(self, keys: list[str]) -> bool: ...
     def get(self, key: str) -> bytes: ...
@@ -47,7 +47,7 @@ class Presence:
         store: the store of this start alone.
         names: names of all ranks, for messages.
         patience_s: seconds for which a rank may be silent, or may do nothing.
-        activity: what this rank does. It is sent with each heartbeat.
+        activity: this rank's current activity. It is sent with each heartbeat.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Presence:
         self._thread.start()
 
     def announce(self) -> None:
-        """Send a heartbeat now, because this rank begins another phase."""
+        """Send a heartbeat now, because this rank starts another phase."""
         self._wake.set()
 
     def forget(self) -> None:
@@ -81,7 +81,7 @@ class Presence:
         self._seen.clear()
 
     def awaited(self, ranks: Sequence[int]) -> str:
-        """Return a text with these ranks, and what the first one does according to its last heartbeat."""
+        """Return a text that names these ranks, with the first one's phase from its last heartbeat."""
         first, *others = ranks
         more = f" and {len(others)} more" if others else ""
         phase = self._seen[first].phase if first in self._seen else ""
@@ -94,10 +94,10 @@ class Presence:
         self._thread.join(_ANSWER_S)
 
     def check(self, ranks: Collection[int]) -> None:
-        """Look at ranks that this one waits for.
+        """Check the heartbeats of ranks that this one waits for.
 
         Raises:
-            PeerLostError: one of them is silent, or does nothing, for too long.
+            PeerLostError: one of them has been silent, or has done nothing, for too long.
         """
         nothing: dict[int, tuple[str, str, str]] = {}
         beats = call_with_timeout(lambda: self._read(ranks), _ANSWER_S, late=nothing)
@@ -131,7 +131,7 @@ class Presence:
 
     def _run(self) -> None:
         beat = 0
-        with suppress(RuntimeError):  # of a store that is gone: the rank that holds it has left
+        with suppress(RuntimeError):  # the store is gone: the rank that holds it has left
             while not self._ended:
                 beat += 1
                 self._store.set(f"alive/{self._rank}", f"{beat}\n{_work(beat)}\n{self._activity.own}")
@@ -151,7 +151,7 @@ class _Seen:
 
 
 def _work(beat: int) -> str:
-    """Return a text that changes while this process works. Without /proc a beat has to do."""
+    """Return a text that changes while this process works. Without /proc, each beat counts as work."""
     if not Path("/proc/self/task").is_dir():
         return str(beat)
     seconds, num_read = _done()
@@ -161,7 +161,7 @@ def _work(beat: int) -> str:
 def _done() -> tuple[float, int]:
     """Return the seconds computed and the bytes read by this process's threads.
 
-    Not by this one, nor by those of libraries that are busy whatever the rank does.
+    This thread does not count. Library threads that are busy whatever the rank does, do not count either.
     """
     ticks = num_read = 0
     threads: list[str] = []

@@ -1,4 +1,4 @@
-"""A rank that will not take part says so to the others, which else wait for it until --join-timeout."""
+"""A rank that cannot take part reports this to the others. Otherwise they would wait for it until --join-timeout."""
 
 from __future__ import annotations
 
@@ -14,24 +14,32 @@ from sarathi_pp.trace.clock import SystemClock
 
 
 def refuse(error: SarathiError, env: RankEnvironment, join_timeout_s: float, console: Console) -> int:
-    """Say why this rank does not join: here, and to all ranks, of which rank 0 raises it with this host's name.
+    """Report why this rank does not join, to its user and to all ranks. Rank 0 raises it with this host's name.
 
-    Returns the exit code. Raises the error where all ranks are on this host: their launcher or agent ends them.
+    Returns:
+        The exit code.
+
+    Raises:
+        SarathiError: `error` itself, if all ranks are on this host. Their launcher or agent then ends them.
     """
     if env.local_world_size == env.world_size:
         report_cause(env)
         raise error
     if speaks_for_host():
         console.error(f"{type(error).__name__}: {error}")
-    # Whatever keeps the others from hearing it, the cause is said.
+    # If this cannot reach the others, the cause is reported nevertheless.
     with suppress(SarathiError, RuntimeError):
         report_refusal(error, env, join_timeout_s)
     return error.exit_code
 
 
 def report_refusal(error: SarathiError, env: RankEnvironment, timeout_s: float) -> None:
-    """Tell the ranks that join why this rank does not. Raises the error, or the one that keeps it from them."""
-    # Imports torch, seconds after which the error would be said.
+    """Report to the joining ranks why this rank does not join.
+
+    Raises:
+        SarathiError: `error` itself, or the error that prevents the report.
+    """
+    # They import torch. At the top of the module, this would delay the error message by seconds.
     from sarathi_pp.distributed.rendezvous import rendezvous
     from sarathi_pp.distributed.store import open_store
 

@@ -1,15 +1,16 @@
-"""Ranks find each other in a store that may hold what an earlier start has left.
+"""Ranks find each other in a store that may hold entries of an earlier start.
 
-torchrun's static rendezvous keeps one store over its restarts, and the ranks of a second start would read addresses of
-processes that have ended (torch 2.13; they then wait for ever). So rank 0 draws a name for each start, every other rank
-answers with a token of its own, and what rank 0 writes down at the end of it shows a rank whether it was meant:
+torchrun's static rendezvous keeps one store over its restarts. The ranks of a second start would read addresses of
+processes that have ended, and then wait for ever (torch 2.13). So rank 0 draws a name for each start. Every other rank
+answers with its own token. At the end rank 0 writes a list of tokens, in which a rank sees whether it takes part:
 
     rank 0   name = N                         all there?   N/met = [B, C]
-    rank 1            N/1 = B                                             B is in it: go on below N
+    rank 1            N/1 = B                                             B is in it: continue below N
     rank 2            N/2 = C    (of an old N: C is not in it, so look for a new name)
 
-Answers say how many ranks each was told of, and where it talks. Where these do not fit, N/met says so to all. So it
-does where a rank comes only to say why it does not take part: its host cannot read the model, say.
+An answer has the number of ranks that this rank expects, and the address at which it talks. If answers do not fit
+together, N/met reports this to all ranks. It also passes on the error of a rank that cannot take part. For example, the
+host of that rank cannot read the model.
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ from sarathi_pp.trace.clock import Clock
 
 _LOOK_S = 0.02
 _HEARD_S = 2.0
-# For ranks that are not there yet when one does not take part: a job's ranks begin within seconds of each other.
+# Time for late ranks to come after one has refused: a job's ranks start within a few seconds.
 _PATIENCE_S = 30.0
-# Missing ranks whose numbers are shown.
+# Number of missing ranks that a text names.
 _MOST_NAMED = 8
-# For a store that has not answered when there is no more time.
+# Extra time for a store that has not answered at the deadline.
 _SILENT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An error as it travels. agreed: who has it has said it."""
+    """An error in the form in which it is sent.
+
+    Attributes:
+        kind: name of the error's class.
+        agreed: True if the rank that has the error has reported it.
+    """
 
     kind: str
     message: str
@@ -68,17 +74,17 @@ def rendezvous(
     activity: Activity | None = None,
     address: str = "",
 ) -> Store:
-    """Wait until all ranks have come, and return the part of the store that belongs to this start alone.
+    """Wait until all ranks have come, and return the part of the store that only this start uses.
 
     Args:
-        end_s: on this clock; how long rank 0 waits for the others.
-        refusal: the error for which this rank does not take part. The other ranks then raise it too.
-        activity: on rank 0, gets the ranks that have not come yet.
-        address: the address at which ranks meet, for that text.
+        end_s: time on this clock until which rank 0 waits for the others.
+        refusal: the error because of which this rank does not take part. The other ranks then raise it too.
+        activity: on rank 0, its text names the ranks that have not come yet.
+        address: address of the rendezvous, for that text.
 
     Raises:
-        ConfigError: ranks are missing or do not fit together, on every rank that rank 0 has heard from; or the store
-            does not answer, because its process or host is stopped.
+        ConfigError: ranks are missing or do not fit together. Every rank that rank 0 has heard from raises it. Or the
+            store does not answer, because its process or host is stopped.
     """
     shared = PrefixStore("sarathi_pp", store)
     own = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
@@ -86,7 +92,7 @@ def rendezvous(
     if refusal is not None:
         where = f"rank {rank} on {socket.gethostname()}"
         own["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
-    # Rank 0 knows who is missing, and tells those who still listen.
+    # Rank 0 knows the missing ranks, and reports them to the others, which listen a little longer.
     end_s += _HEARD_S if rank else 0.0
     patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
     activity = activity or Activity()
@@ -100,14 +106,14 @@ def rendezvous(
         activity.awaited = ""
     if not name:
         raise ConfigError(
-            f"rank {rank} of {world_size}: the store in which ranks meet has not answered within --join-timeout; is "
-            f"the process that holds it, on rank 0's host, stopped or cut off?"
+            f"rank {rank} of {world_size}: the rendezvous store has not answered within --join-timeout; check that the "
+            f"process that holds it, on rank 0's host, is running and can be reached"
         )
     return PrefixStore(name, shared)
 
 
 def _reach(interface: Interface) -> str:
-    """What has to be the same where two ranks are to hear each other: on loopback the host, and its namespace."""
+    """Return a value that two ranks must share to reach each other: on loopback, the host and its network namespace."""
     if not interface.is_loopback:
         return ""
     try:
@@ -125,7 +131,7 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activ
     refuse_s: float | None = None
     while not came.keys() >= set(ranks):
         on_time = clock.now() < end_s
-        # All of them again: one that has given up takes its answer back.
+        # Read all answers again: a rank that has given up clears its answer.
         strangers = [f"stranger/{number}" for number in range(1, 1 + store.add(f"{name}/strangers", 0))]
         keys = [key for key in (*ranks, *strangers) if store.check([f"{name}/{key}"])]
         answers = {key: store.get(f"{name}/{key}") for key in keys}
@@ -136,7 +142,7 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activ
         if own["refusal"] is not None:
             refusal = _Refusal(**own["refusal"])
         if refusal is not None and refusal.agreed and missing and on_time:
-            # Those that have not come yet are to hear it too.
+            # Ranks that have not come yet must get it too.
             refuse_s = refuse_s or clock.now() + _PATIENCE_S
             if clock.now() < refuse_s:
                 clock.sleep(_LOOK_S)
@@ -144,7 +150,7 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activ
         if refusal is None and missing and not on_time:
             refusal = _no_fit(
                 f"{world_size - len(missing)} of {world_size} ranks have come within --join-timeout, missing: "
-                f"{', '.join(missing)}; were all started, with the same rendezvous?"
+                f"{', '.join(missing)}; start all ranks, with the same rendezvous"
             )
         if refusal is not None:
             _tell(store, name, came, refusal)
@@ -171,7 +177,7 @@ def _tell(store: Store, name: str, came: dict[str, dict[str, Any]], refusal: _Re
 
 
 def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], clock: Clock) -> None:
-    """The store may end with this rank."""
+    """Wait until the other ranks have read the refusal, because the store may end with this rank."""
     end_s = clock.now() + _HEARD_S
     while clock.now() < end_s and not store.check([f"{name}/heard/{one['token']}" for one in came.values()]):
         clock.sleep(_LOOK_S)
@@ -182,7 +188,7 @@ def _no_fit(message: str) -> _Refusal:
 
 
 def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
-    """Why these cannot be two ranks of one run."""
+    """Return why these cannot be two ranks of one run; None if they can."""
     rank = other["rank"]
     if other.get("version") != first["version"]:
         return _no_fit(
@@ -199,7 +205,7 @@ def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
         here, there = (f"{one['name']} ({one['address']})" for one in (first, other))
         return _no_fit(
             f"rank 0 talks on {here}, rank {rank} on {there}, and they do not reach each other; give an address of "
-            f"rank 0's host that is no loopback address (torchrun: --master-addr, --local-addr), or name interfaces in "
+            f"rank 0's host other than loopback (torchrun: --master-addr, --local-addr), or name interfaces in "
             f"{INTERFACE_VARIABLE}"
         )
     return None
@@ -207,7 +213,7 @@ def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
 
 def _answer(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> str:
     token = secrets.token_hex(8)
-    answered: dict[str, str] = {}  # under which key, by name
+    answered: dict[str, str] = {}  # key of the answer, by name of the start
     while clock.now() < end_s:
         call = json.loads(store.get("name")) if store.check(["name"]) else None
         if call is not None and call["name"] not in answered:
@@ -228,6 +234,6 @@ def _answer(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> st
     for key in answered.values():
         store.set(key, "")
     raise ConfigError(
-        f"rank {own['rank']} of {own['world_size']} was not met by rank 0 within --join-timeout; was that one "
-        f"started, and all others?"
+        f"rank {own['rank']} of {own['world_size']} got no answer from rank 0 within --join-timeout; check that rank 0 "
+        f"and all other ranks were started"
     )

@@ -1,4 +1,4 @@
-"""A worker that ends before it has joined is reported in its place, so that the others do not wait for it."""
+"""A worker that ends before it has joined is reported to the other ranks, so that they do not wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOK_S = 0.1
 
 @contextmanager
 def watching_start(workers: Workers, join_timeout_s: float) -> Iterator[None]:
-    """While inside, tell the ranks that join which workers have ended. Rank 0 then raises PeerLostError."""
+    """Report workers that end inside the block to the joining ranks. Rank 0 then raises PeerLostError."""
     joined = threading.Event()
     thread = threading.Thread(target=_watch, args=(workers, join_timeout_s, joined), name="watch workers", daemon=True)
     thread.start()
@@ -38,6 +38,6 @@ def _watch(workers: Workers, join_timeout_s: float, joined: threading.Event) -> 
 
 
 def _report(workers: Workers, rank: int, how: str, join_timeout_s: float) -> None:
-    error = PeerLostError(f"its process {how} before it had joined the others; what it said is on stderr")
+    error = PeerLostError(f"its process {how} before it had joined the others; its own message is on stderr")
     with suppress(SarathiError, RuntimeError):
         report_refusal(error, workers.rank_environment(rank), join_timeout_s)

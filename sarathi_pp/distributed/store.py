@@ -1,4 +1,4 @@
-"""The store in which ranks find each other: our launcher's file, torchrun's, or rank 0's own."""
+"""The store in which ranks find each other: our launcher's file, torchrun's store, or a store of rank 0."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from sarathi_pp.errors import ConfigError
 
 
 def open_store(env: RankEnvironment, timeout: timedelta) -> Store:
-    """Raises ConfigError where it is not to be had within that time."""
+    """Open the store of this run.
+
+    Raises:
+        ConfigError: the store cannot be opened within `timeout`, or the environment has no address.
+    """
     if env.store is not None:
         return FileStore(env.store, env.world_size)
     if env.master is None:
         raise ConfigError(
-            f"RANK={env.rank} and WORLD_SIZE={env.world_size} are set, MASTER_ADDR and MASTER_PORT are not: where "
-            f"is rank 0 met?"
+            f"RANK={env.rank} and WORLD_SIZE={env.world_size} are set, MASTER_ADDR and MASTER_PORT are not; set them "
+            f"to rank 0's host and port"
         )
     host, port = env.master
     address, listener = host, None
@@ -41,12 +45,12 @@ def open_store(env: RankEnvironment, timeout: timedelta) -> Store:
     except RuntimeError as error:
         raise ConfigError(
             f"rank {env.rank} of {env.world_size} could not reach MASTER_ADDR={host} MASTER_PORT={port} within "
-            f"--join-timeout {timeout.total_seconds():g} s: was rank 0 started there, and can this host reach it?"
+            f"--join-timeout {timeout.total_seconds():g} s; check that rank 0 runs there, and that this host reaches it"
         ) from error
 
 
 def _listen(env: RankEnvironment, host: str, port: int) -> tuple[str, int]:
-    """Return the one address at which ranks reach rank 0, and a socket that listens there.
+    """Return the one address at which ranks reach rank 0, and the descriptor of a socket that listens there.
 
     TCPStore alone would listen at all addresses of the host.
     """
@@ -57,15 +61,15 @@ def _listen(env: RankEnvironment, host: str, port: int) -> tuple[str, int]:
             if env.interface is None:
                 raise ConfigError(
                     f"{named}: on rank 0's own host that name is {found[0][1][0]}, which no other host reaches; give "
-                    f"an address, or rank 0's interface in {INTERFACE_VARIABLE}, or LOCAL_WORLD_SIZE where all ranks "
-                    f"are on this one"
+                    f"an address, or rank 0's interface in {INTERFACE_VARIABLE}, or LOCAL_WORLD_SIZE if all ranks "
+                    f"are on this host"
                 )
             found = addresses_of(choose_interface(env).address, port)
         listener = first_that_works(found, lambda family, target: _listener(named, family, target))
         return listener.getsockname()[0], listener.detach()
     except OSError as error:
         astray = error.errno == errno.EADDRNOTAVAIL
-        remedy = "that is no address of rank 0's host; give one that all ranks reach" if astray else error.strerror
+        remedy = "that is not an address of rank 0's host; give one that all ranks reach" if astray else error.strerror
         raise ConfigError(f"{named}: {remedy}") from error
 
 
@@ -75,11 +79,11 @@ def _listener(named: str, family: int, target: Any) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # Not at another address of that name: the others may come to this one.
+        # Do not use another address of that name: the other ranks may connect to this one.
         raise ConfigError(f"{named}: another process listens there; give another MASTER_PORT") from error
 
 
 def _leads_astray(host: str, found: Target) -> bool:
-    """Whether the host's own name was meant, which Debian writes down as 127.0.1.1."""
+    """Return whether a name leads to loopback, as a host's own name does on Debian (127.0.1.1)."""
     address = found[1][0]
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in (address, "localhost")

@@ -1,4 +1,4 @@
-"""How activations go from stage to stage, chosen once from where the stages compute."""
+"""The transport of activations from stage to stage, chosen once from the devices of all stages."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from sarathi_pp.wire.channel import Landing
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.nccl_channel import SideStream
 
-# The gloo edge reports a lost peer. Without these, a thread of torch aborts the process before that, and another thread
-# aborts a process whose device is slow.
+# The gloo edge reports a lost peer. Without these values, a thread of torch aborts the process before that. Another
+# thread aborts a process whose device is slow.
 _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-# For a communicator of one rank, which waits for none.
+# Timeout of a communicator of one rank, which waits for no other rank.
 _ALONE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """name: "nccl" or "gloo". reason: why not the other one."""
+    """A transport and the reason for it.
+
+    Attributes:
+        name: "nccl" or "gloo".
+        reason: why it is not the other one.
+    """
 
     name: str
     reason: str
@@ -34,15 +39,15 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class NcclOptions:
-    """Everything that NCCL channels are made from."""
+    """The options from which NCCL channels are made."""
 
-    backend: str  # of torch.distributed
+    backend: str  # a backend of torch.distributed
     device: torch.device
     new_stream: Callable[[], SideStream]
 
 
 def choose_transport(devices: Sequence[DeviceInfo], wish: str = "auto") -> Transport:
-    """NCCL where every rank has a GPU to itself, which it insists on; the host's memory and gloo otherwise."""
+    """Return NCCL if every rank has its own GPU, as NCCL requires; otherwise gloo, through the host's memory."""
     if len(devices) == 1:
         return Transport("gloo", "one stage sends nothing")
     if wish == "gloo":
@@ -72,7 +77,7 @@ def nccl_options(device: torch.device, clock: Clock) -> NcclOptions:
 
 
 def start_nccl_alone(device: torch.device, interface: str) -> float:
-    """Opens a communicator of this process alone, all that one GPU allows, and returns its sum of a single 1."""
+    """Open a communicator of one process, the most that one GPU allows, and return its sum of a single 1."""
     with surrounded("nccl", interface, None):
         store = dist.HashStore()  # type: ignore[attr-defined]
         group = Group(store, 0, 1, _ALONE_S, "nccl")
@@ -85,19 +90,20 @@ def start_nccl_alone(device: torch.device, interface: str) -> float:
 
 
 def surroundings(backend: str, interface: str, nccl_interface: str | None) -> Mapping[str, str]:
-    """The environment in which a communicator is to be made, so that it listens on this interface alone.
+    """Return the environment variables with which a new communicator listens only on this interface.
 
-    nccl_interface: what the user said, in NCCL's own words.
+    Args:
+        nccl_interface: the user's value of NCCL_SOCKET_IFNAME, in NCCL's syntax; None if it is not set.
     """
     if backend != "nccl":
         return {INTERFACE_VARIABLE: interface}
-    # "=": the name as it stands, and not all that begin with it.
+    # "=" means exactly this name, and not all names that begin with it.
     return {NCCL_INTERFACE_VARIABLE: nccl_interface or f"={interface}", **_NCCL_WATCHED_ELSEWHERE}
 
 
 @contextmanager
 def surrounded(backend: str, interface: str, nccl_interface: str | None) -> Iterator[None]:
-    """See `surroundings`."""
+    """Set the variables of `surroundings` inside the block."""
     with ExitStack() as stack:
         for name, value in surroundings(backend, interface, nccl_interface).items():
             stack.enter_context(variable(name, value))
@@ -105,7 +111,7 @@ def surrounded(backend: str, interface: str, nccl_interface: str | None) -> Iter
 
 
 class CudaSideStream:
-    """See SideStream. Of the device, and beside whatever stream is the caller's current one."""
+    """A stream of the device, separate from the caller's current stream. See SideStream."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self._device = device
@@ -117,7 +123,10 @@ class CudaSideStream:
         return torch.cuda.stream(self._stream)
 
     def after_computing(self) -> None:
-        """Inside `entered` the current stream is this one; computing is on the device's default stream."""
+        """Let later work on this stream wait for computing, which is on the device's default stream.
+
+        Inside `entered`, the current stream is this one.
+        """
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
 
     def mark(self) -> Landing:

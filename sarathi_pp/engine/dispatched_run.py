@@ -3,7 +3,7 @@
     source -> [thread: share out] --+--> LocalSource -> engine of replica 0 -> LocalSink ---+--> sink
                                     +--Submit--> leader of replica 1 ... --Result--> write -+
 
-The main thread runs replica 0's engine. A run that has ended gives nothing more, even if its thread ends later.
+The main thread runs replica 0's engine. A run that has ended gives out no input line, even if its thread ends later.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sarathi_pp.outputs.sink import Sink
 from sarathi_pp.process.signals import Asked, StopRequests
 from sarathi_pp.trace.clock import Clock
 
-# How often rank 0 looks for events that notify nobody: new rows, a signal, the deadline of a stop.
+# How often rank 0 checks for events without a notification: new input lines, a signal, the deadline of a stop.
 LOOK_S = 0.05
 # How long rank 0 waits for another replica or thread to react to a message.
 REACTION_S = 2.0
 
 
 class DispatchedRun:
-    """Shares the source's rows out while its `with` block runs.
+    """A run that shares out the source's input lines while its `with` block runs.
 
     Args:
         stop: see Engine.run.
@@ -64,20 +64,20 @@ class DispatchedRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the thread. One that is blocked, by a replica that hangs, ends when its call returns."""
+        """End the thread. If a replica that hangs blocks the thread, it ends when its call returns."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
         self._thread.join(REACTION_S)
 
     def is_over(self) -> bool:
-        """Return whether replica 0 gets no more rows. Call it with the lock held."""
+        """Return whether replica 0 gets no more input lines. Call it with the lock held."""
         if self._stop is not None and self._clock.now() > self._stop.until_s + REACTION_S:
             return True
         return self._all_read and self._ledger.needs_only_replica_0
 
     def asked(self) -> Asked | None:
-        """Return the signal to stop, if there was one; no replica starts a request after it."""
+        """Return the signal that stops the run; None if there was none. No replica starts a request after it."""
         stop = self._requests.asked()
         # The deadline of the last signal counts.
         if stop is not None and (self._stop is None or stop.until_s != self._stop.until_s):
@@ -91,13 +91,13 @@ class DispatchedRun:
         return stop
 
     def write(self, replica: int, message: Result | RequestError) -> bool:
-        """Write the answer of another replica to the sink; return False if that replica does not hold the request."""
+        """Write the answer of another replica to the sink. Return False if that replica does not hold the request."""
         num_tokens = len(message.token_ids) if isinstance(message, Result) else 0
         with self.writing(replica, message.index, num_tokens) as row:
             if row is None:
                 return False
             assert row.request is not None
-            # The replica is not to blame for an error of the sink, which the main thread raises.
+            # An error of the sink is not the replica's fault. The main thread raises it.
             with suppress(Exception), self.calling_sink() as sink:
                 if isinstance(message, Result):
                     sink.finish(row, message.completion(row.request), message.metrics)
@@ -107,9 +107,9 @@ class DispatchedRun:
 
     @contextmanager
     def writing(self, replica: int, index: int, num_output_tokens: int) -> Iterator[Row | None]:
-        """Yield the row of a request that has ended, None if the replica does not hold it.
+        """Yield the input line of a request that has ended; None if the replica does not hold it.
 
-        Inside the block no other replica can get the row, and the run does not end.
+        Inside the block no other replica can get the input line, and the run does not end.
         """
         with self._changed:
             row = self._ledger.start_writing(replica, index, num_output_tokens)
@@ -123,7 +123,7 @@ class DispatchedRun:
 
     @contextmanager
     def calling_sink(self) -> Iterator[Sink]:
-        """Yield the sink. An error inside the block ends the run; the block raises the first error that did."""
+        """Yield the sink. An error inside the block ends the run. The block raises the run's first error."""
         try:
             yield self._sink
         except Exception as error:
@@ -139,9 +139,10 @@ class DispatchedRun:
             self.replicas.fail(error)
 
     def _next_given(self) -> tuple[int, Row] | None:
-        """Give a row to a replica and return both. Waits for a row and for room.
+        """Give an input line to a replica and return both. Wait for an input line and for room.
 
-        Returns None if no row is left, and no lost replica can return one.
+        Returns:
+            None if no input line is left, and no lost replica can return one.
         """
         while True:
             with self._changed:
@@ -171,7 +172,7 @@ class DispatchedRun:
 
 
 class LocalSource:
-    """The rows of replica 0, for its engine in the main thread. See Source."""
+    """The input lines of replica 0, for its engine in the main thread. See Source."""
 
     def __init__(self, run: DispatchedRun) -> None:
         self._run = run

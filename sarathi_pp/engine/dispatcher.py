@@ -1,10 +1,12 @@
-"""Rank 0's driver of several replicas: shares rows out, collects answers, gives a lost replica's rows to the others.
+"""Rank 0's driver of several replicas.
+
+It shares out input lines, collects answers, and gives the input lines of a lost replica to the others.
 
     Dispatcher.run --one DispatchedRun per call--> RemoteReplicas --> RowLedger
                                                         |
     [main thread: engine of replica 0]   [thread: share out]   [a thread per other replica: its messages]
 
-RowLedger decides which replica gets which row. The threads ask it, one at a time, and carry out its decision.
+RowLedger decides which replica gets an input line. The threads ask it, one at a time, and carry out its decision.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from sarathi_pp.process.signals import NEVER_ASKED, Asked, StopRequests
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.byte_stream import Remote
 
-# Refused rows written at a time when replica 0 is lost.
+# Number of refused input lines that are written at a time after replica 0 was lost.
 _REFUSED_ROWS = 64
 
 
 class Dispatcher:
-    """Used as an Engine: call `run` any number of times, then `close`.
+    """A driver that is used as an Engine: call `run` any number of times, then `close`.
 
-    A replica that loses a stage or its leader is given up, and its requests run elsewhere. If no other replica is left,
-    `run` raises PeerLostError. After any other exception of `run` the next call starts again.
+    A replica that loses a stage or its leader is abandoned, and its requests run on the others. If no other replica is
+    left, `run` raises PeerLostError. After any other exception of `run` the next call starts again.
 
     Args:
-        engine: of replica 0. It reports its progress to `progress`.
+        engine: engine of replica 0. It reports its progress to `progress`.
         remotes: connections to the leaders of the other replicas.
         most: requests that a replica may hold. See LoadBalancer.
         most_tokens: prompt tokens at which a replica gets no further request. See LoadBalancer.
-        progress: of all replicas.
+        progress: progress of all replicas.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Dispatcher:
         self._clock = clock
         self._progress = progress
         self._engine = engine
-        self._run: DispatchedRun | None = None  # the last one; None before the first call of `run`
+        self._run: DispatchedRun | None = None  # the last run; None before the first call of `run`
         self._listeners = {
             replica: threading.Thread(
                 target=self._listen, args=(replica,), name=f"messages of replica {replica}", daemon=True
@@ -70,16 +72,16 @@ class Dispatcher:
 
     @property
     def lost(self) -> Mapping[int, SarathiError]:
-        """Replicas that were given up, and why."""
+        """The lost replicas, each with its error."""
         return self._ledger.lost
 
     @property
     def is_lost(self) -> bool:
-        """Whether no replica is left."""
+        """Return whether no replica is left."""
         return not self._ledger.has_replicas
 
     def run(self, source: Source, sink: Sink, stop: StopRequests = NEVER_ASKED) -> Asked | None:
-        """Answer every row of the source. See Engine.run."""
+        """Answer every input line of the source. See Engine.run."""
         self._run = DispatchedRun(self._replicas, self._clock, source, sink, stop)
         try:
             with self._run as run:
@@ -89,7 +91,7 @@ class Dispatcher:
             raise
 
     def close(self) -> None:
-        """Send all stages home, and wait until the leaders have said goodbye."""
+        """End all stages, and wait for the goodbye of each leader."""
         for replica in self._replicas.present:
             try:
                 self._replicas.remotes[replica].outgoing.close()
@@ -107,13 +109,13 @@ class Dispatcher:
             try:
                 return self._engine.run(source, sink, run)
             except (PeerLostError, MemoryLostError, ProtocolError) as error:
-                # An error of the run's source or sink is no loss of replica 0.
+                # An error of the run's source or sink is not a loss of replica 0.
                 if error is self._ledger.failure or not self._replicas.lose(0, error):
                     raise
         return self._drive_without_engine(run, source, sink)
 
     def _drive_without_engine(self, run: DispatchedRun, source: LocalSource, sink: LocalSink) -> Asked | None:
-        """Write the rows that cannot run, until the other replicas have answered all others."""
+        """Write the input lines that cannot run, until the other replicas have answered the remaining ones."""
         while True:
             stop = run.asked()
             for row in source.take(_REFUSED_ROWS):
@@ -131,7 +133,7 @@ class Dispatcher:
             self._ledger.abort()
             self._replicas.changed.wait_for(lambda: not self._ledger.num_writing, REACTION_S)
         for thread in self._replicas.start_sending(Abort()):
-            thread.join(REACTION_S)  # nothing else is sent to that replica before
+            thread.join(REACTION_S)  # nothing else may be sent to that replica before this
 
     def _listen(self, replica: int) -> None:
         """Handle the messages of one leader until its goodbye."""
@@ -155,9 +157,9 @@ class Dispatcher:
             return
         name = self._replicas.remotes[replica].name
         if not isinstance(message, (Result, RequestError)):
-            raise ProtocolError(f"a {type(message).__name__} from {name}")
+            raise ProtocolError(f"unexpected {type(message).__name__} from {name}")
         run = self._run
         if run is not None and run.write(replica, message):
             return
         if not self._ledger.may_be_late(replica, message.index):
-            raise ProtocolError(f"{name} answers request {message.index}, which it was not given")
+            raise ProtocolError(f"{name} answers request {message.index}, which it does not hold")

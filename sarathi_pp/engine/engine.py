@@ -1,10 +1,10 @@
-"""The loop on rank 0: rows in, microbatches through the first stage, results back, answers out.
+"""The loop on rank 0: input lines in, microbatches through the first stage, results back, answers out.
 
-    source --rows--> coordinator --microbatch--> stage 0 ...> last stage --tokens--> coordinator --> sink
-                                                                   `--rows--> head on stage 0 --tokens--^
+    source --lines--> coordinator --microbatch--> stage 0 ...> last stage --tokens--> coordinator --> sink
+                                                                    `--rows--> LM head on stage 0 --tokens--^
 
-One thread does all of it in turn, so the coordinator needs no lock; reading and tokenising, writing and
-syncing, and the wire have threads of their own.
+One thread does all of this in turn, so the coordinator needs no lock. Reading and tokenising, writing and syncing, and
+the wire have their own threads.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from sarathi_pp.wire.channel import Message, Receiver
 from sarathi_pp.wire.codec import HeadFrame, MicroBatchFrame
 
 _PROGRESS_EVERY_S = 0.2
-# How long the engine sleeps for new rows when nothing at all is in flight.
+# How long the engine waits for new input lines when nothing is in flight.
 _IDLE_WAIT_S = 1.0
-# How often it looks for new rows while microbatches are in flight and another one could be.
+# How often it checks for new input lines while there is room for another microbatch in flight.
 _ARRIVAL_CHECK_S = 0.005
-# How often it looks for a signal while only a result can help.
+# How often it checks for a signal while it can only wait for a result.
 _SIGNAL_CHECK_S = 0.2
-# Told to stop, it gives up what is in flight where no result has come for so long, and for three times as long as the
-# longest wait for one before.
+# After a request to stop, it abandons the microbatches in flight if no result comes for this time. The time is at least
+# three times the longest earlier wait for a result.
 _SILENT_S = 5.0
-# Rows taken from the source at a time; the waiting tokens are counted in between.
+# Input lines taken from the source at a time. The waiting tokens are counted in between.
 _ROWS_AT_A_TIME = 16
 
 
@@ -64,7 +64,7 @@ StopCheckers = Callable[[Request], "StopChecker | None"]
 
 @dataclass(slots=True)
 class _Live:
-    """One unfinished request and when its tokens came."""
+    """One unfinished request, and the times at which its tokens came."""
 
     row: Row
     stop_checker: StopChecker | None
@@ -72,15 +72,16 @@ class _Live:
 
 
 class Engine:
-    """Drives one pipeline. `run` may be called again with more rows; the stages stay as they are in between.
+    """The driver of one pipeline.
 
-    After an exception in `run` the next call starts afresh, or raises PeerLostError at once if the pipeline is lost.
+    `run` may be called again with more input lines. Between two calls, the stages stay as they are. After an exception
+    in `run`, the next call starts again. If the pipeline is lost, it raises PeerLostError at once.
 
     Args:
         results: the edge from the last stage.
         stop_checkers: makes the checker for a request's stop strings.
-        listener: gets progress and warnings.
-        cost: of the stages, as far as it is known; results refine it.
+        listener: receives progress and warnings.
+        cost: cost model of the stages, as far as it is known. Results refine it.
         heads: decides for which microbatches the first stage computes the LM head.
     """
 
@@ -115,7 +116,7 @@ class Engine:
         self._stop_checkers = stop_checkers
         self._listener = listener or IgnoreReports()
         self._live: dict[int, _Live] = {}
-        self._token_s = 0.0  # when the result came that the coordinator is taking in
+        self._token_s = 0.0  # arrival of the result that the coordinator handles
         self._starved: IdleReason | None = None
         self._started_s = clock.now()
         self._reported_s = self._started_s
@@ -127,14 +128,23 @@ class Engine:
         self._last_result_s = 0.0
         self._longest_wait_s = 0.0  # between two results
         self._shrunk_at = 0  # index of the first microbatch that was issued after the limits shrank
-        self._inflight: deque[MicroBatch] = deque()  # those that were really sent
+        self._inflight: deque[MicroBatch] = deque()  # the ones that were really sent
         self._cause: BaseException | None = None
 
     def run(self, source: Source, sink: Sink, stop: StopRequests = NEVER_ASKED) -> Asked | None:
-        """Answer every row of the source. Raises what ended the run early: a lost peer, a full disk.
+        """Answer every input line of the source.
 
-        stop: whether, and when, the run was told to stop. Nothing is begun then, and what runs is finished, unless
-        that takes longer than there is time for: StoppedError. Returned where it was.
+        After a request to stop, no new request starts, and the running ones are finished.
+
+        Args:
+            stop: shows whether, and when, the run was asked to stop.
+
+        Returns:
+            The signal that stopped the run; None if there was none.
+
+        Raises:
+            StoppedError: finishing the running requests takes longer than the signal allows.
+            SarathiError: another error ended the run early, such as a lost peer or a full disk.
         """
         if self._cause is not None:
             what = f"{type(self._cause).__name__}: {self._cause}"
@@ -147,11 +157,11 @@ class Engine:
 
     @property
     def is_lost(self) -> bool:
-        """Whether an exception has ended the pipeline for good."""
+        """Return whether an exception has ended the pipeline for good."""
         return self._cause is not None
 
     def _abort(self, error: BaseException) -> None:
-        """Forget every request of this call. Results of what was sent are dropped when they come."""
+        """Forget every request of this call. Results of microbatches in flight are dropped when they come."""
         if isinstance(error, (PeerLostError, ProtocolError)) or not self._runner.in_step:
             self._cause = error
         self._live.clear()
@@ -183,13 +193,13 @@ class Engine:
                 self._report_progress(force=False)
 
     def _patience_s(self, source: Source) -> float:
-        """How long to wait for a result."""
+        """Return the seconds to wait for a result."""
         return _SIGNAL_CHECK_S if self._coordinator.idle_reason == "full" or source.exhausted else _ARRIVAL_CHECK_S
 
     def close(self) -> None:
-        """Send the stages home and wait for the last one's goodbye."""
+        """End the stages, and wait for the goodbye of the last one."""
         end_s = self._clock.now() + _SILENT_S
-        while self._inflight and self._clock.now() < end_s:  # of a call that ended by an exception
+        while self._inflight and self._clock.now() < end_s:  # left by a call that raised
             if (message := self._receive(_SIGNAL_CHECK_S)) is not None:
                 self._take(message)
         self._report_progress(force=True)
@@ -211,7 +221,7 @@ class Engine:
         )
 
     def _given_up_s(self, told: Asked) -> float:
-        """When no more results are waited for."""
+        """Return the time at which the wait for results ends."""
         return min(told.until_s, max(told.at_s, self._last_result_s) + max(_SILENT_S, 3 * self._longest_wait_s))
 
     def _withdraw(self, source: Source) -> None:
@@ -220,7 +230,7 @@ class Engine:
             del self._live[request.index]
 
     def _admit(self, source: Source, sink: Sink) -> None:
-        """Take rows that have arrived: as many as may run at once, and no more tokens than may wait."""
+        """Take input lines that have arrived, up to the number that may run at once and the tokens that may wait."""
         room = self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
         while room > 0 and self._coordinator.waiting_tokens < MAX_WAITING_TOKENS:
             rows = source.take(limit := min(room, _ROWS_AT_A_TIME))
@@ -244,7 +254,7 @@ class Engine:
             self._finish(answered, self._clock.now(), sink)
 
     def _issue(self) -> bool:
-        """Run the next microbatch through the first stage; False where there is none."""
+        """Run the next microbatch through the first stage. Return False if there is none."""
         microbatch = self._coordinator.next_microbatch()
         if microbatch is None:
             if self._starved != self._coordinator.idle_reason:
@@ -266,13 +276,13 @@ class Engine:
         finally:
             if self._runner.num_sent > num_sent:
                 self._inflight.append(microbatch)
-        # Afterwards: one that was never sent gives its index to another. Printing a schedule takes longer with every
-        # sequence in it.
+        # Record it after sending: a microbatch that was never sent gives its index to another one. The recorder's
+        # thread prints the schedule, because this takes longer with every sequence in it.
         self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
         return True
 
     def _collect(self, sink: Sink, timeout_s: float) -> None:
-        """Take in the results that are here, or that come within that time."""
+        """Wait up to timeout_s for a result, and handle all results that have come."""
         while (message := self._receive(timeout_s)) is not None:
             for completion in self._take(message):
                 self._finish(completion, self._last_result_s, sink)
@@ -282,12 +292,12 @@ class Engine:
     def _receive(self, timeout_s: float) -> Message[Tensor] | None:
         try:
             return self._results.receive(timeout_s)
-        except BaseException as error:  # nobody knows which results are left
+        except BaseException as error:  # it is unknown which results are left
             self._cause = error
             raise
 
     def _take(self, message: Message[Tensor]) -> list[Completion]:
-        """Take in the result of the oldest microbatch; returns the requests that it finished."""
+        """Handle the result of the oldest microbatch, and return the requests that it finished."""
         microbatch = self._inflight.popleft() if self._inflight else None
         head_s, arrived_s = 0.0, message.arrived_s
         try:
@@ -297,8 +307,8 @@ class Engine:
                 assert isinstance(message.frame, StepResult), message.frame
                 result = message.frame
                 if microbatch is None or microbatch.head_on_first:
-                    due = "a head was left to the first stage" if microbatch else "nothing is in flight"
-                    raise ProtocolError(f"result {result.index} came where {due}")
+                    due = "the first stage computes the LM head" if microbatch else "nothing is in flight"
+                    raise ProtocolError(f"result {result.index} came although {due}")
             if len(result.stage_times) != len(self._stage_compute_s):
                 raise ProtocolError(
                     f"result {result.index} has times of {len(result.stage_times)} stages, not of "
@@ -308,14 +318,14 @@ class Engine:
             message.release()
         assert microbatch is not None, "a result without one was refused"
         self._chunks_done += sum(not chunk.decode for chunk in microbatch.chunks)
-        # Behind a head that came before it, it is heeded no sooner.
+        # If it came while an earlier LM head was computed, it counts from the end of that LM head.
         return self._complete(result, head_s, max(arrived_s, self._last_result_s))
 
     def _compute_head(
         self, frame: HeadFrame, microbatch: MicroBatch | None, message: Message[Tensor]
     ) -> tuple[StepResult, float, float]:
         if microbatch is None or not microbatch.head_on_first or frame.index != microbatch.index:
-            raise ProtocolError(f"{frame} was left to the first stage, which waits for {microbatch or 'nothing'}")
+            raise ProtocolError(f"{frame} came to the first stage, which waits for {microbatch or 'nothing'}")
         if frame.num_rows != microbatch.num_drawn:
             raise ProtocolError(f"{frame} came with {frame.num_rows} rows, not {microbatch.num_drawn}")
         return self._runner.finish(frame, microbatch, message.payload, message.arrived_s)
@@ -335,12 +345,15 @@ class Engine:
             self._shrunk_at = self._coordinator.num_issued
             self._listener.warn(
                 f"a stage had no memory for microbatch {result.index} at first; from here on chunks of "
-                f"{limits.chunk_size} tokens, where the policy has any, and {limits.max_num_seqs} running sequences"
+                f"{limits.chunk_size} tokens, if the policy uses chunks, and {limits.max_num_seqs} running sequences"
             )
         return completions
 
     def _token_came(self, request: Request, token_id: int) -> bool:
-        """The coordinator's stop rule: told every token that counts, stale ones never."""
+        """Return whether a stop string ends the request here.
+
+        The coordinator calls this stop rule for every token that counts, and never for a stale one.
+        """
         live = self._live[request.index]
         live.times.token_came(self._token_s)
         return live.stop_checker is not None and live.stop_checker.push(token_id)
@@ -408,5 +421,5 @@ class Engine:
 def _not_finite(token: int, first_bad: int) -> str:
     text = f"token {token} had NaN or infinite logits"
     if first_bad < 0:
-        return f"{text}; --debug-nan tells at which stage they begin"
+        return f"{text}; --debug-nan names the first stage with such values"
     return f"{text}; stage {first_bad} was the first with such values"

@@ -28,15 +28,15 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run was told to stop by a signal."""
+    """A signal that stops the run."""
 
-    number: int  # of the signal
-    left_s: float | None  # time to finish the running requests; None: no limit
+    number: int  # number of the signal
+    left_s: float | None  # seconds to finish the running requests; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The call that submitted the requests raised. Results already on their way may still arrive."""
+    """A notice that the call with the submitted requests has raised. Results already on their way may still arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,16 @@ def encode(message: Message) -> bytes:
 
 
 def decode(text: bytes) -> Message:
-    """Return the message of a text that `encode` wrote. Raises ProtocolError for any other text."""
+    """Return the message of a text that `encode` wrote.
+
+    Raises:
+        ProtocolError: `encode` did not write the text.
+    """
     try:
         kind, fields = json.loads(text)
         return _restore(kind, fields)
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RowError) as error:
-        raise ProtocolError(f"a text of {len(text)} bytes is no message: {error}") from error
+        raise ProtocolError(f"a text of {len(text)} bytes is not a message: {error}") from error
 
 
 def _restore(kind: str, fields: dict[str, Any]) -> Message:

@@ -96,19 +96,19 @@ class Progress:
 
 
 class Warner(Protocol):
-    """Shows the user a warning. Any thread may call it."""
+    """A listener that shows warnings to the user. Any thread may call it."""
 
     def warn(self, text: str) -> None: ...
 
 
 class RunListener(Warner, Protocol):
-    """Follows a run while it goes on. Any thread may call it."""
+    """A listener that follows a run. Any thread may call it."""
 
     def report_progress(self, progress: Progress) -> None: ...
 
 
 class IgnoreReports:
-    """Does nothing with them."""
+    """A listener that ignores progress and warnings."""
 
     def report_progress(self, progress: Progress) -> None: ...
     def warn(self, text: str) -> None: ...
@@ -127,7 +127,7 @@ class ReplicaProgress:
         self._lock = threading.Lock()
 
     def update(self, replica: int, progress: Progress) -> None:
-        """Report the progress of all replicas, this one included."""
+        """Keep the progress of one replica, and report that of all replicas."""
         with self._lock:
             self._replicas[replica] = progress
             self.listener.report_progress(Progress.of_replicas(self._replicas))

@@ -1,4 +1,4 @@
-"""Rank 0's connections to the other replicas, and the ledger of the rows of all replicas."""
+"""Rank 0's connections to the other replicas, and the ledger of the input lines of all replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RemoteReplicas:
 
     Args:
         remotes: connections to the leaders.
-        listener: is warned of a lost replica.
+        listener: receives a warning if a replica is lost.
     """
 
     def __init__(self, remotes: Sequence[Remote], ledger: RowLedger, listener: RunListener) -> None:
@@ -32,14 +32,14 @@ class RemoteReplicas:
         return [replica for replica in self.remotes if replica not in self.ledger.lost]
 
     def send(self, replica: int, message: Submit | Stop | Abort) -> None:
-        """Send a message to a leader; if that fails, the replica is lost."""
+        """Send a message to a leader. If that fails, the replica is lost."""
         try:
             self.remotes[replica].outgoing.write(encode(message))
         except SarathiError as error:
             self.lose(replica, error)
 
     def start_sending(self, message: Stop | Abort) -> list[threading.Thread]:
-        """Send a message to all leaders, each in a thread: one that reads no more must not delay the others."""
+        """Send a message to all leaders, each in a thread, so that a leader that hangs does not delay the others."""
         threads = [
             threading.Thread(target=self.send, args=(replica, message), name=f"send to replica {replica}", daemon=True)
             for replica in self.present
@@ -52,19 +52,19 @@ class RemoteReplicas:
         """Return the requests of a lost replica to those that wait.
 
         Returns:
-            Whether a replica is left that can run them. If none is, the run fails with the error.
+            True if a replica is left that can run them. Otherwise the run fails with the error.
         """
         with self.changed:
             num_rows = self.ledger.lose(replica, error)
             stopping, has_replicas = self.ledger.stopping, self.ledger.has_replicas
             self.changed.notify_all()
         if num_rows is not None and has_replicas:
-            become = "wait for --resume, since the run was told to stop" if stopping else "go to the other replicas"
+            become = "wait for --resume, because a signal stops the run" if stopping else "go to the other replicas"
             self._listener.warn(f"replica {replica} was lost: {error}; its {num_rows} unfinished requests {become}")
         return has_replicas
 
     def fail(self, error: BaseException) -> BaseException:
-        """Let the run end with this error, unless there is one already; return the first one."""
+        """End the run with this error, unless there is one already. Return the first error."""
         with self.changed:
             first = self.ledger.fail(error)
             self.changed.notify_all()

@@ -1,6 +1,6 @@
-"""A replica whose rows come from rank 0 and go back there: what its engine takes for a source and a sink.
+"""The source and the sink of a replica whose requests come from rank 0, and whose answers go back there.
 
-The replica's leader alone has them. One thread, the engine's, uses both.
+Only the replica's leader has them. One thread, the engine's, uses both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender
 
 
 class AbortedError(Exception):
-    """Rank 0 wants no answer to what it has asked so far."""
+    """An abort by rank 0, which wants no answer to its requests so far."""
 
 
 class RemoteSource:
@@ -42,12 +42,12 @@ class RemoteSource:
 
     @property
     def exhausted(self) -> bool:
-        """Told to stop, it gives what it has to nobody."""
+        """Return whether no request is left and none will come, because rank 0 has closed or a signal stops the run."""
         return not self._rows and (self._incoming.ended or self._asked is not None)
 
     def take(self, limit: int) -> list[Row]:
         self._read(0)
-        if self._aborted:  # what came afterwards is for the engine's next run
+        if self._aborted:  # later requests are for the engine's next run
             return []
         return [self._rows.popleft() for _ in range(min(limit, len(self._rows)))]
 
@@ -59,7 +59,11 @@ class RemoteSource:
         self._rows.clear()
 
     def asked(self) -> Asked | None:
-        """Return whether rank 0 was told to stop. Raises AbortedError once for an Abort."""
+        """Return the signal that stops the run; None if rank 0 has sent none.
+
+        Raises:
+            AbortedError: rank 0 has sent an Abort. It is raised once.
+        """
         self._read(0)
         if self._aborted:
             self._aborted = False
@@ -84,11 +88,11 @@ class RemoteSource:
                 case Submit():
                     pass  # no request starts after a Stop
                 case other:
-                    raise ProtocolError(f"a {type(other).__name__} for a replica")
+                    raise ProtocolError(f"unexpected {type(other).__name__} from rank 0")
 
 
 class RemoteSink:
-    """See Sink."""
+    """A sink that sends answers and progress to rank 0. See Sink."""
 
     def __init__(self, outgoing: ByteStreamSender) -> None:
         self._outgoing = outgoing
@@ -97,14 +101,14 @@ class RemoteSink:
         self._outgoing.write(encode(Result.of(completion, metrics)))
 
     def fail(self, row: Row, error: RowError) -> None:
-        assert row.request is not None, "who has asked knows of what cannot run"
+        assert row.request is not None, "rank 0 sends only requests that can run"
         self._outgoing.write(encode(RequestError(row.request.index, error.code, error.message)))
 
     def report_progress(self, progress: Progress) -> None:
         self._outgoing.write(encode(progress))
 
     def warn(self, text: str) -> None:
-        """Do nothing: rank 0 has the user."""
+        """Do nothing, because only rank 0 has a user."""
 
     def close(self) -> None:
         self._outgoing.close()

@@ -1,11 +1,12 @@
-"""The rows that several replicas answer: which replica has which row, and which row is given next.
+"""A ledger of the input lines that several replicas answer: their replicas, and the next one to give.
 
     add -> waiting --give--+--> queue of replica 0 --take--> its engine --+--start_writing--> being written
               ^            +--> replica 1 ... ----------------------------+                         |
               `-------------------------- lose ---------------------------'                    end_writing
 
-A row is in exactly one place. The rows of a lost replica wait in front of all others, in the order in which it got
-them. All others keep the order in which they were added. A row that cannot run always goes to replica 0's queue.
+An input line is in exactly one place. Those of a lost replica wait before all others, in the order in which it got
+them. All others keep the order in which they were added. An input line that cannot run always goes to replica 0's
+queue.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sarathi_pp.inputs.row import Row
 
 
 class RowLedger:
-    """Has no thread, lock, clock or I/O. Its user calls it from one thread at a time.
+    """A ledger without thread, lock, clock or I/O. One thread at a time may call it.
 
     Args:
         most: requests that a replica may hold. See LoadBalancer.
@@ -40,7 +41,7 @@ class RowLedger:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether a replica is left that can answer requests."""
+        """Return whether a replica is left that can answer requests."""
         return bool(self._balancer.present)
 
     @property
@@ -55,17 +56,17 @@ class RowLedger:
 
     @property
     def num_queued(self) -> int:
-        """The number of rows that wait for replica 0's engine."""
+        """The number of input lines that wait for replica 0's engine."""
         return len(self._queue)
 
     @property
     def may_give(self) -> bool:
-        """Whether a row waits, or may wait again after its replica is lost."""
+        """Return whether an input line waits, or may wait again after its replica is lost."""
         return bool(self._waiting) or (bool(self._given) and not self.stopping)
 
     @property
     def needs_only_replica_0(self) -> bool:
-        """Whether all rows but those of replica 0 are in the sink."""
+        """Return whether all input lines except those of replica 0 are in the sink."""
         elsewhere = len(self._given) - self._balancer.num_held(0)
         return not self._waiting and not elsewhere and not self.num_writing
 
@@ -74,12 +75,16 @@ class RowLedger:
         return self._balancer.num_held(replica)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add rows of the source. After `stop` they are dropped."""
+        """Add input lines of the source. After `stop` they are dropped."""
         if not self.stopping:
             self._waiting.extend(rows)
 
     def give(self) -> tuple[int, Row] | None:
-        """Give the next row to a replica, and return both; None if no row waits or no replica has room for it."""
+        """Give the next input line to a replica, and return both.
+
+        Returns:
+            None if no input line waits, or no replica has room for it.
+        """
         if not self._waiting:
             return None
         request, replica = self._waiting[0].request, 0
@@ -95,15 +100,15 @@ class RowLedger:
         return replica, row
 
     def take(self, limit: int) -> list[Row]:
-        """Take up to `limit` rows from the queue of replica 0."""
+        """Take up to `limit` input lines from the queue of replica 0."""
         return [self._queue.popleft() for _ in range(min(limit, len(self._queue)))]
 
     def withdraw(self) -> None:
-        """Drop the rows of replica 0's queue: its engine starts nothing more."""
+        """Drop the input lines of replica 0's queue, because its engine starts no more requests."""
         self._queue.clear()
 
     def start_writing(self, replica: int, index: int, num_output_tokens: int) -> Row | None:
-        """Return the row of a request that has ended; None if the replica does not hold it.
+        """Return the input line of a request that has ended; None if the replica does not hold it.
 
         From now on no other replica can get it. Call `end_writing` after it is in the sink.
         """
@@ -114,15 +119,15 @@ class RowLedger:
         return self._given.pop(index)
 
     def end_writing(self) -> None:
-        """Record that one more row is in the sink."""
+        """Record that one more input line is in the sink."""
         self.num_writing -= 1
 
     def may_be_late(self, replica: int, index: int) -> bool:
-        """Return whether a replica may still answer this request although it does not hold it any more."""
+        """Return whether a replica may still answer this request although it no longer holds it."""
         return replica in self.lost or index <= self._newest_aborted
 
     def lose(self, replica: int, error: SarathiError) -> int | None:
-        """Return the requests of a lost replica to those that wait; after `stop`, drop them.
+        """Return the requests of a lost replica to those that wait. After `stop`, drop them.
 
         Returns:
             The number of these requests; None if the replica was lost before.
@@ -138,30 +143,30 @@ class RowLedger:
         return len(rows)
 
     def leave(self, replica: int) -> None:
-        """Record that a replica has ended as it was told; drop the requests that it did not start."""
+        """Record that a replica has ended in order. Drop the requests that it did not start."""
         assert self.stopping or not self.num_held(replica), "its requests would be lost"
         self._remove(replica)
 
     def _remove(self, replica: int) -> list[Row]:
-        """Give the replica nothing more; return the rows that it held."""
+        """Give no more requests to a replica. Return the input lines that it held."""
         rows = [self._given.pop(request.index) for request in self._balancer.lose(replica)]
         if replica == 0:
             self._queue = deque(row for row in self._queue if row.request is None)
         return rows
 
     def fail(self, error: BaseException) -> BaseException:
-        """Record an error that ends the run, unless there is one already; return the first one."""
+        """Record an error that ends the run, unless there is one already. Return the first error."""
         if self.failure is None:
             self.failure = error
         return self.failure
 
     def stop(self) -> None:
-        """Give nothing more."""
+        """Give no more input lines, and drop the waiting ones."""
         self.stopping = True
         self._waiting.clear()
 
     def abort(self) -> None:
-        """Forget every row that is not being written, and the failure, unless no replica is left."""
+        """Forget every input line that is not being written. Forget the failure too, unless no replica is left."""
         self._newest_aborted = self._newest_given
         self._waiting.clear()
         self._given.clear()

@@ -1,4 +1,4 @@
-"""Which rows of an input already have a line in the output of an earlier start."""
+"""The input lines that already have an output line of an earlier start."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from sarathi_pp.inputs.ids import DUPLICATE_ID, KeyMap, id_key
 
 @dataclass(slots=True)
 class Done:
-    """The rows that have a line from an earlier start. Taken out as the input is read: the same rows, in order.
+    """The input lines that have an output line of an earlier start.
 
-    answered: 1 for each id whose first row is done, with an error too. duplicates: number of error lines of an id's
-    later rows. nameless: 1 for each line of the input whose error line has no id of its own. All three by key.
-    num_rows: output lines. num_errors: error lines. num_duplicates: error lines of an id's later rows.
+    They are taken out while the same input is read again, in order.
+
+    Attributes:
+        answered: by key of the id, 1 if its first input line is done, even with an error.
+        duplicates: by key of the id, the number of error lines of its later input lines.
+        nameless: by key of the line number, 1 if the error line of this input line has no id of its own.
+        num_rows: number of output lines.
+        num_errors: number of error lines.
+        num_duplicates: number of error lines of an id's later input lines.
     """
 
     answered: KeyMap = field(default_factory=KeyMap)
@@ -30,27 +36,31 @@ class Done:
         if line.nameless is not None:
             key = id_key(line.nameless)
             if self.nameless.get(key):
-                raise ValueError(f"it is the second one for line {line.nameless} of the input")
+                raise ValueError(f"it is the second line for line {line.nameless} of the input")
             self.nameless.put(key, 1)
         elif line.code == DUPLICATE_ID:
             self.num_duplicates += 1
             self.duplicates.put(line.key, self.duplicates.get(line.key) + 1)
         elif self.answered.get(line.key):
-            raise ValueError("it is the second one for its id")
+            raise ValueError("it is the second line for its id")
         else:
             self.answered.put(line.key, 1)
 
     def take(self, id: object, *, first: bool) -> bool:
-        """Whether this row has its line. first: no earlier row of the input has that id."""
+        """Return whether an input line has its output line, and take that out.
+
+        Args:
+            first: True if no earlier input line has this id.
+        """
         return _take(self.answered if first else self.duplicates, id)
 
     def take_nameless(self, line: int) -> bool:
-        """The same of a row whose id nobody can tell: that of this line."""
+        """Return the same for an input line whose id is unknown, by its number."""
         return _take(self.nameless, line)
 
 
 def _take(counts: KeyMap, id: object) -> bool:
-    """Lower the count of an id by one; False if it has none."""
+    """Lower the count of an id by one. Return False if it has none."""
     if not len(counts):
         return False
     key = id_key(id)
@@ -61,7 +71,13 @@ def _take(counts: KeyMap, id: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DoneLine:
-    """An output line: the key of its id, and the code of its error, None for an answer. nameless: see Done."""
+    """An output line.
+
+    Attributes:
+        key: key of its id.
+        code: code of its error; None for an answer.
+        nameless: number of the input line if its id is unknown, otherwise None. See Done.
+    """
 
     key: int
     code: str | None
@@ -69,10 +85,14 @@ class DoneLine:
 
     @classmethod
     def parse(cls, data: bytes) -> DoneLine:
-        """Raises ValueError."""
+        """Return the output line in these bytes.
+
+        Raises:
+            ValueError: they are not an output line.
+        """
         record = json.loads(data)
         if not isinstance(record, dict) or "id" not in record:
-            raise ValueError("it is no JSON object with an id")
+            raise ValueError("it is not a JSON object with an id")
         error = record.get("error")
         code, nameless = (error.get("code"), error.get("line")) if isinstance(error, dict) else (None, None)
         key = id_key(record["custom_id"] if "custom_id" in record else record["id"])

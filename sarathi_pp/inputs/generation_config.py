@@ -1,11 +1,11 @@
-"""Where a request's sampling parameters come from.
+"""The sampling parameters of a request, and their sources in order.
 
     input line  >  command line  >  --override-generation-config  >  the model's files  >  SamplingParams' own defaults
 
-The model's files are read as `generate` of transformers reads them: generation_config.json, and only if there is none,
-the generation settings in config.json or in its text part. Temperature, top_k, top_p and min_p hold only with
-`do_sample: true`; otherwise the model is greedy. A setting that changes tokens and is not supported is an error of each
-request that does not switch it off. A setting that changes no token is ignored, and an unknown one is reported.
+The model's files are read as `generate` of transformers reads them. That is generation_config.json. Only if there is
+none, it is the generation settings in config.json or in its text part. Temperature, top_k, top_p and min_p hold only
+with `do_sample: true`. Otherwise the model is greedy. A setting that changes tokens and is not supported is an error of
+each request that does not switch it off. A setting that changes no token is ignored, and an unknown one is reported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sarathi_pp.errors import ConfigError, InputError, RowError
 
 _SAMPLED_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _HONOURED = ("do_sample", "max_new_tokens", "max_length", "stop_strings", "eos_token_id", *_SAMPLED_KEYS)
-# What `generate` samples from if neither file nor caller says.
+# The top_k of `generate` if neither the file nor the caller sets it.
 _DEFAULT_TOP_K = 50
-# Parts of config.json in which a multimodal or composed model may have its settings; the first that is there counts.
+# Parts of config.json in which a multimodal or composed model may have its settings. The first one that exists counts.
 _TEXT_PARTS = ("decoder", "generator", "text_config")
 # Settings that change tokens, each with the values under which they do not. Null is always off.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -55,7 +55,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "token_healing": (False,),
     "watermarking_config": (),
 }
-# Of these, those that a greedy request has no use for.
+# The settings among them that do not change a greedy request.
 _ONLY_SAMPLED = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 # Settings that change no token here: ids that only padding and prompts use, caches, speculation (which keeps
 # the distribution), what `generate` returns, and options of the modes refused above.
@@ -74,14 +74,15 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The sampling fields that a line does not set, and what ends an output.
+    """The sampling fields that a line does not set, and the conditions that end an output.
 
-    sampling: values under SamplingParams' names, proven to be a legal SamplingParams.
-    eos_token_ids: empty if the model names none; then only length and stop strings end an output.
-    warnings: for people, one sentence each.
-    max_length: most tokens of prompt and output together if no length is named; None without such a bound.
-    unsupported: settings of the model that change tokens and that this runtime does not have.
-    source: the file that they come from.
+    Attributes:
+        sampling: values under SamplingParams' names, proven to be a legal SamplingParams.
+        eos_token_ids: empty if the model names none. Then only length and stop strings end an output.
+        warnings: for people, one sentence each.
+        max_length: most tokens of prompt and output together if no length is named; None without such a limit.
+        unsupported: settings of the model that change tokens and that this runtime does not support.
+        source: the file with these settings.
     """
 
     sampling: Mapping[str, object] = field(default_factory=dict)
@@ -92,7 +93,11 @@ class GenerationDefaults:
     source: str = "the model's generation_config.json"
 
     def with_command(self, overrides: Mapping[str, object]) -> GenerationDefaults:
-        """Return these defaults under what the command line names. Raises ConfigError for a value out of range."""
+        """Return these defaults, with the values of the command line above them.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
         sampling = {**self.sampling, **overrides}
         try:
             _checked(sampling)
@@ -101,11 +106,11 @@ class GenerationDefaults:
         return replace(self, sampling=sampling)
 
     def params(self, overrides: Mapping[str, object], switched_off: Collection[str] = ()) -> SamplingParams:
-        """Return what one request samples with.
+        """Return the sampling parameters of one request.
 
         Args:
             overrides: fields of SamplingParams that the request sets.
-            switched_off: settings that it gives the value under which they change nothing.
+            switched_off: settings that the request gives a value without an effect.
 
         Raises:
             RowError: `invalid_parameter` for a value out of range, `unsupported_setting` for one of the model
@@ -119,7 +124,7 @@ class GenerationDefaults:
         return params
 
     def settings(self) -> dict[str, object]:
-        """Return all that decides the answer of a request that names nothing: flat, to be compared and shown."""
+        """Return all settings that decide the answer of a request without its own, flat, to be compared and shown."""
         params = {name: value for name, value in asdict(_checked(self.sampling)).items() if name != "seed"}
         bound = {} if "max_new_tokens" in self.sampling or self.max_length is None else {"max_length": self.max_length}
         return {"eos_token_ids": sorted(self.eos_token_ids), **params, **bound, **self.unsupported}
@@ -129,27 +134,28 @@ class GenerationDefaults:
     ) -> SamplingParams:
         """Return a request's parameters with the model's max_length, which counts if no length is named.
 
-        Raises RowError (`context_length_exceeded`) for a prompt that leaves no room for an output, as `generate` does.
+        Raises:
+            RowError: `context_length_exceeded` for a prompt that leaves no room for an output, as in `generate`.
         """
         if self.max_length is None or "max_new_tokens" in self.sampling or "max_new_tokens" in overrides:
             return params
         if num_prompt_tokens >= self.max_length:
             raise RowError(
                 "context_length_exceeded",
-                f"the prompt has {num_prompt_tokens} tokens, and {self.source} allows {self.max_length} of prompt and "
+                f"the prompt has {num_prompt_tokens} tokens, and {self.source} allows {self.max_length} for prompt and "
                 f"output together; give max_new_tokens",
             )
         return replace(params, max_new_tokens=self.max_length - num_prompt_tokens)
 
 
 def read_generation_config(model_dir: Path, overrides: Mapping[str, object] | None = None) -> GenerationDefaults:
-    """Return the defaults of the model in a local directory; both of its files may be absent.
+    """Return the defaults of the model in a local directory. Both of its files may be absent.
 
     Args:
-        overrides: settings that count in place of the file's, under the file's names; null removes one.
+        overrides: settings that replace those of the file, under the file's names; null removes one.
 
     Raises:
-        InputError: a file is not what it should be.
+        InputError: a file cannot be read, or has a wrong value.
         ConfigError: an override is unknown or has a wrong value.
     """
     path, record = _read_settings(model_dir)
@@ -171,7 +177,7 @@ def read_generation_config(model_dir: Path, overrides: Mapping[str, object] | No
     unsupported = {
         key: record[key] for key, off in UNSUPPORTED.items() if record.get(key) is not None and record[key] not in off
     }
-    warnings = [f"{path}: {key} is not known here and is ignored" for key in unknown]
+    warnings = [f"{path}: the setting {key} is unknown and is ignored" for key in unknown]
     if not eos_token_ids:
         warnings.append(f"{model_dir} names no eos_token_id: outputs end by length or stop string only")
     if max_length is not None and "max_new_tokens" not in sampling:
@@ -198,7 +204,7 @@ def _read_settings(model_dir: Path) -> tuple[Path, dict[str, object]]:
 def _sampling(record: Mapping[str, object]) -> dict[str, object]:
     sampling: dict[str, object] = {"temperature": 0.0}
     if record.get("do_sample") is True:
-        # Without a temperature of its own a sampling model samples at 1.
+        # A sampling model without its own temperature samples at 1.
         sampling = {"temperature": 1.0, "top_k": _DEFAULT_TOP_K}
         sampling.update({key: record[key] for key in _SAMPLED_KEYS if record.get(key) is not None})
     for key, name in (("max_new_tokens", "max_new_tokens"), ("stop_strings", "stop")):

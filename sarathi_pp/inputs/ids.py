@@ -1,6 +1,6 @@
-"""Ids of rows: any JSON value, each known by 8 bytes that stand for it.
+"""Ids of input lines: any JSON value, each represented by a key of 8 bytes.
 
-Memory of a run without end: nothing for rows whose ids are their line numbers, some 13 bytes for each other row.
+The memory of an endless run: nothing for lines whose ids are their line numbers, about 13 bytes per other line.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from array import array
 from bisect import bisect_left
 from hashlib import blake2b
 
-# The code of an error line for a row whose id an earlier row has.
+# The code of an error line for an input line whose id an earlier one has.
 DUPLICATE_ID = "duplicate_id"
 
 _KEY_BITS = 64
-# Mean number of keys in a bucket before all buckets are split: an insertion moves at most a few KiB.
+# Mean number of keys per bucket at which all buckets are split. So an insertion moves at most a few KiB.
 _BUCKET_KEYS = 256
 _LARGEST_NUMBER = 2**32 - 1
 
 
 def id_key(id: object) -> int:
-    """8 bytes that stand for an id, so that memory does not follow its length.
+    """Return a key of 8 bytes for an id, so that memory does not depend on the id's length.
 
-    Ids are equal by type and value: 1, 1.0, "1" and true are four.
+    Ids are equal by type and value: 1, 1.0, "1" and true are four different ids.
     """
     text = json.dumps(id, sort_keys=True)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class KeyMap:
-    """64-bit keys, evenly spread, each with a positive 32-bit number; larger numbers are stored as the largest.
+    """A map from evenly spread 64-bit keys to positive 32-bit numbers. Larger numbers are stored as the largest.
 
     Keys with the same leading bits form a bucket, a sorted array. A dict takes nine times the memory.
     """
@@ -51,7 +51,7 @@ class KeyMap:
         return self._numbers[bucket][place] if place < len(keys) and keys[place] == key else 0
 
     def put(self, key: int, number: int) -> None:
-        """Set the number of a key; 0 removes the key."""
+        """Set the number of a key. 0 removes the key."""
         bucket = key >> (_KEY_BITS - self._bits)
         keys, numbers = self._keys[bucket], self._numbers[bucket]
         place = bisect_left(keys, key)
@@ -83,16 +83,16 @@ class KeyMap:
 
 
 class SeenIds:
-    """The ids of a file so far. A row that names no id has its line number, as a text."""
+    """The ids of a file so far. An input line without an id has its line number, as a string."""
 
     def __init__(self) -> None:
-        self._lines = KeyMap()  # of ids that are not their own line's number
-        self._numbered = _LineSet()  # of the others
+        self._lines = KeyMap()  # lines of ids that differ from their line number
+        self._numbered = _LineSet()  # lines of the other ids
 
     def first_line(self, id: object, line: int) -> int | None:
         """Return the line that had this id before. If there is none, `line` has it from now on.
 
-        Lines are given in order.
+        Call it with lines in ascending order.
         """
         own = str(line)
         if id == own and not len(self._lines):
@@ -112,7 +112,7 @@ class SeenIds:
 
 
 class _LineSet:
-    """Line numbers, added in ascending order: 16 bytes for each run of neighbours."""
+    """A set of line numbers, added in ascending order. It takes 16 bytes per run of neighbours."""
 
     def __init__(self) -> None:
         self._first = array("Q")

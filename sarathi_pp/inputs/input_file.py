@@ -1,4 +1,4 @@
-"""The file, pipe or standard input that holds the rows: what it is, and its lines one by one."""
+"""The file, pipe or standard input with the input lines: its kind, and its lines one by one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from sarathi_pp.inputs.parse import ParsedLine, parse_line
 
 
 def check_input(path: str) -> None:
-    """Refuses an input that cannot be read, without opening it (a pipe can be opened only once).
+    """Refuse an input that cannot be read, without opening it, because a pipe can be opened only once.
 
-    Raises MissingError or InputError.
+    Raises:
+        MissingError: it does not exist.
+        InputError: it cannot be read.
     """
     if path == "-":
         if sys.stdin is None:
@@ -28,81 +30,96 @@ def check_input(path: str) -> None:
     if not os.path.exists(path):
         if path.startswith(("/dev/fd/", "/proc/self/fd/")):
             raise MissingError(
-                f"--input {path} is a stream of another process, which this one was not given; name a file, or a pipe "
-                f"that mkfifo has made"
+                f"--input {path} is a stream of another process and is not open in this one; name a file, or a pipe "
+                f"made by mkfifo"
             )
         raise MissingError(f"--input {path} does not exist")
     if os.path.isdir(path):
-        raise InputError(f"--input {path} is a directory; give a file of JSON Lines or of one prompt a line")
+        raise InputError(f"--input {path} is a directory; give a file with JSON Lines or one prompt per line")
     if not os.access(path, os.R_OK):
         raise InputError(f"--input {path} cannot be read: permission denied")
 
 
 def is_regular(path: str) -> bool:
-    """Whether it is a file that can be read again, and not standard input, a pipe or a device."""
+    """Return whether a path is a file that can be read again, and not standard input, a pipe or a device."""
     return path != "-" and os.path.isfile(path)
 
 
 def is_stream(path: str) -> bool:
-    """Whether it is there, or is a standard stream, and is neither file nor directory."""
+    """Return whether a path is a standard stream, or exists and is neither a file nor a directory."""
     return path == "-" or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def open_input(path: str) -> io.BufferedReader:
-    """Open it for reading bytes. Raises InputError."""
+    """Open an input for reading bytes.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     try:
         if path == "-":
-            # A reader of its own on the descriptor: the interpreter takes the lock of sys.stdin when it ends,
-            # and dies of it where a thread is blocked in a read.
+            # Use a separate reader on the descriptor. The interpreter takes the lock of sys.stdin when it ends, and
+            # aborts if a thread is blocked in a read.
             return open(sys.stdin.fileno(), "rb", closefd=False)
         return Path(path).open("rb")
-    except (OSError, ValueError, AttributeError) as error:  # sys.stdin is None where descriptor 0 is closed
+    except (OSError, ValueError, AttributeError) as error:  # sys.stdin is None if descriptor 0 is closed
         raise InputError(f"--input {path} cannot be read: {error}") from error
 
 
 def count_rows(path: str) -> int:
-    """Return the number of input lines that are not blank. Raises InputError."""
+    """Return the number of input lines that are not blank.
+
+    Raises:
+        InputError: the input cannot be read.
+    """
     with open_input(path) as stream:
         try:
             return sum(1 for _ in read_lines(stream))
         except OSError as error:
-            raise InputError(f"--input {path} cannot be read on: {error}") from error
+            raise InputError(f"--input {path} cannot be read further: {error}") from error
 
 
 def check_redirected(asked: InputFormat) -> None:
-    """Refuse a standard input that a file was redirected to and that has no rows, before anything is loaded.
+    """Refuse a file that is redirected to standard input if its format has no input lines. Nothing is loaded before.
 
-    Looks at the file without moving the place from which it is read next; a pipe's format is found when it is read.
-    Raises InputError.
+    The position from which the file is read next stays. The format of a pipe is found when it is read.
+
+    Raises:
+        InputError: the file is neither JSON Lines nor text.
     """
     try:
         descriptor = sys.stdin.fileno()
         head = os.pread(descriptor, HEAD_BYTES, os.lseek(descriptor, 0, os.SEEK_CUR))
-    except (OSError, ValueError, AttributeError):  # no file, or closed
+    except (OSError, ValueError, AttributeError):  # not a file, or closed
         return
     choose_format("-", head, asked, stream=True)
 
 
 def has_every_row(path: str, done: Done, asked: InputFormat = "auto") -> bool:
-    """Return whether each row of an input has its line, which is taken from `done`. Raises InputError."""
+    """Return whether each input line has its output line, and take these out of `done`.
+
+    Raises:
+        InputError: the input cannot be read, or is neither JSON Lines nor text.
+    """
     with open_input(path) as stream:
         try:
             return all(take_done(done, parsed) for parsed in parsed_lines(path, stream, asked))
         except OSError as error:
-            raise InputError(f"--input {path} cannot be read on: {error}") from error
+            raise InputError(f"--input {path} cannot be read further: {error}") from error
 
 
 def take_done(done: Done, parsed: ParsedLine) -> bool:
-    """Return whether the row has a line from an earlier start, which is taken out of `done`."""
+    """Return whether an input line has an output line of an earlier start, and take this out of `done`."""
     if parsed.nameless:
         return done.take_nameless(parsed.line)
     return done.take(parsed.id, first=parsed.error is None or parsed.error.code != DUPLICATE_ID)
 
 
 def parsed_lines(path: str, stream: io.BufferedReader, asked: InputFormat) -> Iterator[ParsedLine]:
-    """Yield each line; an id that an earlier line has is an error.
+    """Yield each input line. A line whose id an earlier line has gets an error.
 
-    Raises InputError for an input that has no rows.
+    Raises:
+        InputError: the input is neither JSON Lines nor text.
     """
     unnamed = not is_regular(path)
     head, whole = read_head(stream, stream=unnamed)

@@ -1,9 +1,9 @@
-"""What the lines of an input are, decided on its head: prompts as text, JSON Lines, or something to convert first.
+"""The format of an input, decided by its head: prompts as text, JSON Lines, or something to convert first.
 
-    head (64 KiB, of a stream what its first line came with) -> "text" | "jsonl" | InputError with a command
+    head (64 KiB, of a stream the bytes that came with its first line) -> "text" | "jsonl" | InputError with a command
 
-The error comes before any line is answered. Any line can be a prompt, so a table, an archive or a JSON document that is
-taken for text would be answered line by line.
+The error comes before any line is answered. Any line can be a prompt. So a table, an archive or a JSON document would
+be answered line by line, if it were treated as text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOM = b"\xef\xbb\xbf"
 _CONTINUED = bytes(range(0x80, 0x100))
 _WHOLE_LINE = re.compile(rb"\S[^\n]*\n")
 
-# Name and first bytes of what no line is, and the command that prints its contents.
+# Formats without input lines: name, first bytes, and the command that prints the contents.
 _COMPRESSED = (
     ("gzip-compressed", re.compile(rb"\x1f\x8b"), "zcat"),
     ("zstd-compressed", re.compile(rb"\x28\xb5\x2f\xfd"), "zstdcat"),
@@ -52,7 +52,7 @@ _UNICODE = (
     ("utf-16be", re.compile(rb"(?:\x00[^\x00]){2}")),
 )
 _PROMPTS = frozenset(("prompt", "prompt_token_ids", "messages", "body"))
-# Columns of tables of prompts.
+# Column names in tables of prompts.
 _COLUMNS = frozenset(
     "id prompt prompts text messages question questions query instruction input inputs output answer response "
     "completion label target source content custom_id system user context title".split()
@@ -64,7 +64,7 @@ _AS_TEXT = "--input-format text takes each line as a prompt"
 
 
 def read_head(file: io.BufferedReader, *, stream: bool) -> tuple[bytes, BinaryIO]:
-    """Return the first bytes of a file that nobody has read from yet, and a reader that begins with them again.
+    """Return the first bytes of a file that was not read before, and a reader that starts with them again.
 
     Args:
         stream: do not wait for more than one line, because its writer may wait for the answer.
@@ -79,7 +79,7 @@ def read_head(file: io.BufferedReader, *, stream: bool) -> tuple[bytes, BinaryIO
 
 
 class _Rejoined(io.RawIOBase):
-    """Bytes that were read ahead, then the others."""
+    """A reader of the bytes that were read ahead, and then of all others."""
 
     def __init__(self, head: bytes, file: io.BufferedReader) -> None:
         self._head = head
@@ -99,9 +99,14 @@ class _Rejoined(io.RawIOBase):
 def choose_format(name: str, head: bytes, asked: InputFormat = "auto", *, stream: bool = False) -> LineFormat:
     """Return the format of all lines of an input.
 
-    .txt is text, .jsonl, .ndjson and .json are JSON Lines. A stream without such a name is what its lines are. A file
-    without one is JSON Lines or is refused. `asked` decides instead of the name.
-    Raises InputError for what is neither, or contradicts its name, with the way out.
+    .txt is text, and .jsonl, .ndjson and .json are JSON Lines. If a stream has no such name, its lines decide. If a
+    file has no such name, it is JSON Lines or is refused.
+
+    Args:
+        asked: the format that the user named. It decides instead of the name.
+
+    Raises:
+        InputError: the input is neither, or contradicts its name. The message shows what to do.
     """
     source = f"--input {name}"
     file = None if stream else shlex.quote(name)
@@ -121,7 +126,7 @@ def choose_format(name: str, head: bytes, asked: InputFormat = "auto", *, stream
     mostly_json = 2 * num_json >= len(lines)
     if named_text:
         if mostly_json or isinstance(_parsed(lines[0]), dict | list):
-            raise InputError(f"{source} has the name of a text and holds JSON; give --input-format jsonl. {_AS_TEXT}")
+            raise InputError(f"{source} is named .txt and holds JSON; give --input-format jsonl. {_AS_TEXT}")
         _refuse_table(source, file, lines)
         return "text"
     if mostly_json or lines[0].startswith(b"{") or isinstance(_parsed(lines[0]), list):
@@ -137,7 +142,7 @@ def choose_format(name: str, head: bytes, asked: InputFormat = "auto", *, stream
 
 
 def _whole_lines(head: bytes, *, stream: bool) -> list[bytes]:
-    """Return the lines that are not blank; the last one may be cut, and is left out unless it is the only one."""
+    """Return the lines that are not blank. The last one may be cut, so it is left out unless it is the only one."""
     whole, _, rest = head.rpartition(b"\n")
     if len(head) >= HEAD_BYTES:
         rest = rest.rstrip(_CONTINUED)  # part of a character
@@ -163,7 +168,7 @@ def _refuse_binary(source: str, file: str | None, head: bytes) -> None:
 
 
 def _refuse_legacy_encoding(source: str, file: str | None, lines: Sequence[bytes]) -> None:
-    """A few damaged lines cost themselves alone. Not so a file in another encoding."""
+    """Refuse a file in another encoding. A few damaged lines are legal, because only these lines get errors."""
     if 2 * sum(not _is_utf8(line) for line in lines) >= len(lines):
         raise InputError(f"{source} is not UTF-8. If it is Latin-1: {_iconv('latin1', file)}")
 
@@ -183,7 +188,7 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def _refuse_json_document(source: str, file: str | None, head: bytes, lines: Sequence[bytes]) -> None:
-    """JSON that spans lines, or whose lines are no requests."""
+    """Refuse JSON that spans lines, or whose lines are not requests."""
     begins, text = lines[0][:1], head.decode(errors="replace").strip()
     first, document, end = _parsed(lines[0]), *_decoded(text)
     whole = end == len(text)
@@ -211,14 +216,14 @@ def _is_answer(record: dict[str, object]) -> bool:
 
 
 def _parsed(line: bytes) -> object:
-    """Return a line's JSON value; None if it is null or no JSON."""
+    """Return a line's JSON value; None if it is null or not JSON."""
     text = line.decode(errors="replace")
     document, end = _decoded(text)
     return document if end == len(text) else None
 
 
 def _decoded(text: str) -> tuple[object, int]:
-    """Return the JSON value that a text begins with, and where it ends; (None, 0) without one."""
+    """Return the JSON value at the start of a text, and its end position; (None, 0) without one."""
     try:
         return json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
@@ -226,9 +231,10 @@ def _decoded(text: str) -> tuple[object, int]:
 
 
 def _refuse_table(source: str, file: str | None, lines: Sequence[bytes]) -> None:
-    """A header is a line of column names. Prompts have commas too, and may have such a name between them.
+    """Refuse a table, whose header is a line of column names.
 
-    So either each cell is a known name, or one is, no space stands at a delimiter, and lines below have as many cells.
+    Prompts have commas too, and may have such a name between them. So a header has only known names. Or it has one, no
+    space next to a delimiter, and most lines below have at least the same number of cells.
     """
     header, below = lines[0].decode(errors="replace"), lines[1 : 1 + _LOOKED_AT]
     for delimiter in ",\t;|":

@@ -1,4 +1,4 @@
-"""JSON as an input line may hold it: bounded, without repeated keys, NaN or infinity."""
+"""The JSON that an input line may hold: bounded, without repeated keys, NaN or infinity."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import islice
 from typing import NoReturn
 
 DEEPEST_ID = 32
-# Far below the limit of nested calls, some of which messages and reading need.
+# Far below Python's limit of nested calls, because messages and reading need some of them.
 DEEPEST_LINE = 128
 # A string, list or object takes at least 100 bytes in memory, and may take one byte in the line.
 MOST_PARTS = 2**18
 _FEW_PARTS_BYTES = 2**20
-# Possessive, and without an end if need be: one pass, whatever the line is.
+# Possessive, and with an optional closing quote, so that any line takes one pass.
 _PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 
 
@@ -26,12 +26,22 @@ def has_too_many_parts(data: bytes) -> bool:
 
 
 def read_json(text: str) -> object:
-    """Return the value of a JSON text. Raises ValueError or RecursionError."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not legal JSON.
+        RecursionError: it nests too deep.
+    """
     return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def read_damaged_json(data: bytes) -> object:
-    """Return the value of JSON with bytes that are not UTF-8. Raises ValueError or RecursionError."""
+    """Return the value of JSON with bytes that are not UTF-8.
+
+    Raises:
+        ValueError: it is not legal JSON.
+        RecursionError: it nests too deep.
+    """
     return json.loads(data.decode("utf-8", "surrogateescape"), parse_constant=_refuse_constant)
 
 
@@ -76,7 +86,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def is_text(value: object) -> bool:
-    """Return whether no string holds a lone surrogate, which stands for a byte that was not UTF-8."""
+    """Return whether no string holds a lone surrogate, which represents a byte that was not UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

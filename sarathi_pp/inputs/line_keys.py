@@ -1,4 +1,4 @@
-"""The keys of input lines, and what each one sets."""
+"""The keys of input lines, and the parameter that each one sets."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SAMPLING_KEYS = {
 }
 # Whole numbers, which tables write as 16.0.
 WHOLE_NUMBERS = ("max_new_tokens", "top_k", "seed")
-# Keys that say how the prompt is tokenised.
+# Keys that change how the prompt is tokenised.
 READING_KEYS = ("add_special_tokens",)
-# The settings of generation_config.json that a line's key switches off; any other key is the setting's own name.
+# The settings of generation_config.json that a line's key switches off. Any other key is the setting's own name.
 SETTINGS = {
     "n": ("num_return_sequences",),
     "min_tokens": ("min_new_tokens", "min_length"),
@@ -35,7 +35,7 @@ SETTINGS = {
     "bad_words": ("bad_words_ids",),
     "use_beam_search": ("num_beams",),
 }
-# Names for the caller's own bookkeeping: they change no token.
+# Keys for the caller's own records. They change no token.
 OPENAI_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Parameters that other engines have, each with the values under which it changes nothing.
 UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {

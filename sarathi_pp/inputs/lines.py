@@ -11,11 +11,11 @@ _SKIP_BYTES = 64 * 2**10
 
 
 def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the bytes of each non-blank line of a stream, without the line end.
+    """Yield the non-blank lines of a stream as bytes without line ends, each after its number, from 1.
 
-    Accepts a leading byte-order mark, CRLF, and a last line without its end. A line of nothing but white space
-    is blank in both formats; blank lines count for the numbers. Of a line longer than `max_line_bytes` only the
-    beginning is yielded, of up to two bytes more than that.
+    A leading byte-order mark, CRLF, and a last line without its end are accepted. A line of only white space is blank
+    in both formats. Blank lines count for the numbers. If a line is longer than `max_line_bytes`, only its beginning
+    is yielded, with at most two bytes above this limit.
     """
     number = 0
     while data := stream.readline(max_line_bytes + 2):

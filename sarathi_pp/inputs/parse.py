@@ -1,4 +1,4 @@
-"""One input line, from bytes to what it asks for, or to the reason why it cannot run.
+"""The parser of one input line: from bytes to a prompt with parameters, or to the reason why it cannot run.
 
     bytes -> parse_line -> ParsedLine -> (tokenise, check) -> Row with its Request -> engine -> sink
 
@@ -7,12 +7,12 @@ A file is JSON Lines or plain text as a whole (`choose_format`). JSON Lines take
     own     {"prompt": str} | {"prompt_token_ids": [int]} | {"messages": [...]}, with `id` and sampling keys
     OpenAI  {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body": {...}}
 
-Null counts as not given. A parameter that is known elsewhere and not supported here may be present with the
-value that means "off" (`"n": 1`); with any other value it is `unsupported_parameter`, never ignored.
+Null counts as not given. A parameter that other engines have, and that is not supported here, may have the value that
+means "off" (`"n": 1`). With any other value it is `unsupported_parameter`, never ignored.
 
-Other keys are the user's own, such as labels. They change nothing, and the output line has them again under `extra`,
-where they collide with none of its keys. A key that differs from a parameter only as a typing mistake does is
-`unknown_parameter`, and so is any unknown key of an OpenAI `body`, which holds nothing but parameters.
+Other keys are the user's own, such as labels. They change nothing. The output line repeats them under `extra`, where
+they collide with none of its keys. A key that differs from a parameter only by a typing mistake is `unknown_parameter`.
+So is any unknown key of an OpenAI `body`, which holds only parameters.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ from sarathi_pp.inputs.lines import MAX_LINE_BYTES
 from sarathi_pp.inputs.row import Form
 from sarathi_pp.inputs.spelling import nearest_key
 
-# A name that a log may hold. A longer or stranger key may be text out of a prompt.
+# A name that a log may hold. A longer or unusual key may be text of a prompt.
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
 _MAX_EXTRA_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedLine:
-    """What one line asks for: one of the three prompts, or an error.
+    """A parsed line: one of the three prompts, or an error.
 
     Args:
-        line: its number, from 1.
-        id: any JSON value, echoed unchanged; the line number as a string if the line names none.
-        overrides: sampling fields that the line sets, under SamplingParams' names; each is legal by itself.
-        extra: the line's other keys as a JSON object, empty if there are none; as bytes, because it waits for the
-            answer.
+        line: number of the line, from 1.
+        id: any JSON value, repeated unchanged in the output. If the line names none, its number as a string.
+        overrides: sampling fields that the line sets, under SamplingParams' names. Each one is legal alone.
+        extra: the line's other keys as a JSON object, empty if there are none. They are bytes to save memory while
+            the line waits for its answer.
         add_special_tokens: see Tokenizer.encode_prompt.
-        switched_off: settings of generation_config.json that the line gives the value under which they change nothing.
+        switched_off: settings of generation_config.json that the line gives a value without an effect.
         error: the reason why the line cannot run.
         summary: the error without the line's values, for a log; None if there is none.
-        nameless: the line's own id is not known. The default id may be that of another line.
+        nameless: True if the line's own id is not known. The default id may be that of another line.
     """
 
     line: int
@@ -93,7 +93,7 @@ class ParsedLine:
 
 
 def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
-    """Return what a line asks for, types checked. Sampling values are checked later, together with the defaults.
+    """Return a parsed line with checked types. Sampling values are checked later, together with the defaults.
 
     The codes of its error are `line_too_long`, `invalid_utf8`, `invalid_json`, `invalid_parameter`,
     `missing_required_parameter`, `unknown_parameter`, `unsupported_parameter` and `empty_prompt`.
@@ -104,13 +104,13 @@ def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: in
             reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
         return reader.read_text(data) if plain_text else reader.read(data)
     except RowError as error:
-        # Its traceback and the error behind it hold all values of the line.
+        # Its traceback and its cause hold all values of the line.
         error.__context__ = error.__cause__ = None
         return reader.refused(error.with_traceback(None))
 
 
 class _LineReader:
-    """Reads one line. Holds what is known of its id and form so far, for its error."""
+    """A reader of one line. It keeps the line's id and form, as far as they are known, for an error."""
 
     def __init__(self, line: int, *, nameless: bool) -> None:
         self._line = line
@@ -157,7 +157,7 @@ class _LineReader:
             self.fail("invalid_utf8", f"byte {error.start} of the line is not UTF-8; convert the file to UTF-8")
 
     def _recover_id(self, data: bytes) -> None:
-        """Find the id of a line that is JSON but for stray bytes, which need not be in the id."""
+        """Find the id of a line that is JSON except for damaged bytes, which may be outside the id."""
         try:
             record = read_damaged_json(data)
         except (ValueError, RecursionError):
@@ -176,7 +176,7 @@ class _LineReader:
             self.fail("invalid_json", "the line nests too deep")
         except ValueError as error:
             self.fail("invalid_json", f"not JSON: {error}")
-        # Looking at every token id of a prompt would take longer than reading it.
+        # Count brackets first, because a visit of every token id of a prompt would take longer than reading it.
         if text.count("[") + text.count("{") > DEEPEST_LINE and nests_deep(record, DEEPEST_LINE):
             self.fail("invalid_json", f"the line nests too deep: {DEEPEST_LINE} levels are legal")
         if not isinstance(record, dict):
@@ -232,7 +232,7 @@ class _LineReader:
     def _overrides(
         self, record: Mapping[str, object], sampling: Mapping[str, str], other: tuple[str, ...]
     ) -> dict[str, object]:
-        """The sampling fields that are set; refuses every key that would otherwise be ignored."""
+        """Return the sampling fields that are set. Refuse every key that would otherwise be ignored."""
         overrides: dict[str, object] = {}
         for key, value in record.items():
             if key in sampling:
@@ -250,7 +250,7 @@ class _LineReader:
                     self.fail("unsupported_parameter", message, f'"{key}" is not supported with that value; remove it')
             elif key not in other:
                 legal = ", ".join((*other, *sampling))
-                message = f"{key} is not a parameter; those known here are {legal}"
+                message = f"{key} is not a parameter; the known ones are {legal}"
                 self.fail("unknown_parameter", message, f"unknown key {_named(key)} in body")
         return overrides
 
@@ -261,18 +261,18 @@ class _LineReader:
         try:
             SamplingParams(**{name: value})  # type: ignore[arg-type]  # values are checked there
         except RowError as error:
-            # A summary quotes nothing of a line.
+            # A summary repeats no value of a line.
             wanted = error.message.rpartition("; it must be ")[2]
             summary = f'"{key}" has a value that is not legal; it must be {wanted}'
             self.fail(error.code, error.message.replace(name, key, 1), summary)
         return value
 
     def _set_extra(self, record: Mapping[str, object], known: tuple[str, ...]) -> None:
-        """Keep the user's own keys for the output line; refuse one that is a known key but for a typing mistake."""
+        """Keep the user's own keys for the output line. Refuse a key that is a known one with a typing mistake."""
         own = {key: value for key, value in record.items() if key not in known}
         if not own:
             return
-        # A key without an effect, or a prompt that is there already, cannot have been meant.
+        # The user cannot have meant a key without an effect, or a second prompt.
         has_prompt = any(key in record for key in (*PROMPT_KEYS, "body"))
         effective = tuple(k for k in known if k not in UNSUPPORTED_KEYS and not (has_prompt and k in PROMPT_KEYS))
         for key in own:
@@ -300,7 +300,9 @@ class _LineReader:
                 "invalid_parameter", f"add_special_tokens is {show_value(add_special_tokens)}; it must be true or false"
             )
         if add_special_tokens and not isinstance(value, str):
-            self.fail("unsupported_parameter", f"add_special_tokens is true, and {key} has its own; remove it")
+            self.fail(
+                "unsupported_parameter", f"add_special_tokens is true, and {key} has its own; remove add_special_tokens"
+            )
         if key == "messages":
             messages = self._messages(value)
             return self._parsed(overrides, messages=messages)
@@ -345,7 +347,7 @@ class _LineReader:
         return [self._message(f"messages[{position}]", message) for position, message in enumerate(value)]
 
     def _message(self, where: str, message: dict[str, object]) -> dict[str, object]:
-        """The message with text parts joined by line ends: most chat templates expect one string."""
+        """Return the message with its text parts joined by line ends, because most chat templates expect one string."""
         content = message.get("content")
         if content is None or isinstance(content, str):
             return message
@@ -371,7 +373,7 @@ def _name(record: Mapping[str, object]) -> tuple[object, Form]:
 
 
 def _named(key: str) -> str:
-    """Return a key's name for a log, if it is one."""
+    """Return a key for a log. Leave it out if it may be text of a prompt."""
     return f'"{key}"' if _PLAIN_NAME.fullmatch(key) else "(its name is left out here)"
 
 

@@ -1,4 +1,4 @@
-"""What a prompt must fit before it becomes a request."""
+"""The limits that a prompt must fit before it becomes a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sarathi_pp.errors import RowError
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What a prompt must fit: the model's length, and the smallest stage's KV pool (num_pages x page_size)."""
+    """The limits of a prompt: the model's length, and the smallest stage's KV pool (num_pages x page_size)."""
 
     max_model_len: int
     num_pages: int
@@ -20,7 +20,8 @@ class PromptLimits:
     def check_prompt(self, num_tokens: int) -> None:
         """Check that a prompt can be computed. A prompt of max_model_len is legal: it gets no output.
 
-        Raises RowError: `context_length_exceeded` or `kv_cache_exhausted`.
+        Raises:
+            RowError: `context_length_exceeded` or `kv_cache_exhausted`.
         """
         if num_tokens > self.max_model_len:
             raise RowError(
@@ -41,7 +42,7 @@ class PromptLimits:
         )
 
     def clamp(self, sampling: SamplingParams) -> SamplingParams:
-        """The same request in numbers of ordinary size: what exceeds a limit means no limit."""
+        """Return the same parameters with values of ordinary size. A value above a limit means no limit."""
         top_k = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
         return replace(sampling, top_k=top_k, max_new_tokens=min(sampling.max_new_tokens, self.max_model_len))
 
@@ -50,7 +51,7 @@ def kv_cache_exhausted(needed: str, num_pages: int, page_size: int) -> RowError:
     """Return the error of a request that the whole KV cache cannot hold.
 
     Args:
-        needed: what the request needs, a clause for the message.
+        needed: the tokens that the request needs, as a clause for the message.
     """
     return RowError(
         "kv_cache_exhausted",

@@ -1,4 +1,4 @@
-"""From a parsed line to a request: tokenised, checked, its sampling complete."""
+"""The step from a parsed line to a request: tokenised, checked, with complete sampling parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """Turns a parsed line into a request: tokenised, checked, its sampling complete.
+    """A maker of requests from parsed lines: tokenised, checked, with complete sampling parameters.
 
     Args:
-        paragraphs: whether the policy wants to know where the paragraphs of a text end.
+        paragraphs: True if the policy needs the ends of a text's paragraphs.
     """
 
     tokenizer: Tokenizer
@@ -29,10 +29,14 @@ class RequestMaker:
     paragraphs: bool = False
 
     def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
-        """Return the request of a line that has no error. Raises RowError."""
+        """Return the request of a line that has no error.
+
+        Raises:
+            RowError: the line cannot run.
+        """
         sampling = self.defaults.params(parsed.overrides, parsed.switched_off)
         if sampling.stop and not self.tokenizer.has_text:
-            raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are not there")
+            raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are missing")
         if sampling.seed is None:
             sampling = replace(sampling, seed=row_seed(self.seed, parsed.id))
         prompt = self._encode(parsed)
@@ -58,6 +62,9 @@ class RequestMaker:
 
 
 def row_seed(run_seed: int, id: object) -> int:
-    """The seed of a row that names none: a 63-bit hash, wherever the row stands and whatever runs beside it."""
+    """Return the seed of an input line that sets none: a 63-bit hash of the run's seed and the line's id.
+
+    It does not depend on the line's position, or on other requests that run at the same time.
+    """
     digest = blake2b(f"{run_seed}/{id_key(id)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

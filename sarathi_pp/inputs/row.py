@@ -36,5 +36,5 @@ class Row:
 
 
 def shorten(message: str) -> str:
-    """Cut the middle out of a long message: it may quote a value, and a value may be as long as a line."""
+    """Cut the middle out of a long message, because it may quote a value that is as long as a line."""
     return message if len(message) <= 1000 else f"{message[:500]} ... {message[-200:]}"

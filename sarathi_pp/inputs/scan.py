@@ -1,4 +1,4 @@
-"""A look at every line of an input file before anything is loaded."""
+"""A check of every line of an input file before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from sarathi_pp.inputs.input_format import InputFormat
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.row import shorten
 
-# How many problems are named.
+# Number of problems that are shown.
 _SHOWN_PROBLEMS = 5
-# Codes of problems whose messages quote what the line holds.
+# Codes of problems whose messages quote values of the line.
 _QUOTING = ("invalid_parameter", "unknown_parameter", "unsupported_parameter")
 
 
 @dataclass(frozen=True, slots=True)
 class InputScan:
-    """What is wrong with the lines of a file. problems: the first few, for people."""
+    """The problems in the lines of a file.
+
+    Attributes:
+        num_rows: number of input lines.
+        num_problems: number of lines with a problem.
+        problems: the first few problems, as text for people.
+    """
 
     num_rows: int
     num_problems: int
@@ -29,16 +35,16 @@ class InputScan:
 def scan_input(
     path: str, defaults: GenerationDefaults, *, asked: InputFormat = "auto", has_text: bool = True
 ) -> InputScan:
-    """Looks at every line without tokenising it: UTF-8, JSON, keys, sampling values, and ids that occur twice.
+    """Check every line without tokenising it: UTF-8, JSON, keys, sampling values, and ids that occur twice.
 
-    What needs the model (lengths, token ids) shows when the line is run.
+    Problems that need the model (lengths, token ids) are found when the line is run.
 
     Args:
         asked: the format that the user named.
-        has_text: the model has a tokenizer; otherwise only token ids can run.
+        has_text: True if the model has a tokenizer. Otherwise only token ids can run.
 
     Raises:
-        InputError: the file cannot be read, or is of no format that has rows.
+        InputError: the file cannot be read, or is neither JSON Lines nor text.
     """
     num_rows, num_problems = 0, 0
     problems: list[str] = []
@@ -52,7 +58,7 @@ def scan_input(
                     if len(problems) < _SHOWN_PROBLEMS:
                         problems.append(f"line {parsed.line}: {parsed.summary or _without_values(error)}")
         except OSError as error:
-            raise InputError(f"--input {path} cannot be read on: {error}") from error
+            raise InputError(f"--input {path} cannot be read further: {error}") from error
     return InputScan(num_rows, num_problems, tuple(problems))
 
 
@@ -61,7 +67,7 @@ def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: b
     if parsed.error is not None:
         return parsed.error
     if not has_text and parsed.prompt_token_ids is None:
-        return RowError("no_tokenizer", "text needs the model's tokenizer files, which are not there")
+        return RowError("no_tokenizer", "text needs the model's tokenizer files, which are missing")
     if parsed.overrides or defaults.unsupported:  # the defaults alone were checked before
         try:
             defaults.params(parsed.overrides, parsed.switched_off)
@@ -71,7 +77,7 @@ def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: b
 
 
 def _without_values(problem: RowError) -> str:
-    """Return a problem's text for a log, which must hold no prompt. The row's line in the output has the values."""
+    """Return a problem's text for a log, which must hold no prompt. The output line has the values."""
     if problem.code in _QUOTING:
         return problem.code
     return shorten(problem.message)

@@ -1,9 +1,9 @@
-"""Where rows come from: a file or standard input, read ahead of the engine by a thread of its own.
+"""The sources of input lines: a file or standard input, which a separate thread reads ahead of the engine.
 
     file -> [reader thread: read, parse, tokenise, check] -> bounded queue -> take() -> engine
 
-The queue bounds memory whatever the length of the file, and keeps tokenisation off the engine's thread. Rows
-that cannot run come through the same queue, in order, as rows with an error.
+The queue bounds memory for files of any length, and keeps tokenisation off the engine's thread. Input lines that
+cannot run come through the same queue, in order, each with its error.
 """
 
 from __future__ import annotations
@@ -28,27 +28,44 @@ from sarathi_pp.trace.clock import Clock
 
 
 class Source(Protocol):
-    """What the engine draws rows from. Only the engine's thread calls it.
-
-    take: up to `limit` rows that have arrived, without waiting; raises what stopped the reader, once the rows
-    before it are taken. exhausted: there is no row left and none will come. wait: returns when take would
-    give something, when exhausted, or after timeout_s (None: no limit). close: no more rows are wanted.
-    """
+    """The source of the engine's input lines. Only the engine's thread calls it."""
 
     @property
-    def exhausted(self) -> bool: ...
-    def take(self, limit: int) -> list[Row]: ...
-    def wait(self, timeout_s: float | None) -> None: ...
-    def close(self) -> None: ...
+    def exhausted(self) -> bool:
+        """Return whether no input line is left and none will come."""
+        ...
+
+    def take(self, limit: int) -> list[Row]:
+        """Return up to `limit` input lines that have arrived, without waiting.
+
+        An error that stopped the reader is raised after all earlier input lines are taken.
+        """
+        ...
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until `take` would return an input line, until exhausted, or for timeout_s (None: no limit)."""
+        ...
+
+    def close(self) -> None:
+        """Stop the source, because no more input lines are wanted."""
+        ...
 
 
 class FileSource:
-    """Rows of a file, or of standard input for `-`. Reading starts at once, so make it when the run starts.
+    """A source that reads a file, or standard input for `-`. Reading starts at once, so make it when the run starts.
 
-    capacity: most rows read ahead; reading also stops at MAX_WAITING_TOKENS of their prompts.
-    request_rate: rows a second, arriving as a Poisson process drawn from the run's seed; infinite: a row arrives when
-    its line is read. done: rows that an earlier start has answered, which are left out. asked: the format that the user
-    named. Raises what `check_input` raises; `take` raises for what cannot be opened all the same, or has no rows.
+    If the input cannot be opened after all, or is neither JSON Lines nor text, `take` raises the error.
+
+    Args:
+        capacity: most input lines that are read ahead. Reading also stops at MAX_WAITING_TOKENS of their prompts.
+        request_rate: input lines per second. They arrive as a Poisson process drawn from the run's seed. If the rate is
+            infinite, a line arrives when it is read.
+        done: input lines that an earlier start has answered. They are left out.
+        asked: the format that the user named.
+
+    Raises:
+        MissingError: see `check_input`.
+        InputError: see `check_input`.
     """
 
     def __init__(
@@ -72,12 +89,12 @@ class FileSource:
         self._arrivals = _drawn_arrivals(maker.seed, request_rate, clock.now())
         self._changed = threading.Condition()
         self._rows: deque[Row] = deque()
-        self._num_tokens = 0  # that self._rows hold
+        self._num_tokens = 0  # tokens in self._rows
         self._failure: BaseException | None = None
         self._ended = False
         self._closed = False
-        # A daemon: a read of standard input that nobody will ever answer must not keep the process alive. It opens the
-        # path too, since that waits for whoever writes a named pipe, and would keep the main thread from any signal.
+        # A daemon: a read of standard input that never returns must not keep the process alive. It also opens the path.
+        # That waits for the writer of a named pipe, and would keep the main thread from any signal.
         self._thread = threading.Thread(target=self._read, name="input", daemon=True)
         self._thread.start()
 
@@ -104,7 +121,7 @@ class FileSource:
         with self._changed:
             while not (self._ended and not self._rows):
                 now_s = self._clock.now()
-                # With nothing read yet only the reader can end the wait, and it notifies.
+                # If no line is read yet, only the reader can end the wait, and it notifies.
                 ready_s = self._rows[0].arrival_s if self._rows else math.inf
                 if now_s >= min(end_s, ready_s):
                     return
@@ -112,7 +129,7 @@ class FileSource:
                 self._changed.wait(None if left_s == math.inf else left_s)
 
     def close(self) -> None:
-        """Idempotent. The reader ends at its next row; one that is blocked in a read is left behind."""
+        """Stop reading. Idempotent. The reader ends at its next line, or is abandoned if it is blocked in a read."""
         with self._changed:
             self._closed = True
             self._ended = True
@@ -127,8 +144,8 @@ class FileSource:
                     if not self._put(row):
                         return
         except OSError as error:
-            self._failure = InputError(f"--input {self._path} cannot be read on: {error}")
-        except BaseException as error:  # raised by take, in the thread that can do something about it
+            self._failure = InputError(f"--input {self._path} cannot be read further: {error}")
+        except BaseException as error:  # `take` raises it, in the thread that can handle it
             self._failure = error
         finally:
             with self._changed:
@@ -155,7 +172,7 @@ class FileSource:
             yield self._row(parsed, self._clock.now() if drawn_s is None else drawn_s)
 
     def _row(self, parsed: ParsedLine, arrival_s: float) -> Row:
-        """A request is numbered by its line: the same whichever of the lines before it are run."""
+        """Return the row of a parsed line. Its request has the line's number, whichever earlier lines are run."""
         line, request, error = parsed.line, None, parsed.error
         if error is None:
             try:
@@ -168,7 +185,7 @@ class FileSource:
 
 
 class MemorySource:
-    """Rows that are there already, all arrived: the Python API's source, and the tests'."""
+    """A source of input lines that have all arrived, for the Python API and the tests."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = deque(rows)
@@ -181,19 +198,19 @@ class MemorySource:
         return [self._rows.popleft() for _ in range(min(limit, len(self._rows)))]
 
     def wait(self, timeout_s: float | None) -> None:
-        """Returns at once: there is nothing to wait for."""
+        """Return at once, because there is nothing to wait for."""
 
     def close(self) -> None:
         self._rows.clear()
 
 
 def _held_tokens(row: Row) -> int:
-    """Return how many tokens take as much memory as the row: its prompt's, of 4 bytes each, and its extra keys."""
+    """Return the memory of an input line in tokens of 4 bytes: its prompt and its extra keys."""
     return row.num_prompt_tokens + len(row.extra) // 4
 
 
 def _drawn_arrivals(seed: int, request_rate: float, start_s: float) -> Iterator[float]:
-    """The times of a Poisson process, endless; nothing at all where rows arrive as they are read."""
+    """Yield the endless times of a Poisson process. Yield nothing if input lines arrive when they are read."""
     random_numbers = random.Random(f"arrivals {seed}")
     arrival_s = start_s
     while request_rate < math.inf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-# What people number or mark their own columns with: `seed1` and `prompt_b` are no misspelt `seed` and `prompt`.
+# Suffixes with which people mark their own columns: `seed1` and `prompt_b` are not misspelt `seed` and `prompt`.
 _NUMBERED = re.compile(r"_?[0-9]+|_[a-z]")
 
 
@@ -22,10 +22,10 @@ def nearest_key(key: str, known: tuple[str, ...]) -> str | None:
 
 
 def _is_one_mistake(written: str, meant: str) -> bool:
-    """Return whether one character is missing, added or another one, or two neighbours are swapped.
+    """Return whether one character is missing, added or wrong, or two neighbours are swapped.
 
-    Many words are near to a short key: `step` and `top` to `stop`, `need` and `speed` to `seed`. There only a swap,
-    a character that is doubled, a missing underscore and a plural count.
+    Many words are near to a short key: `step` and `top` to `stop`, `need` and `speed` to `seed`. So for short keys only
+    a swap, a doubled character, a missing underscore and a plural count.
     """
     shorter = min(len(written), len(meant))
     same = next((at for at in range(shorter) if written[at] != meant[at]), shorter)

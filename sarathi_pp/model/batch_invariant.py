@@ -1,12 +1,12 @@
-"""Batch-invariant operations on CPU in float32: a row's result depends on nothing but the row.
+"""Batch-invariant operations on CPU in float32: the result of a row depends on nothing but the row.
 
-With the libraries alone, the last bits of a row depend on how many rows are computed with it, and a sampled token can
-depend on those bits: a run that is interrupted and resumed would not always draw the tokens of an undisturbed one.
+With the libraries alone, the last bits of a row depend on how many rows are computed with it. A sampled token can
+depend on those bits. So a run that is interrupted and resumed would not always draw the tokens of an undisturbed run.
 
     products       sum in another order if few rows are left for a thread. So rows are padded to a multiple of a step,
-                   4 on a Zen 4. No library documents the step; it is found by trying.
-    exp, cos, ...  give other last bits in registers than one by one, which happens if the numbers, or a thread's part
-                   of them, do not fill a register. So they are padded, and computed in pieces of one thread each.
+                   4 on a Zen 4. No library documents the step, so it is found by trying.
+    exp, cos, ...  give other last bits in registers than one by one. They go one by one if the numbers, or a thread's
+                   part of them, do not fill a register. So they are padded, and computed in pieces of one thread each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# What is tried, with how many rows, and with how many inputs and outputs.
+# Steps that row_step tries, the number of rows for the trial, and the numbers of inputs and outputs.
 _STEPS = (1, 2, 4, 8, 16, 32)
 _MOST_ROWS = 96
 _SIZES = 512, 192
 
-# Which argument has the rows: (..., rows, inputs). The weight is the next one.
+# Position of the argument that holds the rows: (..., rows, inputs). The weight is the next argument.
 _PRODUCTS: dict[Callable[..., Any], int] = {
     functional.linear: 0,
     torch.addmm: 1,
@@ -36,7 +36,7 @@ _PRODUCTS: dict[Callable[..., Any], int] = {
     Tensor.__matmul__: 0,
 }
 
-# Number by number, of their first argument.
+# Functions that compute each number of their first argument separately.
 _CURVES: frozenset[Callable[..., Any]] = frozenset(
     (
         *(functional.silu, functional.gelu, functional.sigmoid, functional.tanh),
@@ -44,8 +44,8 @@ _CURVES: frozenset[Callable[..., Any]] = frozenset(
         *(Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos, Tensor.sin, Tensor.erf),
     )
 )
-# Numbers that torch gives to one thread (it splits more than 32768, and of gelu more than these), and a multiple of
-# what fills a register.
+# Numbers that torch gives to one thread (it splits more than 32768, and for gelu more than 16384). _REGISTER is a
+# multiple of the numbers that fill a register.
 _PIECE = 16384
 _REGISTER = 64
 
@@ -53,16 +53,19 @@ _REGISTER = 64
 def batch_invariant_mode(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which the bits of a float32 row on CPU do not depend on the number of rows.
 
-    It changes nothing for other dtypes and devices: bfloat16 has products of its own (packed_linear.py).
+    It changes nothing for other dtypes and devices. bfloat16 has its own products (packed_linear.py).
     """
     return _BatchInvariantMode() if dtype == torch.float32 and device.type == "cpu" else nullcontext()
 
 
 @functools.cache
 def row_step(num_threads: int) -> int:
-    """Return the smallest step whose multiples of rows give a row the same bits; the largest, with a warning, if none.
+    """Return the smallest step such that a row has the same bits with every multiple of the step as number of rows.
 
-    num_threads: the number that torch computes with now.
+    If no step fits, warn and return the largest one.
+
+    Args:
+        num_threads: number of threads that torch computes with now.
     """
     random = torch.Generator().manual_seed(0)
     inputs, outputs = _SIZES
@@ -73,7 +76,7 @@ def row_step(num_threads: int) -> int:
         if all(functional.linear(x[:count], weight).equal(whole[:count]) for count in counts):
             return step
     warnings.warn(
-        "products in float32 have other last bits beside other rows on this machine: a sampled token may hang on them",
+        "on this machine, the last bits of float32 products depend on the number of rows: sampled tokens may change",
         stacklevel=2,
     )
     return _STEPS[-1]
@@ -105,7 +108,7 @@ def _curve(take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _is_float_product(args: Sequence[Any], at: int) -> bool:
-    """Of rows with a matrix, plus a vector at the most, all given by position."""
+    """Return whether the call multiplies rows with a matrix and adds at most a vector, all given by position."""
     if len(args) < at + 2 or (at and args[0].dim() != 1):
         return False
     weight: Tensor = args[at + 1]

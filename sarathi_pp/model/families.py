@@ -1,7 +1,7 @@
-"""The architectures that are proven exact, and what has to be known about each from outside. No torch here.
+"""The architectures that are proven exact, and the facts about each that other modules need. No torch here.
 
-A family is in this table when slices of it, chained over the paged cache, give the logits of the unmodified
-transformers model in the tests. Module names are paths inside the `...ForCausalLM` class:
+Tests check every family in this table: its slices, chained over the paged cache, give the logits of the unmodified
+transformers model. Module names are paths inside the `...ForCausalLM` class:
 
     base.embed  base.positions  base.layers.0 .. base.layers.N-1  base.norm  lm_head
     |------- first stage ------|------ the stage of layer i ----|--- last stage ---|
@@ -19,23 +19,25 @@ from typing import Literal
 class Family:
     """One supported architecture.
 
-    positions, project_in, project_out: modules that only some families have.
-    windows: which layers see only the last `sliding_window` tokens. "none": the model ignores that key;
-    "every": all layers where it is set; "by_type": the layers that `layer_types` calls sliding_attention.
-    This repeats how the model builds its masks, because not every family hands the window to its attention
-    function (qwen2_moe does not).
-    once: factors on the embedding that the base model applies even to activations that come from another
-    stage; a stage that does not embed sets them to 1.
-    softcap: config.json's name of the bound on attention scores, in families that have one. sinks: whether
-    attention has one more logit a head.
-    keys: config.json names of hidden_size and others, where they are not those names.
-
-    kv_heads, head_dim, tied: what transformers' configuration class takes for num_key_value_heads, head_dim
-    and tie_word_embeddings where config.json does not say. None: all heads, and hidden_size // heads. A test
-    compares them with transformers.
-
-    widths: config.json names of what tensor shards divide beside heads (tensor_parallel.py). None: not proven in
-    shards.
+    Attributes:
+        positions: module of learned positions; None if the family has none.
+        project_in: module between embedding and layers; None if the family has none.
+        project_out: module between layers and LM head; None if the family has none.
+        windows: layers that see only the last `sliding_window` tokens. "none": the model ignores that key. "every": all
+            layers, if the key is set. "by_type": the layers that `layer_types` calls sliding_attention. This repeats
+            how the model builds its masks, because not every family passes the window to its attention function
+            (qwen2_moe does not).
+        once: factors on the embedding that the base model applies even to activations from another stage. A stage that
+            does not embed sets them to 1.
+        softcap: name in config.json of the bound on attention scores; None if the family has no bound.
+        sinks: attention has one more logit per head.
+        keys: names in config.json of hidden_size and other settings, if they differ from these names.
+        kv_heads: value of num_key_value_heads that transformers' configuration class takes if config.json has none.
+            None: all heads. A test compares this, head_dim and tied with transformers.
+        head_dim: likewise for head_dim. None: hidden_size // heads.
+        tied: likewise for tie_word_embeddings.
+        widths: names in config.json of the sizes that tensor shards divide, besides heads (tensor_parallel.py). None:
+            not proven in shards.
     """
 
     architecture: str
@@ -60,7 +62,7 @@ class Family:
 
     @property
     def first_modules(self) -> tuple[str, ...]:
-        """Names of the modules whose weights only the first stage needs (and the last, for a tied LM head)."""
+        """Names of the modules whose weights only the first stage needs (and the last stage, for a tied LM head)."""
         return tuple(name for name in (self.embed, self.positions, self.project_in) if name is not None)
 
 
@@ -153,4 +155,4 @@ _ALL = (
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ALL})
-"""By architecture, the class name in config.json."""
+"""Families by architecture, the class name in config.json."""

@@ -1,11 +1,12 @@
-"""A stage's forward as CUDA graphs: one launch for a microbatch whose shape was captured, in the place of hundreds.
+"""A stage's forward as CUDA graphs: one launch instead of hundreds for a microbatch whose shape was captured.
 
     microbatch   [ chunk 480 | 31 decodes ]        511 tokens
-    graph        [          512 rows       ]       captured once; one row more is computed and dropped
+    graph        [          512 rows       ]       captured once, one extra row is computed and dropped
     tables       token ids, positions, pages, attention's work: fixed addresses, filled before each replay
 
-Microbatches of a uniform size have few shapes, so a few dozen graphs serve nearly all of them; the rest runs as ever.
-Graphs share their memory, what they read and what they write, since one is replayed after the other on one stream.
+Microbatches of a uniform size have few shapes, so a few dozen graphs serve nearly all of them. The others run without a
+graph. Graphs share the memory that they work in, read and write, since they are replayed one after the other on one
+stream.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from sarathi_pp.model.inputs import CapturableInputs, Span
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel
 
-# Above, a microbatch keeps the device busy for longer than it takes to launch; a model of 1.5B takes half as long again
-# to be launched as an H100 takes for 1,024 tokens (estimated).
+# A larger microbatch keeps the device busy for longer than its launches take. Launching a model of 1.5B takes 1.5 times
+# as long as an H100 takes for 1,024 tokens (estimated).
 _MOST_TOKENS = 2048
-# The last bits of a size that is no power of two: sizes are at most an eighth apart.
+# Sizes between two powers of two, so that sizes are at most an eighth apart.
 _STEPS_PER_DOUBLING = 8
 
 
@@ -37,7 +38,11 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """pool: torch's handle of the memory that all graphs of a stage share."""
+    """A CUDA graph of torch.
+
+    Args:
+        pool: torch's handle of the memory that all graphs of a stage share.
+    """
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -46,11 +51,11 @@ class CudaGraph:
     def capture(self, work: Callable[[], None]) -> None:
         before = torch.cuda.current_stream()
         try:
-            # thread_local: what other threads ask of the device meanwhile is none of the graph's affair.
+            # thread_local: calls of other threads to the device do not disturb the capture.
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
         finally:
-            # A capture that fails leaves its own stream behind as the current one, for which no input waits.
+            # A failed capture leaves its own stream as the current one. No input waits for that stream.
             torch.cuda.set_stream(before)
 
     def replay(self) -> None:
@@ -59,7 +64,13 @@ class CudaGraph:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Most tokens and sequences of a microbatch; decodes: each of one token."""
+    """The largest microbatch that a graph serves.
+
+    Attributes:
+        num_tokens: most tokens.
+        num_seqs: most sequences.
+        decodes: every sequence has one token.
+    """
 
     num_tokens: int
     num_seqs: int
@@ -67,7 +78,10 @@ class Shape:
 
 
 def graph_shapes(max_tokens: int, max_seqs: int) -> tuple[Shape, ...]:
-    """What is captured for microbatches of up to max_tokens and max_seqs, the largest first: they share memory."""
+    """Return the shapes to capture for microbatches of up to max_tokens and max_seqs.
+
+    The largest is first: all share memory.
+    """
     sizes = graph_sizes(min(max_tokens, _MOST_TOKENS))
     decodes = [Shape(size, size, decodes=True) for size in sizes if size <= _up(min(max_seqs, max_tokens), sizes)]
     mixed = [Shape(size, min(size, max_seqs), decodes=False) for size in sizes if size > 1]
@@ -75,7 +89,7 @@ def graph_shapes(max_tokens: int, max_seqs: int) -> tuple[Shape, ...]:
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16 .. 64 in steps of 8, and from there each at most an eighth above the one before; then `most`."""
+    """Return 1, 2, 4, 8, 16 .. 64 in steps of 8, then steps of at most an eighth. `most` is the last size."""
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -88,13 +102,15 @@ def _up(count: int, sizes: Sequence[int]) -> int:
 
 
 class StageGraphs:
-    """The CUDA graphs of one stage, captured when this is made.
+    """The CUDA graphs of one stage, captured when this object is made.
 
-    hits, misses: microbatches that a graph ran, and those that fit no graph.
+    Attributes:
+        hits: microbatches that a graph ran.
+        misses: microbatches that fit no graph.
 
     Args:
-        shapes: of the microbatches, the largest first.
-        graphs: an empty one for each shape.
+        shapes: shapes of the microbatches, the largest first.
+        graphs: an empty graph for each shape.
     """
 
     def __init__(
@@ -114,7 +130,7 @@ class StageGraphs:
         out: Tensor | None = None
         for shape, graph in zip(shapes, graphs, strict=True):
             stage_graph = _StageGraph(model, kv, shape, x, num_heads, device, graph)
-            y = stage_graph.forward()  # kernels are compiled here: they cannot be during capture
+            y = stage_graph.forward()  # compiles the kernels, which is not possible during capture
             if out is None:
                 most_rows = max(one.num_seqs if model.has_lm_head else one.num_tokens for one in shapes)
                 out = torch.empty((most_rows, y.shape[1]), dtype=y.dtype, device=device)
@@ -125,10 +141,11 @@ class StageGraphs:
     def prepare(
         self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
     ) -> Callable[[Tensor | None], Tensor] | None:
-        """Lay out a microbatch for the smallest graph that fits it, and return the forward; None if no graph fits.
+        """Lay out a microbatch for the smallest graph that fits it.
 
-        The forward takes hidden states, None if the stage embeds, and returns what StageModel.forward does. The result
-        belongs to the caller.
+        Returns:
+            The forward; None if no graph fits. It takes hidden states, or None if the stage embeds, and returns what
+            StageModel.forward does. The result belongs to the caller.
         """
         num_tokens = sum(span.num_tokens for span in spans)
         decodes = num_tokens == len(spans)
@@ -142,7 +159,11 @@ class StageGraphs:
 
 
 class _StageGraph:
-    """The graph of one shape. x: (most, hidden_size), which all graphs read activations from."""
+    """The graph of one shape.
+
+    Args:
+        x: (most, hidden_size), from which all graphs read activations.
+    """
 
     def __init__(
         self,
@@ -194,7 +215,7 @@ class _StageGraph:
                 self._x[: hidden.shape[0]].copy_(hidden)
             self._graph.replay()
             assert self._out is not None, "it was captured"
-            # The next replay writes to the same place, and this may be on its way to the next stage by then.
+            # The next replay writes to the same memory, and this result may still be on its way to the next stage then.
             return self._out[:num_rows].clone()
 
         return compute

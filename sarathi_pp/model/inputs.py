@@ -1,6 +1,7 @@
-"""What one microbatch needs on a stage besides the activations: where its rows come from and go to.
+"""The inputs of one microbatch on a stage, besides the activations: where its rows come from and where they go to.
 
-Rows are the tokens of all spans, one after the other. A span of a prompt chunk has many rows, a decode one:
+Rows are the tokens of all spans, one after the other. The span of a prompt chunk has many rows, and that of a decode
+has one:
 
     spans    [s3 256..260)        [s1 300]  [s2 17]        start, num_tokens
     rows      0   1   2   3        4         5             T = 6
@@ -21,9 +22,11 @@ from torch import Tensor
 class Span(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
 
-    pages: the sequence's page table so far, first page first; it may be longer than needed. An `array("q")` is read
-    several times faster than a list. prompt: of a lone token, whether it is a prompt's, which was cut so: where no bit
-    then hangs on the cut, its attention is added up as that of its neighbours is, not as a decode's.
+    Attributes:
+        pages: the sequence's page table so far, first page first. It may be longer than needed. An `array("q")` is read
+            several times faster than a list.
+        prompt: the tokens belong to a prompt. This matters for a span of one token: if the cuts of a prompt must change
+            no bit, its attention is summed like that of its neighbours, not like a decode's.
     """
 
     start: int
@@ -35,8 +38,11 @@ class Span(NamedTuple):
 class SpanRows(NamedTuple):
     """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens).
 
-    first_page, num_pages: where among the pages of the microbatch, `of_all`, lie exactly the ceil(end / page_size) ones
-    that hold keys [0, end). prompt: see Span.
+    Attributes:
+        first_page: index in `of_all` of the span's first page.
+        num_pages: exactly the ceil(end / page_size) pages that hold keys [0, end).
+        of_all: the page ids of the microbatch.
+        prompt: see Span.
     """
 
     start: int
@@ -49,7 +55,7 @@ class SpanRows(NamedTuple):
 
     @property
     def pages(self) -> Tensor:
-        """(num_pages,) int64."""
+        """The span's page ids, (num_pages,) int64."""
         return self.of_all[self.first_page : self.first_page + self.num_pages]
 
     @property
@@ -58,13 +64,15 @@ class SpanRows(NamedTuple):
 
 
 class StageInputs(NamedTuple):
-    """One microbatch of T rows for one stage; the same on every stage, built once and read by every layer.
+    """One microbatch of T rows for one stage. It is the same on every stage, is built once and is read by every layer.
 
-    position_ids: (T,) int64, index of each row's token in its sequence.
-    write_pages, write_offsets: (T,) int64, page and place in the page for each row's K and V.
-    logit_rows: (n,) int64, rows whose logits are wanted.
-    pages: (n,) int64, the spans' pages one after the other.
-    all_logits: whether logit_rows are all rows in order.
+    Attributes:
+        position_ids: (T,) int64, index of each row's token in its sequence.
+        write_pages: (T,) int64, page for each row's K and V.
+        write_offsets: (T,) int64, place in that page.
+        logit_rows: (n,) int64, rows whose logits are wanted.
+        pages: (n,) int64, the spans' pages one after the other.
+        all_logits: logit_rows are all rows in order.
     """
 
     position_ids: Tensor
@@ -81,10 +89,10 @@ class StageInputs(NamedTuple):
 
 
 def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device) -> StageInputs:
-    """All index tensors of one microbatch, moved to the device in one copy.
+    """Return all index tensors of one microbatch, moved to the device in one copy.
 
-    A span whose pages do not reach its last token is a bug of the caller and asserts: it would otherwise
-    write into a neighbour's pages.
+    A span whose pages do not reach its last token is a bug of the caller, and an assertion fails. Otherwise it would
+    write into the pages of another sequence.
     """
     laid = _Layout.of(spans, page_size)
     wanted = array("q", logit_rows)
@@ -99,7 +107,10 @@ class CapturableInputs:
     """Inputs of every microbatch at the same addresses, as a CUDA graph reads them.
 
     A smaller microbatch is padded: with rows at position 0 that are written to the spare page, and with logits of row
-    0. token_ids: (num_tokens,) int64, for a stage that embeds.
+    0.
+
+    Attributes:
+        token_ids: (num_tokens,) int64, for a stage that embeds.
 
     Args:
         num_tokens: rows of the graph.
@@ -117,7 +128,7 @@ class CapturableInputs:
         self.inputs = StageInputs(positions, pages, offsets, logits, (), page_ids)
 
     def load(self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]) -> StageInputs:
-        """Replace the previous microbatch, when the device comes to it, and return this one's inputs there."""
+        """Write a microbatch over the previous one, when the device reaches this point, and return its inputs there."""
         laid = _Layout.of(spans, self._page_size)
         num_tokens, num_logit_rows = self._sizes[0], self._sizes[4]
         parts = [
@@ -146,11 +157,17 @@ def _tensor(parts: Sequence[array[int]]) -> Tensor:
 
 
 class _Layout(NamedTuple):
-    """Where the rows of some spans go. positions, write_pages, write_offsets: of each row; pages: see StageInputs;
-    used: pages of each span.
+    """The places of the rows of some spans.
 
-    Made by Python's own arrays, a page at a time: what comes between microbatches finds the caches full of weights, and
-    two dozen operations on small numpy arrays then take half as long again as these loops.
+    Python's own arrays hold them, and are filled one page at a time. Between microbatches, the processor's caches are
+    full of weights. Two dozen operations on small numpy arrays then take 1.5 times as long as these loops.
+
+    Attributes:
+        positions: position of each row.
+        write_pages: page of each row.
+        write_offsets: place of each row in its page.
+        pages: see StageInputs.
+        used: number of pages per span.
     """
 
     positions: array[int]
@@ -170,7 +187,7 @@ class _Layout(NamedTuple):
             assert len(table) >= needed, f"{at}+{num_tokens} needs {needed} pages, has {len(table)}"
             used.append(needed)
             pages.extend(table[:needed])
-            if num_tokens == 1:  # most are
+            if num_tokens == 1:  # most spans have one token
                 positions.append(at)
                 write_pages.append(table[needed - 1])
                 write_offsets.append(at % page_size)
@@ -185,7 +202,11 @@ class _Layout(NamedTuple):
         return cls(positions, write_pages, write_offsets, pages, used)
 
     def rows(self, spans: Sequence[Span], page_ids: Tensor) -> tuple[SpanRows, ...]:
-        """page_ids: the pages, on the device."""
+        """Return the spans with their rows and pages.
+
+        Args:
+            page_ids: the pages, on the device.
+        """
         made: list[SpanRows] = []
         first_row = first_page = 0
         for (start, num_tokens, _, prompt), used in zip(spans, self.used, strict=True):
@@ -196,10 +217,16 @@ class _Layout(NamedTuple):
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of what lies in the host's memory, which the device makes when it comes to it; the program goes on."""
+    """Return a copy of a tensor in host memory. The device makes it when it reaches this point.
+
+    The program does not wait.
+    """
     return host if device.type == "cpu" else pinned(host, device).to(device, non_blocking=True)
 
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:
-    """In memory from which a device copies by itself; copies from other memory wait for what it was given before."""
+    """Return the tensor in memory from which a device copies on its own.
+
+    A copy from other memory waits for all work that the device was given before.
+    """
     return host if device.type == "cpu" else host.pin_memory()

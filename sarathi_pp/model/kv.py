@@ -5,9 +5,9 @@ One K and one V tensor per layer, head-major within a page:
     (num_pages, num_kv_heads, page_size, head_dim)
      page       head          token      channel
 
-so that the page_size keys of one head are one contiguous block. Attention multiplies a head's queries with
-that head's keys; with tokens before heads each product would stride over the other heads, which on CPU takes
-four times as long for a decode. Gathering a sequence's pages copies whole blocks.
+So the page_size keys of one head are one contiguous block. Attention multiplies a head's queries with that head's keys.
+With tokens before heads, each product would stride over the other heads, which on CPU takes four times as long for a
+decode. Gathering a sequence's pages copies whole blocks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from sarathi_pp.model.inputs import StageInputs
 
 
 def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over `num_layers` layers: keys and values of `page_size` tokens."""
+    """Return the bytes of one page over `num_layers` layers: keys and values of `page_size` tokens."""
     return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 class KVShard:
-    """Pages of the layers [first, end), global indices. Whoever plans the microbatches owns the page ids.
+    """Pages of the layers [first, end), by global index. The planner of the microbatches owns the page ids.
 
-    The pool is never touched before use, so a large one costs no resident memory until pages are written.
-    What has not been written is garbage, NaN included: readers slice to the keys a sequence has, because a
-    masked weight of 0 times NaN is NaN.
-    spare: one page more, of the id num_pages, for what is computed and not wanted.
+    The pool is never touched before use, so a large one takes no resident memory until pages are written. Memory that
+    was not written is garbage and may hold NaN. Readers slice to the keys that a sequence has, because a masked weight
+    of 0 times NaN is NaN.
+
+    Args:
+        spare: add one page with the id num_pages, for rows that are computed but not needed.
     """
 
     def __init__(
@@ -56,15 +58,15 @@ class KVShard:
         self._values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(first, end)]
 
     def keys(self, layer: int) -> Tensor:
-        """The key pages of a layer, (num_pages, num_kv_heads, page_size, head_dim). `layer` is global."""
+        """Return the key pages of a layer, (num_pages, num_kv_heads, page_size, head_dim). `layer` is global."""
         return self._keys[self._local(layer)]
 
     def values(self, layer: int) -> Tensor:
-        """The value pages of a layer, same shape as the keys."""
+        """Return the value pages of a layer, in the same shape as the keys."""
         return self._values[self._local(layer)]
 
     def write(self, layer: int, key: Tensor, value: Tensor, inputs: StageInputs) -> None:
-        """Put the microbatch's keys and values, each (T, num_kv_heads, head_dim), where `inputs` says."""
+        """Write the microbatch's keys and values, each (T, num_kv_heads, head_dim), to the places in `inputs`."""
         local = self._local(layer)
         self._keys[local][inputs.write_pages, :, inputs.write_offsets] = key
         self._values[local][inputs.write_pages, :, inputs.write_offsets] = value

@@ -1,4 +1,4 @@
-"""The stand-in for a module that the stage does not own, or whose work another module does."""
+"""A stand-in for a module that the stage does not own, or whose work another module does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class MissingLayer(nn.Module):
-    """Returns its input, in place of a layer, a norm, an embedding or an LM head."""
+    """A module that returns its input. It replaces a layer, a norm, an embedding or an LM head."""
 
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         return hidden

@@ -1,4 +1,4 @@
-"""Logits to token ids. What a row draws depends on its logits and its own parameters alone."""
+"""Sampling of token ids from logits. The token of a row depends only on its logits and its own parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from sarathi_pp.model.triton_available import has_kernels
 
 
 class Row(Protocol):
-    """How one token is drawn. temperature 0: greedy. top_k 0, top_p 1 and min_p 0 keep every token.
+    """The sampling parameters of one token. top_k 0, top_p 1 and min_p 0 keep every token.
 
-    seed: 64-bit signed. position: index of the drawn token in prompt + output.
+    Attributes:
+        position: index of the drawn token in prompt + output.
+        temperature: 0 for greedy.
+        seed: 64-bit signed.
     """
 
     @property
@@ -37,10 +40,13 @@ class Row(Protocol):
 
 
 def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = None) -> tuple[list[int], list[bool]]:
-    """One token id per row of the (n, vocab) logits, and which rows failed because a logit is not finite.
+    """Return one token id per row of the (n, vocab) logits, and which rows failed because a logit is not finite.
 
-    The token id of a failed row is 0 and means nothing. Of equal logits greedy takes the lowest token id.
-    by_kernels: whether Triton's kernels draw; None asks the device of the logits.
+    The token id of a failed row is 0 and has no meaning. If several logits are the largest, greedy takes the lowest
+    token id.
+
+    Args:
+        by_kernels: draw with Triton's kernels. None: if they run on the device of the logits.
     """
     assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} draws"
     if not rows:
@@ -56,8 +62,8 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
 
 
 def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
-    """The host waits once, for the token ids."""
-    from sarathi_pp_kernels.triton.sampling import drawn_tokens, greedy_tokens  # triton is not everywhere
+    """Sample with Triton's kernels. The host waits once, for the token ids."""
+    from sarathi_pp_kernels.triton.sampling import drawn_tokens, greedy_tokens  # triton is optional
 
     if all(row.temperature == 0 for row in rows):
         found = greedy_tokens(logits)
@@ -71,13 +77,13 @@ def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], 
 
 
 def _parameters(row: Row) -> tuple[float, ...]:
-    """In the order of the kernel's columns. A greedy row needs no random number."""
+    """Return a row's parameters in the order of the kernel's columns. A greedy row needs no random number."""
     number = uniform(row.seed, row.position) if row.temperature else 0.0
     return row.temperature, row.top_k, row.top_p, row.min_p, number
 
 
 def _scanned(logits: Tensor) -> list[int]:
-    """What `_largest` gives, in one pass and a part of another over bfloat16 on CPU."""
+    """Return the same as `_largest`, in one pass and a part of a second pass over bfloat16 on CPU."""
     from sarathi_pp_kernels.cpu import row_ops
 
     logits = logits.contiguous()
@@ -89,33 +95,33 @@ def _scanned(logits: Tensor) -> list[int]:
 
 
 def _largest(logits: Tensor) -> list[int]:
-    """Of each row the lowest index of its largest value, -1 where one is not finite."""
-    values = logits.float()  # on CPU reductions of bfloat16 take five times as long
+    """Return the lowest index of the largest value of each row, or -1 if a value of the row is not finite."""
+    values = logits.float()  # on CPU, reductions of bfloat16 take five times as long
     if values.device.type != "cpu":
         top, index = values.max(-1)
     else:
-        # numpy's uses SIMD; torch's takes ten times as long.
+        # numpy's argmax uses SIMD. torch's takes ten times as long.
         index = torch.from_numpy(values.detach().numpy().argmax(-1))
         top = values.gather(-1, index[:, None])[:, 0]
-    # a NaN anywhere in a row is its minimum and its maximum
+    # If a row holds a NaN, its minimum and its maximum are NaN.
     finite = values.amin(-1).isfinite() & top.isfinite()
     found: list[int] = torch.where(finite, index, -1).tolist()
     return found
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, the same on every machine: a hash of its arguments."""
+    """Return a number in [0, 1) with 53 random bits: a hash of the arguments, so it is the same on every machine."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def _draw(logits: Tensor, row: Row) -> int:
-    """Invert the cumulative distribution, in token id order, at the row's uniform number. All in float64.
+    """Return the token at which the cumulative distribution, in token id order, exceeds the row's uniform number.
 
-    Filters come in transformers' order, each on what the one before has left: temperature, top-k, top-p (a
-    token stays while the likelier ones hold less than top_p), min-p (relative to the likeliest token). Every
-    filter is a bound on the logit, so tokens that tie at its edge stay or go together, and the likeliest
-    token always stays.
+    All numbers are float64. The filters run in transformers' order, each on the tokens that the one before has left:
+    temperature, top-k, top-p, min-p. Top-p keeps a token while the likelier ones hold less than top_p. Min-p is
+    relative to the likeliest token. Every filter is a bound on the logit. So tokens that tie at the bound stay or go
+    together, and the likeliest token always stays.
     """
     scores = logits.double().cpu()
     scores = (scores - scores.max()) / row.temperature
@@ -129,15 +135,15 @@ def _draw(logits: Tensor, row: Row) -> int:
         weights.masked_fill_(weights < lightest, 0)
     cumulative = weights.cumsum(0)
     total = float(cumulative[-1])
-    # below the total even where the product rounds up to it: the last token with weight is a legal draw
+    # Stay below the total even if the product rounds up to it: the last token with weight is a legal draw.
     target = min(uniform(row.seed, row.position) * total, math.nextafter(total, 0))
     index = int(torch.searchsorted(cumulative, target, right=True))
     return index if kept is None else int(kept[index])
 
 
 def _lightest_of_top_p(weights: Tensor, top_p: float) -> float:
-    """The smallest weight that stays: tokens stay while the heavier ones hold less than top_p of the total."""
-    # numpy sorts a vocabulary of 150,000 in 0.6 ms, torch in 11
+    """Return the smallest weight that stays. Tokens stay while the heavier ones hold less than top_p of the total."""
+    # numpy sorts a vocabulary of 150,000 in 0.6 ms, torch in 11 ms.
     descending = np.sort(weights.numpy())[::-1]
     cumulative = descending.cumsum()
     num_kept = int(np.count_nonzero(cumulative - descending < top_p * cumulative[-1]))

@@ -1,16 +1,16 @@
 """One stage's part of an unmodified transformers model.
 
-The architecture's own `...ForCausalLM` class is subclassed on the fly. After its constructor has run (on the meta
-device, where it costs nothing) a MissingLayer replaces every module that the stage does not own:
+The architecture's own `...ForCausalLM` class is subclassed at run time. Its constructor runs on the meta device, where
+it costs nothing. Then a MissingLayer replaces every module that the stage does not own:
 
     stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
     stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  LM head
     LM head alone  -      -       -       -       -       -       -     LM head
 
-transformers then loads, converts and initialises what is left as usual, so layers keep their global index
-and whatever depends on it. Attention reaches the pages as adapter.py says. Then what is there is rewritten from
-outside: fused and packed (rewrite.py), layers in one call (compiled_layers.py), without what transformers does around
-them (bare_model.py).
+transformers then loads, converts and initialises the remaining modules as usual. So layers keep their global index, and
+everything that depends on it. adapter.py connects attention with the pages. After loading, the modules are rewritten
+from outside. They are fused and packed (rewrite.py), and layers become one call (compiled_layers.py). The steps that
+transformers runs around them are removed (bare_model.py).
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ from sarathi_pp.model.tensor_parallel import Split, TensorShard
 class StageModel:
     """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the LM head at the end.
 
-    module: the transformers model with missing layers, as the rewrites have left it.
-    windows: of each layer, by global index, how many tokens back it sees (itself included), None for all.
-    specs: the attention of each layer, made in its first call.
-    bytes_read: bytes of tensor data that loading read. num_bytes: of the weights, in memory.
-    steps: (1,) int64, layers computed so far; another thread may read it while a microbatch is computed.
-    bare_lm_head: None if the model has none, see bare_model.py.
+    Attributes:
+        module: the transformers model with missing layers, after the rewrites.
+        specs: the attention of each layer, made in its first call.
+        bytes_read: bytes of tensor data that loading read.
+        num_bytes: bytes of the weights in memory.
+        steps: (1,) int64, layers computed so far. Another thread may read it while a microbatch is computed.
+
+    Args:
+        windows: how many tokens back each layer sees, itself included, by global index; None for all.
+        bare_lm_head: see bare_model.py; None if the model has none.
     """
 
     def __init__(
@@ -91,9 +95,9 @@ class StageModel:
 
     @torch.inference_mode()
     def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None) -> Tensor:
-        """Run one microbatch of T rows: its keys and values go into `kv`, its activations come back.
+        """Run one microbatch of T rows, write its keys and values into `kv` and return its activations.
 
-        In float32 on CPU, with numba's attention, the result of a row depends on its own sequence alone, to the last
+        In float32 on CPU, with numba's attention, the result of a row depends only on its own sequence, to the last
         bit.
 
         Args:
@@ -101,7 +105,7 @@ class StageModel:
             backend: replaces the stage's own.
 
         Returns:
-            Logits (n, vocab_size) of `inputs.logit_rows` if the stage has the LM head, and n may be 0; otherwise hidden
+            Logits (n, vocab_size) of `inputs.logit_rows` if the stage has the LM head, and n may be 0. Otherwise hidden
             states (T, hidden_size). Both have the model's dtype.
         """
         call = self._call(x, inputs, kv, backend)
@@ -110,14 +114,14 @@ class StageModel:
                 rows = self._drawn(self._base(**call).last_hidden_state[0], inputs)
                 return cast(Tensor, self._bare_lm_head(rows[None])[0])
             if self.has_lm_head:
-                # 0 is for all of them, and takes no index.
+                # 0 means all rows and needs no index.
                 kept = 0 if inputs.all_logits else inputs.logit_rows
                 return cast(Tensor, self.module(**call, logits_to_keep=kept).logits[0])
             return cast(Tensor, self._base(**call).last_hidden_state[0])
 
     @torch.inference_mode()
     def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
-        """Run a microbatch on the last stage, and return the (n, size) inputs that an LMHead elsewhere takes."""
+        """Run a microbatch on the last stage, and return the (n, size) inputs for an LMHead on another stage."""
         with self._batch_invariant:
             return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
 
@@ -136,7 +140,11 @@ class StageModel:
 
 
 class LMHead:
-    """The LM head of a model, without layers. size: channels of its inputs. See StageModel for the other arguments."""
+    """The LM head of a model, without layers.
+
+    Args:
+        size: channels of its inputs. See StageModel for the other arguments.
+    """
 
     def __init__(
         self,
@@ -180,7 +188,7 @@ def load_stage(
     Args:
         room_bytes: memory that the weights may take. None: no limit.
         shard: this rank's part of the layers, if several ranks share them. All of them then run every microbatch, each
-            with as large a part of the KV heads.
+            with the same number of KV heads.
         count: counts the bytes while they are read.
 
     Raises:
@@ -205,7 +213,7 @@ def load_stage(
 
 
 def load_lm_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> LMHead:
-    """Load the LM head of a model that `check_model` accepts, without layers. Raises as `load_stage`."""
+    """Load the LM head of a model that `check_model` accepts, without layers. Raise the same errors as `load_stage`."""
     family, config = load_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
     module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
@@ -227,10 +235,11 @@ def _load(
 ) -> tuple[Any, int]:
     """Return the transformers model with missing layers, weights loaded and fused, and the bytes of its weights.
 
-    count: sums up the bytes that are read.
+    Args:
+        count: counts the bytes that are read.
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
-    config.output_router_logits = False  # it would compute a training loss over layers that are not here
+    config.output_router_logits = False  # it would compute a training loss over layers that this stage lacks
     tensors, split = _stored(directory, family, config, layers, dtype, device, shard, count)
     needed = _num_bytes(tensors)
     count.total_bytes = sum(tensor.num_stored_bytes() for tensor in tensors.values())
@@ -246,22 +255,22 @@ def _load(
                 state_dict=tensors,
                 dtype=dtype,
                 attn_implementation=PAGED,
-                ignore_mismatched_sizes=True,  # they are reported by name below
+                ignore_mismatched_sizes=True,  # _require_complete reports them by name
                 output_loading_info=True,
             )
             _require_complete(directory, layers, module, loaded)
-            module.to(device)  # what is no weight
+            module.to(device)  # moves tensors that are not weights
         except (RuntimeError, MemoryError) as error:
             reports = [line for text in said for line in text.splitlines() if tells_of_memory(line)]
             if is_out_of_memory(error) or reports:
                 raise _too_large(layers, needed, reports[-1].strip() if reports else _first_line(error)) from error
             raise InputError(f"{directory}: the weights do not fit config.json: {error}") from error
     if device.type == "cpu" and _has_experts(config):
-        # The default, a grouped product, takes nothing but bf16 on CPU in the older torch releases supported.
+        # The default, a grouped product, supports only bf16 on CPU in the older of the supported torch releases.
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
     try:
-        fuse(module)  # what is merged and its parts are in memory at the same time
+        fuse(module)  # merged weights and their parts are in memory at the same time
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -269,7 +278,7 @@ def _load(
     if split is not None:
         split.join(getattr(module.get_submodule(family.base), family.layers))
     if device.type == "cuda":
-        give_back()  # what was merged
+        give_back()  # the parts that were merged
     return module, needed
 
 
@@ -289,7 +298,10 @@ def _stored(
     shard: TensorShard | None,
     count: ReadCount,
 ) -> tuple[dict[str, StoredTensor], Split | None]:
-    """Return the stored tensors of some layers, or of a shard's part of them, and how that is split."""
+    """Return the stored tensors of some layers, or a shard's part of them.
+
+    Also return that shard's Split; None without shards.
+    """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count, device)
     if shard is None or shard.size == 1:
@@ -304,7 +316,7 @@ def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
 
 
 def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
-    """Per layer, how many tokens back it sees, itself included; None for all. As the model's masks say."""
+    """Return how many tokens back each layer sees, itself included; None for all. It follows the model's masks."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds: Any = getattr(config, "layer_types", None)
     return tuple(
@@ -316,7 +328,7 @@ def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
 
 
 class _NoPositions(nn.Module):
-    """In the place of learned positions on a stage that does not embed: adds nothing."""
+    """A module that replaces learned positions on a stage that does not embed. It adds nothing."""
 
     def forward(self, like: Tensor, *args: object, **kwargs: object) -> Tensor:
         return torch.zeros((), device=like.device)
@@ -331,14 +343,14 @@ def _with_missing_layers(
     tied: bool,
     split: Split | None,
 ) -> Any:
-    """Return a subclass of the architecture whose instances hold only the stage's modules, or a shard's part."""
+    """Return a subclass of the architecture that holds only the stage's modules, or a shard's part of them."""
     first, end = layers
     embeds, ends, alone = first == 0, end == num_layers, first == end
 
     def construct(self: Any, config: Any) -> None:
         try:
             architecture.__init__(self, config)
-        except Exception as error:  # nothing of the weights is read yet: config.json is the cause
+        except Exception as error:  # no weights are read yet, so config.json is the cause
             raise refuse_config(directory, error) from error
         base = self.get_submodule(family.base)
         blocks = getattr(base, family.layers)
@@ -354,7 +366,7 @@ def _with_missing_layers(
         if alone:
             setattr(base, family.layers, nn.ModuleList())
 
-    # The same name and module as the parent's: transformers looks weight conversions up by them.
+    # Name and module are those of the parent, because transformers looks up weight conversions by them.
     namespace: dict[str, Any] = {
         "__init__": construct,
         "__module__": architecture.__module__,
@@ -366,7 +378,7 @@ def _with_missing_layers(
 
 
 def _drop_end(model: Any, base: Any, family: Family, *, keep_lm_head: bool) -> None:
-    """Drop what turns activations into logits, or all of that but the LM head."""
+    """Drop the modules that turn activations into logits, or all of them except the LM head."""
     setattr(base, family.norm, MissingLayer())
     if family.project_out is not None:
         setattr(base, family.project_out, None)
@@ -375,7 +387,7 @@ def _drop_end(model: Any, base: Any, family: Family, *, keep_lm_head: bool) -> N
 
 
 def _drop_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
-    """Drop what turns token ids into activations; a tied LM head still needs the embedding's weight."""
+    """Drop the modules that turn token ids into activations. A tied LM head still needs the embedding's weight."""
     if not keep_tied:
         setattr(base, family.embed, MissingLayer())
     if family.positions is not None:
@@ -392,7 +404,12 @@ def _has_experts(config: Any) -> bool:
 
 
 def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Module, loaded: Mapping[str, Any]) -> None:
-    """Nothing random, nothing left over: transformers itself only warns of either."""
+    """Raise if a weight was not loaded or a stored tensor was not used. transformers itself only warns.
+
+    Raises:
+        MissingError: the checkpoint does not hold a weight.
+        InputError: a tensor has the wrong shape, or no place in the model.
+    """
     where = f"{directory}: layers [{layers[0]}, {layers[1]})"
     if loaded["missing_keys"]:
         raise MissingError(f"{where}: the checkpoint does not hold {_some(loaded['missing_keys'])}")
@@ -415,10 +432,10 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
 
 def _too_large(layers: tuple[int, int], needed: int, why: str) -> CapacityError:
     first, end = layers
-    what = f"layers [{first}, {end}) have" if first < end else "the head, beside other layers, has"
+    what = f"layers [{first}, {end}) have" if first < end else "the LM head, next to the layers, has"
     return CapacityError(
         f"{what} {in_gib(needed)} of weights: {why}\n  try  more --stages, or a "
-        f"--layer-split that gives this one fewer layers"
+        f"--layer-split that gives this stage fewer layers"
     )
 
 
@@ -442,9 +459,10 @@ class _Said(logging.Handler):
 
 @contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Loading without transformers' progress bar and report: what matters in it is raised.
+    """Silence transformers' progress bar and report while loading. The caller raises what matters in the report.
 
-    Gives what is said meanwhile: an error while experts are put together is told there alone.
+    Yields:
+        The texts that transformers logs meanwhile. An error while it puts experts together is reported only there.
     """
     said, theirs = _Said(), logging.getLogger("transformers")
     before = theirs.level, theirs.handlers, theirs.propagate

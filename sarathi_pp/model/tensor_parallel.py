@@ -1,14 +1,16 @@
-"""One of several shards of a stage's layers: every shard holds a part of each large product and all of the rest.
+"""One of several shards of a stage's layers.
 
-Which products those are, the configuration's `base_model_tp_plan` says:
+Each shard holds a part of every large product and a full copy of all other modules.
 
-    colwise           x -> outputs [i/T, (i+1)/T)        query, key, value, gate, up: whole heads, whole channels
-    rowwise           inputs [i/T, (i+1)/T) -> a summand  what follows them; the shards' summands are added up
+The configuration's `base_model_tp_plan` names those products:
+
+    colwise           x -> outputs [i/T, (i+1)/T)         query, key, value, gate, up: whole heads, whole channels
+    rowwise           inputs [i/T, (i+1)/T) -> a summand  the products after them, whose summands are added up
     packed_colwise    two colwise ones in one tensor      gate and up of all experts
-    moe_tp_experts    experts that give summands          added up once, behind all experts
+    moe_tp_experts    experts that give summands          added up once, after all experts
 
-So hidden states are whole on every shard, and the same to the last bit. Embedding, norms, routers, shared experts and
-LM head are whole on every shard too.
+So hidden states are complete on every shard, and the same to the last bit. Embedding, norms, routers, shared experts
+and LM head are complete on every shard too.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from sarathi_pp.errors import ConfigError, UnsupportedModelError
 from sarathi_pp.model.checkpoint.weights import Cut, StoredTensor
 from sarathi_pp.model.families import Family
 
-# The last is for training: these are whole on every shard, and computed alike.
+# The last style is for training. Its modules are complete on every shard and are computed alike.
 _STYLES = ("colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce")
 _OF_EMBEDDING = "embedding_rowwise"
 
-# Mixtral's checkpoints and others' call the parts of an expert so; transformers puts them into one tensor.
+# Names of the parts of an expert in the checkpoints of Mixtral and others. transformers puts them into one tensor.
 _OF_ONE_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)$")
 _EXPERT_STYLES = {
     "w1": "colwise",
@@ -42,12 +44,14 @@ _EXPERT_STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """Which of `size` shards this is, and how the stage's shards add up what each has.
+    """One shard of `size`, and the sum over the stage's shards.
 
-    all_reduce: the sum of the shards' tensors, which have one shape and dtype; in place where it can be, and the same
-    bits on every shard. All shards call it alike, in the same order. In which order the shards are added must not
-    depend on the place in the tensor or on its shape: what a row gives would depend on what ran beside it. (gloo's
-    all-reduce of three or more does; gathering the parts and adding them in the order of their indices does not.)
+    Attributes:
+        all_reduce: returns the sum of the shards' tensors, which have one shape and dtype. It works in place if
+            possible, and gives the same bits on every shard. All shards call it alike, in the same order. The order of
+            the summands must not depend on the place in the tensor or on its shape. Otherwise the result of a row would
+            depend on the rows computed with it. gloo's all-reduce of three or more breaks this rule. Gathering the
+            parts and adding them in the order of their indices keeps it.
     """
 
     index: int
@@ -59,7 +63,7 @@ class TensorShard:
 
 
 class Summed(nn.Module):
-    """A module of whose output each shard has a summand."""
+    """A module whose output on each shard is a summand, together with the sum over the shards."""
 
     def __init__(self, summand: nn.Module, all_reduce: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -71,23 +75,29 @@ class Summed(nn.Module):
 
 
 class Split:
-    """What a shard has of the layers [first, end). First `take` and `narrow`, in any order; `join` when all is loaded.
+    """A shard's part of the layers [first, end).
 
-    plan: the configuration's base_model_tp_plan. Raises UnsupportedModelError where it asks for what is not known here.
+    First call `take` and `narrow`, in any order, and `join` when everything is loaded.
+
+    Args:
+        plan: the configuration's base_model_tp_plan.
+
+    Raises:
+        UnsupportedModelError: the plan splits something that is not supported here, or nothing.
     """
 
     def __init__(
         self, plan: Mapping[str, str] | None, family: Family, layers: tuple[int, int], shard: TensorShard
     ) -> None:
         prefix = f"{family.layers}.*."
-        # If the LM head is the embedding, releases of transformers before 5.21 split it: here it stays whole.
+        # If the LM head is the embedding, transformers before 5.21 splits it. Here it stays complete.
         splits = {name: style for name, style in (plan or {}).items() if (name, style) != (family.embed, _OF_EMBEDDING)}
         unknown = {name: style for name, style in splits.items() if style not in _STYLES}
         unknown |= {name: style for name, style in splits.items() if not name.startswith(prefix)}
         if unknown or not splits:
             raise UnsupportedModelError(
                 f"{family.architecture}: this release of transformers splits {unknown or 'nothing'}; only "
-                f"{', '.join(_STYLES)} of layers are known\n  try  without --tensor-parallel-size"
+                f"{', '.join(_STYLES)} in layers are supported\n  try  without --tensor-parallel-size"
             )
         self._styles = {name.removeprefix(prefix): style for name, style in splits.items()}
         self._in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.\d+\.(.+)$")
@@ -96,9 +106,12 @@ class Split:
         self._sums: list[tuple[int, str]] = []
 
     def take(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """This shard's part of stored tensors, by their stored names. Raises ConfigError where there is no such part.
+        """Return this shard's part of stored tensors, by their stored names.
 
-        A bias behind a sum is added once: the first shard has it.
+        A bias that follows a sum is added once: only the first shard has it.
+
+        Raises:
+            ConfigError: a tensor cannot be divided by the number of shards.
         """
         taken = {}
         for key, tensor in tensors.items():
@@ -113,7 +126,7 @@ class Split:
         return taken
 
     def narrow(self, layers: nn.ModuleList) -> None:
-        """Make the modules of the stage's layers, which hold nothing yet, as large as their parts."""
+        """Shrink the modules of the stage's layers, which hold no weights yet, to this shard's part."""
         for index in range(*self._layers):
             for name, style in self._styles.items():
                 part = _find(layers[index], name)
@@ -126,7 +139,10 @@ class Split:
                     self._sums.append((index, name))
 
     def join(self, layers: nn.ModuleList) -> None:
-        """Add up behind every module that gives a summand. Fused and packed ones have kept its name."""
+        """Add the sum over the shards after every module that gives a summand.
+
+        Fused and packed modules keep its name.
+        """
         assert self._sums, "nothing was split"
         for index, name in self._sums:
             parent, _, leaf = name.rpartition(".")
@@ -134,7 +150,7 @@ class Split:
             setattr(owner, leaf, Summed(getattr(owner, leaf), self._shard.all_reduce))
 
     def _style(self, key: str) -> tuple[str | None, bool]:
-        """Of a stored name, and whether it is a bias."""
+        """Return the style of a stored name, and whether it is a bias."""
         match = self._in_layer.search(key)
         if match is None:
             return None, False
@@ -147,13 +163,16 @@ class Split:
         return self._styles.get(module), leaf == "bias"
 
     def _cut(self, what: str, style: str, shape: tuple[int, ...]) -> Cut:
-        """Outputs are a tensor's last dimension but one, the only one of a bias; inputs are its last."""
+        """Return the shard's part of a tensor. Raise ConfigError if the number of shards does not divide it.
+
+        Outputs are the tensor's last dimension but one, or the only dimension of a bias. Inputs are its last dimension.
+        """
         dim = len(shape) - 1 if style == "rowwise" else max(len(shape) - 2, 0)
         blocks = 2 if style == "packed_colwise" else 1
         if shape[dim] % (blocks * self._shard.size):
             raise ConfigError(
                 f"--tensor-parallel-size is {self._shard.size}; {what} has {shape[dim] // blocks} channels to split, "
-                f"which is no multiple of it\n  try  another --tensor-parallel-size, or more --stages"
+                f"which is not a multiple of it\n  try  another --tensor-parallel-size, or more --stages"
             )
         return Cut(dim, blocks, self._shard.index, self._shard.size)
 
@@ -170,7 +189,7 @@ class Split:
 
 
 def _find(layer: nn.Module, name: str) -> Any:
-    """None where this layer has none: dense layers beside those with experts."""
+    """Return the layer's part of that name; None if the layer has none, as dense layers in a model with experts."""
     found: Any = layer
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels of sarathi_pp_kernels are what runs on a device."""
+"""A check whether the Triton kernels of sarathi_pp_kernels run on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from sarathi_pp.errors import StoppedError
 
-# Below it tensor cores know no bfloat16 and no kernel here was ever compiled.
+# Below it, tensor cores have no bfloat16, and no kernel here was ever compiled for less.
 _LEAST_CAPABILITY = (8, 0)
 
 _log = logging.getLogger(__name__)
@@ -22,10 +22,12 @@ def has_kernels(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str | None:
-    """None where they run; else what Triton lacks or needs, and torch's own operations do the work.
+    """Return why the kernels do not run on a device, or None if they do.
 
-    Triton comes with torch's builds for CUDA, but it compiles on the machine that runs it: one kernel is tried, since a
-    C compiler or headers that are not there would otherwise end a run at its first microbatch.
+    Without them, torch's own operations do the work.
+
+    Triton comes with torch's builds for CUDA, but it compiles on the machine that runs it. So one kernel is tried.
+    Otherwise a missing C compiler or missing headers would end a run at its first microbatch.
     """
     if device.type != "cuda":
         return "runs on cuda"
@@ -38,15 +40,15 @@ def why_no_kernels(device: torch.device) -> str | None:
         _try_one(device)
     except StoppedError:
         raise
-    except Exception as error:  # of the compiler, of the driver: whatever it is, there is another way
+    except Exception as error:  # any error of compiler or driver: torch's operations still work
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        _log.warning("Triton compiles no kernels here (%s); torch's own operations are used, which are slower", reason)
-        return f"compiles no kernels here: {reason}"
+        _log.warning("Triton cannot compile kernels here (%s); torch's own operations are used and are slower", reason)
+        return f"cannot compile kernels here: {reason}"
     return None
 
 
 def _try_one(device: torch.device) -> None:
-    from sarathi_pp_kernels.triton.gate import silu_multiply  # triton is not everywhere
+    from sarathi_pp_kernels.triton.gate import silu_multiply  # triton is optional
 
     silu_multiply(torch.zeros(1, 2, device=device))
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that exist completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from sarathi_pp.errors import OutputError
 
 
 def atomic_write(path: Path, text: str, *, replace: bool = True, synced: bool = True) -> None:
-    """Others may be writing it at the same moment, threads and hosts: the last one stays, without `replace` the first.
+    """Write a file completely or not at all.
 
-    synced: it survives a loss of power, for which a busy disk may take seconds. Raises OutputError. Where file systems
-    have no hard links, two that write without `replace` may both believe to be the first.
+    Other threads and hosts may write it at the same moment. The last file stays. Without `replace`, the first one does.
+    On file systems without hard links, two writers without `replace` may both believe that they are the first.
+
+    Args:
+        synced: let the file survive a loss of power. A busy disk may need seconds for this.
+
+    Raises:
+        OutputError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
@@ -34,7 +40,11 @@ def atomic_write(path: Path, text: str, *, replace: bool = True, synced: bool = 
 
 
 def sync(path: str | Path) -> None:
-    """Puts a file's contents, or the names in a folder, on disk, where the file system can. Raises OSError."""
+    """Write a file's contents, or the names in a folder, to disk, if the file system can do this.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -46,7 +56,7 @@ def sync(path: str | Path) -> None:
 
 
 def _linked(partial: Path, path: Path) -> bool:
-    """Whether there is a file now: the one that was there, or else this one."""
+    """Link a file to its final path, and return whether a file exists there now: an earlier one or this one."""
     try:
         os.link(partial, path)
     except OSError:

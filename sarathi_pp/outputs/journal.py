@@ -1,11 +1,13 @@
-"""The output file as the journal of a batch: whole lines, appended and synced; a row is done once its line is.
+"""The output file as the journal of a batch: whole lines, appended and synced.
+
+An input line is done once its output line is on disk.
 
     first start       {"id": ...}\\n  {"id": ...}\\n  {"id": ..          <- killed in the middle of a write
-    with `resume`     `--- answered, skipped ---'  `-- torn, removed --'  `-- rows without a line are run
+    with `resume`     `--- answered, skipped ---'  `-- torn, removed --'  `-- lines without an answer are run
 
-Which rows have a line is found by reading it again, so there is no second file that could disagree with it. An id
-has as many lines as the input has rows of that name: one that answers the first of them, and an error line
-(`duplicate_id`) for each of the others. A row of which nobody can tell the id has an error line that tells its line.
+A resumed run reads the output again to find the done input lines, so no second file can disagree with it. Several
+input lines may have one id. Then the first of them has the answer. Each of the others has an error line
+(`duplicate_id`). If the id of an input line is unknown, its error line has the line number.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from sarathi_pp.outputs.atomic_file import sync
 from sarathi_pp.outputs.output_fence import Fence
 from sarathi_pp.trace.clock import SystemClock
 
-# "new" refuses a file that is there, "replace" empties it, "resume" goes on behind its last whole line.
+# "new" refuses an existing file, "replace" empties it, "resume" continues after its last whole line.
 Start = Literal["new", "replace", "resume"]
 
 _PARTIAL_BYTES = 8
@@ -37,7 +39,7 @@ _LINE_BEGINS = b'{"id":'
 
 
 def read_done(path: str) -> Done | None:
-    """Return the rows that have a line in an output, without changing it; None if a run must repair or refuse it."""
+    """Return the input lines that an output answers; None if a run must repair or refuse it. Change nothing."""
     done = Done()
     try:
         with open(path, "rb") as stream:
@@ -51,7 +53,7 @@ def read_done(path: str) -> Done | None:
 
 
 def holds_anything(path: str) -> bool:
-    """Whether it is a file with bytes in it."""
+    """Return whether a path is a file that is not empty."""
     try:
         found = os.stat(path)
     except OSError:
@@ -60,9 +62,13 @@ def holds_anything(path: str) -> bool:
 
 
 class Journal:
-    """A file, pipe or device that lines are appended to; a file is locked against other runs, a new one has mode 0600.
+    """A file, pipe or device to which lines are appended.
 
-    done: what it already answers; nothing unless it was opened to resume. fence: checked before each append.
+    A file is locked against other runs. A new file has mode 0600.
+
+    Args:
+        done: input lines that the file already answers. It is empty unless the file was opened to resume.
+        fence: checked before each append.
     """
 
     def __init__(self, path: str, fd: int, done: Done, fence: Fence | None = None) -> None:
@@ -82,12 +88,18 @@ class Journal:
         wait: Callable[[], None] = lambda: SystemClock().sleep(0.1),
         patience_s: float = 0.0,
     ) -> Journal:
-        """`-` is standard output. retry_errors: drop what resuming finds of error lines, so that those rows run again.
+        """Open a journal.
 
-        wait: called again and again until the reader of a named pipe is there, or a lock is free; may raise.
-        patience_s: how long to wait for the lock, which a host that was lost may hold until its lease ends.
-        Raises ConfigError where the file is there and `start` is "new", or belongs to a running run; InputError where
-        it is to be resumed and holds what no run wrote; OutputError where it cannot be written.
+        Args:
+            path: path of the output. `-` is standard output.
+            retry_errors: when resuming, drop error lines, so that their input lines run again.
+            wait: called repeatedly until a named pipe has a reader, or until a lock is free. It may raise.
+            patience_s: seconds to wait for the lock. A lost host may hold it until its lease ends.
+
+        Raises:
+            ConfigError: the file exists and `start` is "new", or the file belongs to a running run.
+            InputError: the file should be resumed, and holds lines that no run wrote.
+            OutputError: the file cannot be written.
         """
         if path == "-":
             return cls(path, _standard_output(), Done())
@@ -97,7 +109,7 @@ class Journal:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return cls(path, fd, Done())
             _wait_for_lock(fd, path, wait, patience_s)
-            if not os.path.samestat(os.fstat(fd), os.stat(path)):  # another run has just put another file in its place
+            if not os.path.samestat(os.fstat(fd), os.stat(path)):  # another run has just replaced the file
                 raise ConfigError(f"--output {path} is being written by another run; name another file")
             done, fenced = Done(), fence.take()
             if start != "new":
@@ -113,14 +125,16 @@ class Journal:
             os.close(fd)
             fence.drop()
             if isinstance(error, OSError) and not isinstance(error, OutputError):
-                raise OutputError(f"--output {path} cannot be gone on with: {error}") from error
+                raise OutputError(f"--output {path} cannot be opened: {error}") from error
             raise
         return cls(path, fd, done, fence if fenced else None)
 
     def append(self, data: bytes) -> None:
-        """Writes whole lines; where the disk is full, takes the torn last one back.
+        """Append whole lines. If the disk is full, remove the torn last one.
 
-        Raises OSError, or PeerLostError if a later start has taken the file over.
+        Raises:
+            OSError: the lines cannot be written.
+            PeerLostError: a later start has taken the file over.
         """
         self._check_fence()
         written = 0
@@ -135,7 +149,11 @@ class Journal:
             raise
 
     def sync(self) -> None:
-        """Raises OSError. Pipes, terminals and devices have nothing to sync."""
+        """Write all lines to disk. Pipes, terminals and devices have nothing to sync.
+
+        Raises:
+            OSError: the lines cannot be written to disk.
+        """
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -153,15 +171,15 @@ class Journal:
 
 
 class Opener(Protocol):
-    """Who opens the journal when it is time."""
+    """An object that opens the journal when it is needed."""
 
     def open(self) -> Journal: ...
 
 
 class LateJournal:
-    """A journal that is opened for its first line: whether a stream has rows shows when it is read.
+    """A journal that is opened for its first line, because only reading shows whether a stream has input lines.
 
-    Use as a Journal.
+    Use it as a Journal.
     """
 
     def __init__(self, path: str, opener: Opener) -> None:
@@ -170,12 +188,12 @@ class LateJournal:
         self._opener = opener
         self._journal: Journal | None = None
         self._failure: Exception | None = None
-        self._lock = threading.Lock()  # its first line and the end of the run may meet
+        self._lock = threading.Lock()  # the first line and the end of the run may come at the same time
 
     def open(self) -> Journal:
-        """Open it if it is not yet: a run that ends in order has an output, if only an empty one.
+        """Open the journal if it is not open. Every run that ends in order has an output, even an empty one.
 
-        It is tried once, since another run may have the file the next time. Raises what the opener raised.
+        It is tried once, because another run may have the file the next time. The error of the opener is raised again.
         """
         with self._lock:
             if self._failure is not None:
@@ -202,7 +220,7 @@ class LateJournal:
 
 
 def _repair(path: str, fd: int) -> Done:
-    """What the file answers; bytes behind its last whole line, which nobody was told are there, are cut off."""
+    """Return the input lines that the file answers. Cut off unreported bytes after its last whole line."""
     done, end = Done(), 0
     with open(path, "rb") as stream:
         for number, data in enumerate(stream, 1):
@@ -212,11 +230,14 @@ def _repair(path: str, fd: int) -> Done:
                 done.add(DoneLine.parse(data))
             except (ValueError, RecursionError) as error:
                 raise InputError(
-                    f"--output {path} cannot be resumed: line {number} is no line of a run: {error}; name another file"
+                    f"--output {path} cannot be resumed: line {number} was not written by a run: {error}; name another "
+                    f"file"
                 ) from None
             end += len(data)
         if stream.read(1):
-            raise InputError(f"--output {path} cannot be resumed: behind line {number} it goes on after a torn one")
+            raise InputError(
+                f"--output {path} cannot be resumed: line {number} is torn, and other lines follow; name another file"
+            )
     if end < os.fstat(fd).st_size:
         os.ftruncate(fd, end)
         os.fsync(fd)
@@ -224,16 +245,16 @@ def _repair(path: str, fd: int) -> Done:
 
 
 def _is_torn(data: bytes) -> bool:
-    """The beginning of a line without its end, or the zeros that some file systems leave after a crash."""
+    """Return whether a line starts and has no end, or is only zeros, which some file systems leave after a crash."""
     if not data.strip(b"\0\n"):
         return True
     return not data.endswith(b"\n") and _LINE_BEGINS.startswith(data[: len(_LINE_BEGINS)])
 
 
 def _without_errors(path: str, fd: int) -> tuple[int, Done]:
-    """The journal replaced, in one step, by one without errors of rows that may run again; the old one is closed."""
+    """Replace the journal in one step by one without errors of input lines that may run again. Close the old one."""
     done = Done()
-    path = os.path.realpath(path)  # where it is a link, that stays one
+    path = os.path.realpath(path)  # if it is a link, the link stays
     partial = f"{path}.{secrets.token_hex(_PARTIAL_BYTES)}.part"
     new = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -250,13 +271,13 @@ def _without_errors(path: str, fd: int) -> tuple[int, Done]:
         os.close(new)
         with suppress(OSError):
             os.unlink(partial)
-        raise OutputError(f"--output {path} cannot be written without its errors: {error}") from error
+        raise OutputError(f"--output {path}: its error lines cannot be removed: {error}") from error
     os.close(fd)
     return new, done
 
 
 def _remove_partial(path: str) -> None:
-    """What a start that was killed meanwhile has left of that; whoever has the journal's lock is alone in it."""
+    """Remove files that a killed `_without_errors` has left. Only the holder of the journal's lock makes them."""
     folder, name = os.path.split(os.path.realpath(path))
     own = re.compile(rf"{re.escape(name)}\.[0-9a-f]{{{2 * _PARTIAL_BYTES}}}\.part")
     for entry in filter(own.fullmatch, os.listdir(folder)):
@@ -271,30 +292,30 @@ def _parsed(stream: BinaryIO) -> Iterator[tuple[bytes, DoneLine]]:
 def _standard_output() -> int:
     try:
         return os.dup(sys.stdout.fileno())
-    except (OSError, ValueError, AttributeError) as error:  # sys.stdout is None where descriptor 1 is closed
+    except (OSError, ValueError, AttributeError) as error:  # sys.stdout is None if descriptor 1 is closed
         raise OutputError(f"--output - cannot be written: {error}") from error
 
 
 def _open(path: str, start: Start, wait: Callable[[], None]) -> int:
-    # A file is only ever made here, replaced on request or gone on with; a pipe or device is written as it is.
+    # A file is made here, replaced on request, or resumed. A pipe or device is written as it is.
     special = _is_special(path)
     how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     how |= os.O_NONBLOCK if special else os.O_EXCL if start == "new" else 0
     try:
         while (fd := _open_if_read(path, how)) is None:
-            wait()  # not in the system, where no signal would be seen
+            wait()  # not in a system call, in which no signal would be noticed
         os.set_blocking(fd, True)
         return fd
     except FileExistsError as error:
         raise ConfigError(
-            f"--output {path} exists; name another file, go on with it by --resume, or replace it with --overwrite"
+            f"--output {path} exists; name another file, continue it with --resume, or replace it with --overwrite"
         ) from error
     except (OSError, ValueError) as error:
         raise OutputError(f"--output {path} cannot be written: {error}") from error
 
 
 def _open_if_read(path: str, how: int) -> int | None:
-    """None for a pipe that nobody reads yet."""
+    """Open a path and return its descriptor; None for a pipe that has no reader yet."""
     try:
         return os.open(path, how, 0o600)
     except OSError as error:
@@ -323,7 +344,7 @@ def _wait_for_lock(fd: int, path: str, wait: Callable[[], None], patience_s: flo
 
 
 def _lock(fd: int, path: str) -> None:
-    """Held until the descriptor is closed, by the process's death too. File systems without locks go without."""
+    """Lock a file until its descriptor is closed, also by the process's end. Skip file systems without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -334,7 +355,7 @@ def _lock(fd: int, path: str) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Makes the file's name survive a crash, as fsync makes its contents."""
+    """Let the file's name survive a crash, as fsync does for its contents."""
     try:
         sync(os.path.dirname(os.path.abspath(path)))
     except OSError as error:

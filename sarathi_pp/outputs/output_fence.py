@@ -1,10 +1,10 @@
-"""The right of the last start to write an output, for file systems whose locks other hosts do not see.
+"""The fence that lets only the last start write an output, for file systems whose locks other hosts do not see.
 
     start A: writes its token   append   append              append is refused
     start B:                                 writes its token, waits, reads the output, append ...
 
-The token is in a file next to the output, and is read again before each append. A start that was cut off from the
-others then writes nothing into what a later one has read. The file goes when its run ends in order.
+The token is in a file next to the output, and is read again before each append. So a start that was cut off from the
+others does not write after a later start has read the output. The file is removed when its run ends in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import SystemClock
 
-# For an append of an earlier start that has just read its own token.
+# Time for an append of an earlier start that has just read its own token.
 _SETTLE_S = 0.3
 
 
@@ -30,7 +30,7 @@ class Fence:
         self._token = secrets.token_hex(16).encode()
 
     def take(self) -> bool:
-        """Shut out earlier starts; False if no file can be written there. A run matters more than its guard."""
+        """Shut out earlier starts. Return False if no file can be written there: a run matters more than its guard."""
         partial = f"{self._path}.{secrets.token_hex(8)}.part"
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -46,7 +46,12 @@ class Fence:
         return True
 
     def check(self) -> None:
-        """Raise PeerLostError if another start has taken the output over since, OSError if nobody can tell."""
+        """Check that no later start has taken the output over.
+
+        Raises:
+            PeerLostError: another start has taken it over.
+            OSError: the token cannot be read.
+        """
         try:
             with open(self._path, "rb", buffering=0) as file:
                 found = file.read()

@@ -1,4 +1,4 @@
-"""profile.json, read from a file and written to one."""
+"""The file profile.json, and how it is read and written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from sarathi_pp.outputs.atomic_file import atomic_write
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises MissingError where there is no such file, InputError naming what is wrong in it."""
+    """Return the profile in a file.
+
+    Raises:
+        MissingError: the file cannot be read.
+        InputError: its contents are wrong. The message names the error.
+    """
     try:
         return Profile.from_json(json.loads(path.read_bytes()))
     except OSError as error:
@@ -22,16 +27,25 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_profile_output(path: Path, *, overwrite: bool) -> None:
-    """Refuses a file that cannot be written, before anything is loaded. Raises ConfigError or OutputError."""
+    """Refuse a file that cannot be written, before anything is loaded.
+
+    Raises:
+        ConfigError: the path is a directory, or the file exists and `overwrite` is False.
+        OutputError: its folder cannot be written.
+    """
     if path.is_dir():
         raise ConfigError(f"--output {path} is a directory; name a file")
     if path.exists() and not overwrite:
         raise ConfigError(f"--output {path} exists; name another file, or replace it with --overwrite")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputError(f"--output {path}: {folder} is no directory that can be written to")
+        raise OutputError(f"--output {path}: {folder} is not a directory that can be written to")
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Whole or not at all. Raises OutputError."""
+    """Write a profile completely or not at all.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     atomic_write(path, json.dumps(profile.to_json(), indent=2) + "\n")

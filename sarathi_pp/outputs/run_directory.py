@@ -1,14 +1,14 @@
-"""The run directory: what a run leaves behind beside its output.
+"""The run directory: the files of a run that are next to its output.
 
 RUN/run.json                                      resolved configuration, versions, model, hosts
-RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace a stage, one directory a start; of several replicas each
-                                                  has a directory replica-0000 in it
-RUN/attempt-0000/failed-at-start                  no stage got beyond its first microbatch; by it the next start knows
+RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace per stage, one directory per start; if there are several
+                                                  replicas, each has a directory replica-0000 in it
+RUN/attempt-0000/failed-at-start                  no stage got beyond its first microbatch; the next start reads this
 RUN/report.json                                   the figures of the last attempt
-RUN/exit_code                                     how it ended: torchrun itself returns 1 for any failure
-RUN/job                                           who started it and went on with it, so that a restart knows its own
-RUN/unfinished                                    run.json is that of a run that was lost, while a later start, which
-                                                  may be refused, has not begun
+RUN/exit_code                                     the run's own code: torchrun itself returns 1 for any failure
+RUN/job                                           launches that started and resumed it, so that a restart knows its own
+RUN/unfinished                                    run.json is that of a lost run, and a later start, which may be
+                                                  refused, has not taken over yet
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ _ENTRY = re.compile(r"run\.json|report\.json|exit_code|job|unfinished|\..*\.part
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """replaces: the attempts before this one are another run's, and go once this one begins.
+    """A run directory, as one attempt uses it.
 
-    most_trace_bytes: size at which each rank cuts its trace.
+    Attributes:
+        replaces: True if the attempts before this one are another run's. `begin` removes them.
+        most_trace_bytes: size at which each rank cuts its trace.
     """
 
     path: Path
@@ -51,20 +53,23 @@ class RunDirectory:
 
     @classmethod
     def unnamed(cls, path: Path) -> RunDirectory:
-        """Return one below the system's directory for temporary files, which may be in memory."""
+        """Return a run directory below the system's directory for temporary files, which may be in memory."""
         return cls(path, most_trace_bytes=MOST_BYTES // 4)
 
     @classmethod
     def default_path(cls, output: str) -> Path:
-        """Return the directory next to an output file."""
+        """Return the path of the directory next to an output file."""
         return Path(output + ".run")
 
     @classmethod
     def check(cls, path: Path, *, overwrite: bool, resume: bool = False) -> None:
-        """Raises ConfigError where an earlier run's directory would be written over, or anything that is no run's.
+        """Refuse a directory that would lose an earlier run or files of the user.
 
-        Not where a start was refused before it ran anything: whoever corrects the option may start again.
-        Raises OutputError where nobody can look, or no directory could have that name.
+        If an earlier start was refused before it ran anything, the user may correct the option and start again.
+
+        Raises:
+            ConfigError: an earlier run's directory would be overwritten, or it holds files that no run wrote.
+            OutputError: the directory cannot be read, or no directory can have this name.
         """
         try:
             cls._check(path, overwrite=overwrite, resume=resume)
@@ -83,10 +88,10 @@ class RunDirectory:
             foreign = [path] if not path.is_dir() else [entry for entry in path.iterdir() if not _is_of_a_run(entry)]
             if foreign:
                 raise ConfigError(
-                    f"the run directory {path} would be removed, and {min(foreign)} is no run's: --overwrite removes "
-                    f"what runs wrote and nothing else; use --run-dir with another one"
+                    f"{min(foreign)} was not written by sarathi-pp. --overwrite deletes only files of earlier runs; "
+                    f"choose another --run-dir than {path}"
                     if overwrite
-                    else f"{min(foreign)} is no run's; use --run-dir with another directory"
+                    else f"{min(foreign)} was not written by sarathi-pp; choose another --run-dir than {path}"
                 )
 
     @classmethod
@@ -94,13 +99,21 @@ class RunDirectory:
     def claim(
         cls, path: Path, *, overwrite: bool, resume: bool = False, launch_id: str = "", patience_s: float = 0.0
     ) -> Iterator[RunDirectory]:
-        """The directory of a run, 0700: traces tell of prompts' lengths and times. No other run may claim it meanwhile.
+        """Claim the directory of a run. No other run may claim it inside the block.
 
-        overwrite, resume: it may be an earlier run's, to whose attempts this start adds its own; how that one ended is
-        removed, and nothing else before `begin`: a start that is refused until then has taken nothing away.
-        patience_s: how long to wait for a run that has it, which may be on a host that was lost.
-        launch_id: who starts it; empty if nothing would restart it. With `resume` it is added to those before it.
-        Raises ConfigError, also where another run has it, or OutputError.
+        Its mode is 0700, because traces show lengths and times of prompts. An earlier run's attempts stay, and this
+        start adds its own. The record of how that run ended is removed, and nothing else before `begin`. So a start
+        that is refused until then has removed nothing more.
+
+        Args:
+            overwrite: the directory may be an earlier run's, which this start replaces.
+            resume: the directory may be an earlier run's, which this start continues.
+            launch_id: id of this launch; empty if nothing would restart it. With `resume` it is added to earlier ones.
+            patience_s: seconds to wait for a run that has the directory. That run may be on a lost host.
+
+        Raises:
+            ConfigError: see `check`, or another run has the directory.
+            OutputError: the directory cannot be made.
         """
         cls.check(path, overwrite=overwrite, resume=resume)
         with ExitStack() as held:
@@ -113,7 +126,7 @@ class RunDirectory:
                 attempts = [int(entry.name[8:]) for entry in path.glob("attempt-*")] if kept else []
                 names = ["run.json", "report.json", _UNFINISHED, *map(_attempt_name, attempts)] if kept else []
                 if launch_id and resume:
-                    names.append("job")  # until the next one stands there: by it a start goes on that is killed here
+                    names.append("job")  # until the next one is written: a start that is killed here resumes by it
                 before = [one for one in cls(path).launches() if one != launch_id] if resume else []
                 _remove(entry for entry in path.iterdir() if entry.name not in names)
                 path.chmod(0o700)
@@ -125,7 +138,14 @@ class RunDirectory:
             yield claimed
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """The output is this run's from here on: so is run.json, which these facts make. Raises OutputError."""
+        """Let the output belong to this run from here on, and write its run.json.
+
+        Args:
+            facts: contents of run.json.
+
+        Raises:
+            OutputError: run.json cannot be written.
+        """
         with suppress(FileNotFoundError):
             (self.path / "report.json").unlink()
         self.drop_replaced()
@@ -134,12 +154,16 @@ class RunDirectory:
             (self.path / _UNFINISHED).unlink()
 
     def withdraw(self) -> None:
-        """Remove what this attempt has written, which is refused before `begin`: a later start finds nothing here."""
+        """Remove the files of this attempt, because it is refused before `begin`. A later start then finds none."""
         with suppress(OSError):
             _remove(self.attempt_path.iterdir())
 
     def drop_replaced(self) -> None:
-        """Raises OutputError."""
+        """Remove the attempts of the run that this one replaces.
+
+        Raises:
+            OutputError: they cannot be removed.
+        """
         if not self.replaces:
             return
         own = _attempt_name(self.attempt)
@@ -149,13 +173,22 @@ class RunDirectory:
             raise OutputError(f"cannot remove the earlier run of {self.path}: {error.strerror}") from error
 
     def joining(self, leader: Path, attempt: int, *, own: bool, replaces: bool = False) -> RunDirectory:
-        """The directory a rank uses: its own where the user named one for it, else the one rank 0 uses."""
+        """Return the directory that a rank uses.
+
+        Args:
+            leader: path of the directory that rank 0 uses.
+            own: True if the user named a directory for this rank, which it then uses instead.
+        """
         joined = replace(self, path=self.path if own else leader, attempt=attempt, replaces=replaces)
         joined.make(joined.attempt_path)
         return joined
 
     def make(self, folder: Path) -> None:
-        """One of this directory's own, where it is not there. Raises OutputError."""
+        """Make a folder in this directory if it does not exist.
+
+        Raises:
+            OutputError: the folder cannot be made.
+        """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -166,44 +199,47 @@ class RunDirectory:
         return self.path / _attempt_name(self.attempt)
 
     def trace_path(self, mesh: Mesh, coordinate: Coordinate) -> Path:
-        """Of the first shard of a stage the trace that reports are made of, of the others one beside it."""
+        """Return the path of a rank's trace.
+
+        Reports use the trace of a stage's first shard. Those of its other shards are next to it.
+        """
         name = trace_name(coordinate.stage, mesh.stages)
         folder = self.attempt_path / replica_name(coordinate.replica) if mesh.replicas > 1 else self.attempt_path
         return folder / (f"shard-{coordinate.shard:04d}-{name}" if coordinate.shard else name)
 
     def forget(self, replica: int) -> None:
-        """What a lost replica has traced is no part of the report, and stays for whoever wants to know."""
+        """Keep the traces of a lost replica out of the report, and keep them for the user under another name."""
         path = self.attempt_path / replica_name(replica)
         with suppress(OSError):
             path.rename(path.with_name(f"lost-{path.name}"))
 
     def fails_again(self) -> bool:
-        """Write down that this attempt failed before its first microbatch was done; return whether the last one did."""
+        """Record that this attempt failed before its first microbatch was done. Return whether the last one did too."""
         with suppress(OSError):
             (self.attempt_path / _FAILED_AT_START).touch()
         return (self.path / _attempt_name(self.attempt - 1) / _FAILED_AT_START).exists()
 
     def identity(self) -> str:
-        """Equal on two ranks exactly where both write into the same directory."""
+        """Return an id that is equal on two ranks exactly if both write into the same directory."""
         status = self.attempt_path.stat()
         return f"{host_id()}:{status.st_dev}:{status.st_ino}"
 
     def launches(self) -> list[str]:
-        """Who has claimed it: the last one, behind those whose run it goes on with."""
+        """Return the launches that have claimed the directory: the last one, after those whose run it resumes."""
         try:
             return (self.path / "job").read_text().splitlines()
         except (OSError, UnicodeDecodeError):
             return []
 
     def read_exit_code(self) -> int | None:
-        """None where none is there."""
+        """Return the exit code; None if there is none."""
         try:
             return int((self.path / "exit_code").read_text())
         except (OSError, ValueError):
             return None
 
     def end_mark(self) -> tuple[int, int] | None:
-        """Another one once a code has been written, if only the same code again; None while none is there."""
+        """Return a mark that changes when an exit code is written, even the same one; None if there is none."""
         try:
             status = (self.path / "exit_code").stat()
         except OSError:
@@ -211,7 +247,7 @@ class RunDirectory:
         return status.st_ino, status.st_mtime_ns
 
     def read_run(self) -> dict[str, Any] | None:
-        """What `write_run` wrote; None where nothing, or nothing that can be read, is there."""
+        """Return the facts that `write_run` wrote; None if there are none, or if they cannot be read."""
         try:
             facts = json.loads((self.path / "run.json").read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -219,13 +255,17 @@ class RunDirectory:
         return facts if isinstance(facts, dict) else None
 
     def is_unfinished(self) -> bool:
-        """Return whether the run that is here was lost, also if later starts were refused before they began."""
+        """Return whether the run in this directory was lost, even if later starts were refused before `begin`."""
         code = self.read_exit_code()
         refused = code not in (EXIT_OK, EXIT_ROWS_FAILED) and (self.path / _UNFINISHED).exists()
         return code in (None, PeerLostError.exit_code) or refused
 
     def _note_unfinished(self) -> None:
-        """Keep in mind that the run was lost before another start's code replaces its own. Raises OSError."""
+        """Record that the run was lost, before the exit code of another start replaces its own.
+
+        Raises:
+            OSError: this cannot be recorded.
+        """
         if not self.is_unfinished():
             (self.path / _UNFINISHED).unlink(missing_ok=True)
         elif (self.path / "run.json").exists():
@@ -238,25 +278,25 @@ class RunDirectory:
         self._write("report.json", json.dumps(report, indent=2) + "\n")
 
     def write_exit_code(self, code: int) -> None:
-        """The cause wins over its echo: a lost peer's 75 never replaces a code that is there.
+        """Write the exit code. The cause wins over its echo: a lost peer's 75 never replaces an existing code.
 
-        Where it cannot be written, on a full disk say, the process still ends with it; it waits for no disk.
+        If it cannot be written, for example on a full disk, the process still ends with it. It waits for no disk.
         """
         with suppress(OutputError):
             self._write("exit_code", f"{code}\n", replace=code != PeerLostError.exit_code, synced=False)
 
     def write_end(self, code: int) -> None:
-        """The code of a run whose processes have all ended, unless another run has this directory by now."""
+        """Write the exit code of a run whose processes have all ended, unless another run has this directory by now."""
         with suppress(OSError, ConfigError), ExitStack() as held:
             if self.path.exists():
                 held.callback(os.close, _locked(self.path))
             self.write_exit_code(code)
 
     def write_refusal(self, code: int, *, overwrite: bool, launch_id: str = "") -> None:
-        """The code of a start that was refused before it claimed this directory.
+        """Write the exit code of a start that was refused before it claimed this directory.
 
-        Not where a run is using it, but for `launch_id`, for which rank 0 on the same host has claimed it; nor over an
-        earlier run's code without `overwrite`; no other folder is made for it.
+        It is not written if a run uses the directory, unless rank 0 on this host has claimed it for `launch_id`.
+        Without `overwrite`, it does not replace the code of an earlier run. No parent folder is made for it.
         """
         with suppress(OSError, ConfigError, OutputError), ExitStack() as held:
             if self.path.exists():
@@ -275,7 +315,11 @@ class RunDirectory:
             self._write("exit_code", f"{code}\n")
 
     def _write(self, name: str, text: str, *, replace: bool = True, synced: bool = True) -> None:
-        """Whole or not at all. Raises OutputError."""
+        """Write a file of this directory completely or not at all.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -288,7 +332,10 @@ def replica_name(replica: int) -> str:
 
 
 def _remove(entries: Iterable[Path]) -> None:
-    """Ranks of one host may share a directory that is not rank 0's, and each of them removes what was there."""
+    """Remove files and folders.
+
+    Ranks of one host may share a directory that is not rank 0's. Each of them removes the earlier entries.
+    """
     for entry in list(entries):
         while os.path.lexists(entry):
             with suppress(FileNotFoundError):
@@ -300,7 +347,7 @@ def _attempt_name(number: int) -> str:
 
 
 def _is_of_a_run(entry: Path) -> bool:
-    """By its name: a run may have been killed at any moment."""
+    """Return whether a run wrote an entry, judged by its name, because a run may have been killed at any moment."""
     return bool(_ENTRY.fullmatch(entry.name)) and entry.is_dir() == entry.name.startswith("attempt-")
 
 
@@ -317,9 +364,12 @@ def _wait_for_lock(path: Path, patience_s: float) -> int:
 
 
 def _locked(path: Path) -> int:
-    """The descriptor that holds it. Raises ConfigError where another one does.
+    """Lock a directory, and return the descriptor that holds the lock.
 
-    Not every file system has locks. Where there are none nobody is kept out: a run matters more than its guard.
+    Not every file system has locks. Without locks, no other run is kept out: a run matters more than its guard.
+
+    Raises:
+        ConfigError: another run holds the lock.
     """
     descriptor = os.open(path, os.O_RDONLY)
     with suppress(OSError):
@@ -334,14 +384,16 @@ def _locked(path: Path) -> int:
 
 
 def _holds_no_run(path: Path) -> bool:
-    """Empty, or what a refused start leaves: its code, maybe half of one, and a directory for traces that never began.
+    """Return whether a directory is empty, or holds only the files of a refused start.
 
-    Without the code somebody else may be setting up there.
+    These are its exit code, maybe one that another rank is writing at this moment, and empty folders for traces.
+    Without the exit code, another start may be setting up there.
     """
     entries = {entry.name: entry for entry in path.iterdir()}
     if not entries:
         return True
-    ended = entries.pop("exit_code", None) is not None
+    ended = any(name == "exit_code" or name.startswith(".exit_code.") for name in entries)
+    entries.pop("exit_code", None)
     return ended and all(
         name == "job"
         or name.endswith(".part")

@@ -1,4 +1,4 @@
-"""What must be the same of two starts for their answers to belong into one file: flat, to be compared and shown."""
+"""The identity of a start. Two starts with equal ones may write to one file. It is flat, to be compared and shown."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _PIECE_BYTES = 2**20
 def identity_of(
     config: RunConfig, facts: ModelFacts, defaults: GenerationDefaults, model_dir: Path | None, input_path: str
 ) -> Identity:
-    """Of a start. Not what changes no answer: stages, policy, sizes.
+    """Return the identity of a start. It leaves out options that change no answer: stages, policy, sizes.
 
-    Raises InputError for an input that cannot be read.
+    Raises:
+        InputError: the input cannot be read.
     """
     digest, num_bytes = input_digest(input_path)
     return {
@@ -37,17 +38,17 @@ def identity_of(
         "max_model_len": str(facts.max_model_len(config.max_model_len)),
         "input": digest,
         "input_bytes": num_bytes,
-        "input_name": Path(input_path).suffix.lower(),  # which may say that it is plain text
+        "input_name": Path(input_path).suffix.lower(),  # it may mark plain text
         "seed": str(config.seed),
         **{name: json.dumps(value) for name, value in defaults.settings().items()},
     }
 
 
 def output_name(path: str, run_dir: Path) -> str:
-    """What ties a run directory to its output, also where both are moved: its place as seen from there.
+    """Return a name that ties a run directory to its output, even if both are moved: the output's relative path.
 
-    The directory that is named after its output, the default, goes by that, so that both may get another name. Neither
-    an absolute path, which a move changes, nor an inode, which a copy and --retry-errors change, would do.
+    A directory that is named after its output, the default, has a fixed name here, so that both may be renamed. An
+    absolute path would not do, because a move changes it. A copy and --retry-errors change an inode.
     """
     if path == "-":
         return "a stream"
@@ -56,9 +57,12 @@ def output_name(path: str, run_dir: Path) -> str:
 
 
 def input_digest(path: str) -> tuple[str, str]:
-    """Return the digest of a regular file and its size in bytes; anything else can be read only once.
+    """Return the digest of a regular file and its size in bytes, or constants for other inputs.
 
-    Raises InputError.
+    The other inputs can be read only once.
+
+    Raises:
+        InputError: the file cannot be read.
     """
     if path == "-" or not Path(path).is_file():
         return "a stream", _ABSENT
@@ -70,9 +74,10 @@ def input_digest(path: str) -> tuple[str, str]:
 
 
 def grown_input(before: Mapping[str, str], now: Identity, path: str) -> Identity:
-    """Return `now`, with the input of `before` if that is what the file begins with and whole lines follow.
+    """Return `now`, with the input of `before` if the file starts with that input, and only whole lines follow.
 
-    Raises InputError.
+    Raises:
+        InputError: the file cannot be read.
     """
     size = before.get("input_bytes", _ABSENT)
     if not size.isdecimal() or int(size) >= int(now["input_bytes"]):
@@ -94,7 +99,7 @@ def grown_input(before: Mapping[str, str], now: Identity, path: str) -> Identity
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Each thing that is not the same, in words."""
+    """Return each difference between two identities, in words."""
     names = [*before, *(name for name in now if name not in before)]
     pairs = {name: (before.get(name, _ABSENT), now.get(name, _ABSENT)) for name in names if name != "input_bytes"}
     return [_difference(name, was, is_now) for name, (was, is_now) in pairs.items() if was != is_now]

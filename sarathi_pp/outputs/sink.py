@@ -1,8 +1,8 @@
-"""Where finished rows go: one line each, appended and synced, so that what is on disk is what is done.
+"""The sinks of finished input lines: one output line each, appended and synced, so that done lines are on disk.
 
     engine -> finish() / fail() -> bounded queue -> [writer thread: text, JSON, append, sync] -> journal
 
-Syncs are shared by the rows of a group.
+One sync serves a group of output lines.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _QUEUE_ROWS = 4 * GROUP_ROWS
 
 
 class OutputClosedError(OutputError):
-    """The reader of our output went away, as `| head` does: the run ends, and there is nothing to say."""
+    """An output whose reader has left, as `| head` does. The run ends without a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """How a row ended: a completion with its text (None without a tokenizer), or an error."""
+    """An input line that has ended: a completion with its text (None without a tokenizer), or an error."""
 
     row: Row
     completion: Completion | None = None
@@ -46,22 +46,34 @@ class FinishedRow:
 
 
 class Sink(Protocol):
-    """What the engine hands ended rows to. Both calls may wait for room and raise OutputError for an earlier row.
+    """The receiver of input lines that have ended in the engine.
 
-    metrics: seconds and counts of this request, finite or None, for its output line. close: everything handed
-    over is synced when it returns.
+    `finish` and `fail` may wait for room, and may raise OutputError for an earlier input line.
     """
 
-    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None: ...
-    def fail(self, row: Row, error: RowError) -> None: ...
-    def close(self) -> None: ...
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        """Take an input line with its completion.
+
+        Args:
+            metrics: seconds and counts of this request, finite or None, for its output line.
+        """
+        ...
+
+    def fail(self, row: Row, error: RowError) -> None:
+        """Take an input line with its error."""
+        ...
+
+    def close(self) -> None:
+        """Sync all output lines, and return when this is done."""
+        ...
 
 
 def check_output(path: str, input_path: str, start: Start) -> None:
-    """Refuses an output that cannot be written, before anything is loaded; touches nothing.
+    """Refuse an output that cannot be written, before anything is loaded. Change no file.
 
-    Raises ConfigError (a directory, the input itself, there already, not to be resumed) or OutputError (cannot be
-    written).
+    Raises:
+        ConfigError: it is a directory or the input itself, it exists already, or it cannot be resumed.
+        OutputError: it cannot be written.
     """
     if path == "-":
         if start == "resume":
@@ -75,21 +87,26 @@ def check_output(path: str, input_path: str, start: Start) -> None:
         raise ConfigError(f"--output {path} is the same file as --input {input_path}; name another")
     if there and stat.S_ISREG(there.st_mode) and start == "new":
         raise ConfigError(
-            f"--output {path} exists; name another file, go on with it by --resume, or replace it with --overwrite"
+            f"--output {path} exists; name another file, continue it with --resume, or replace it with --overwrite"
         )
     if there and not stat.S_ISREG(there.st_mode) and start == "resume":
-        raise ConfigError(f"--resume: --output {path} is no file, and what was written to it cannot be read again")
+        raise ConfigError(f"--resume: --output {path} is not a file, and its earlier lines cannot be read again")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise OutputError(f"--output {path}: there is no directory {folder}; make it first")
+        raise OutputError(f"--output {path}: the directory {folder} does not exist; make it first")
     if not os.access(path if there else folder, os.W_OK):
         raise OutputError(f"--output {path} cannot be written: no permission, or a read-only file system")
 
 
 class FileSink:
-    """Appends a line for each row to a journal, which it closes in the end.
+    """A sink that appends an output line per input line to a journal, and closes the journal at the end.
 
-    model: the name that OpenAI lines report. num_finished, num_failed: lines of each kind that are synced.
+    Args:
+        model: the model's name in OpenAI lines.
+
+    Attributes:
+        num_finished: number of synced lines with an answer.
+        num_failed: number of synced error lines.
     """
 
     def __init__(self, journal: Journal | LateJournal, *, tokenizer: Tokenizer, clock: Clock, model: str) -> None:
@@ -116,7 +133,11 @@ class FileSink:
         self._hand_over(FinishedRow(row, error=error))
 
     def close(self) -> None:
-        """Writes and syncs what is left, and lets go of the file. Raises OutputError unless a call already did."""
+        """Write and sync the remaining lines, and close the file.
+
+        Raises:
+            OutputError: a line could not be written, and no call has raised this yet.
+        """
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -136,12 +157,12 @@ class FileSink:
             raise self._failure
 
     def _write_all(self) -> None:
-        """The writer thread. After a failure it goes on emptying the queue, so that nobody waits for room."""
+        """Run the writer thread. After a failure, keep emptying the queue, so that no caller waits for room."""
         try:
             self._write_groups()
         except BrokenPipeError:
             self._failure = OutputClosedError(f"--output {self._journal.path} was closed by its reader")
-        except PeerLostError as error:  # the file is another start's now
+        except PeerLostError as error:  # another start has the file now
             self._failure = error
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -149,7 +170,7 @@ class FileSink:
             self._failure = OutputError(
                 f"--output {self._journal.path} cannot be written: {error}; the lines already there are whole"
             )
-        except BaseException as error:  # raised by the next call, in the thread that can do something about it
+        except BaseException as error:  # the next call raises it, in the thread that can handle it
             self._failure = error
         while not self._drained:
             self._drained = self._queue.get() is None
@@ -168,7 +189,7 @@ class FileSink:
                 self._sync()
 
     def _next_group(self, sync_s: float) -> list[FinishedRow]:
-        """The rows that wait now, at least one unless a sync falls due first or there will be no more."""
+        """Return the input lines that wait now: at least one, unless a sync is due first or no more will come."""
         left_s = max(0.0, sync_s - self._clock.now()) if sum(self._unsynced) else None
         group: list[FinishedRow] = []
         try:
@@ -207,7 +228,7 @@ class FileSink:
 
 
 class MemorySink:
-    """Keeps ended rows, in the order in which they ended: the Python API's sink, and the tests'."""
+    """A sink that keeps input lines in the order in which they ended, for the Python API and the tests."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -221,11 +242,11 @@ class MemorySink:
         self.finished.append(FinishedRow(row, error=error))
 
     def close(self) -> None:
-        """Nothing to do: what is in memory is there."""
+        """Do nothing, because memory needs no sync."""
 
 
 def encode_line(record: Mapping[str, object]) -> bytes:
-    """One JSON line in UTF-8; escaped where an id holds half a surrogate pair, which UTF-8 cannot write."""
+    """Return one JSON line in UTF-8. It is escaped if an id holds half a surrogate pair, which UTF-8 cannot encode."""
     try:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     except UnicodeEncodeError:
@@ -234,7 +255,7 @@ def encode_line(record: Mapping[str, object]) -> bytes:
 
 def _error_record(row: Row, error: RowError) -> dict[str, object]:
     reason: dict[str, object] = {"code": error.code, "message": error.message}
-    if row.nameless:  # its id is its line number, and may be another row's own
+    if row.nameless:  # its id is its line number, which may be the own id of another line
         reason["line"] = row.line
     if row.form == "own":
         return {"id": row.id, "error": reason}
@@ -254,7 +275,11 @@ def _own_record(row: Row, completion: Completion, text: str | None, metrics: Map
 
 
 def _openai_record(row: Row, completion: Completion, text: str | None, model: str, created: int) -> dict[str, object]:
-    """`created` is the unix time at which the run began."""
+    """Return an output line in OpenAI's form.
+
+    Args:
+        created: unix time at which the run started.
+    """
     num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
     chat = row.form == "openai-chat"
     answer = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}

@@ -14,7 +14,7 @@ class Activity:
     """The phase that this process is in. One thread changes it, any thread reads it.
 
     Attributes:
-        awaited: the ranks that this one waits for, and what they do; empty if it does not wait.
+        awaited: the ranks that this one waits for, with their phase; empty if it does not wait.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,11 @@ class Activity:
 
     @contextmanager
     def phase(self, name: str, detail: object = "") -> Iterator[None]:
-        """Set the phase while inside.
+        """Set the phase inside the block.
 
         Args:
             name: continues "it is ...", such as "loading its layers". Empty: the detail says everything.
-            detail: shown after the name. It is formatted whenever the text is read, so it may be a counter.
+            detail: shown after the name. It is formatted each time the text is read, so it may be a counter.
         """
         self._phases.append((name, detail))
         try:
@@ -37,7 +37,7 @@ class Activity:
 
     @property
     def name(self) -> str:
-        """The phase, or the wait for other ranks, without what changes while it lasts."""
+        """The phase, or the wait for other ranks, without the part that changes meanwhile."""
         return self.awaited.partition(": ")[0] or self._phases[-1][0]
 
     @property
@@ -48,5 +48,5 @@ class Activity:
 
     @property
     def text(self) -> str:
-        """The ranks that this one waits for if there are any, otherwise its own phase."""
+        """The ranks that this one waits for if there are any; otherwise its own phase."""
         return self.awaited or self.own

@@ -3,8 +3,8 @@
     caller         submit ---- wait ------- KeyboardInterrupt: cancel, wait a little, raise
     this thread          `- work ..................................`- ends itself, tidies up
 
-Python delivers signals to the main thread, between any two of its bytecodes. Work in another thread ends by its own
-exceptions alone, so it can keep its state in order.
+Python delivers signals to the main thread, between any two of its bytecodes. Work in another thread ends only by
+its own exceptions, so it can keep its state in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from sarathi_pp.trace.clock import SystemClock
 
-# How often a caller that waits looks whether the work has ended.
+# How often a waiting caller checks whether the work has ended.
 _LOOK_S = 0.2
 
 T = TypeVar("T")
@@ -28,13 +28,13 @@ class CancelledError(Exception):
 
 
 class Call(Generic[T]):
-    """Some work and what it returned or raised."""
+    """Some work, with its result or its exception."""
 
     def __init__(self, work: Callable[[Call[T]], T]) -> None:
         self.submitted = False
         self._work = work
         self._cancelled = False
-        # Of C alone: an Event's own lock stays locked if a signal's handler raises at the wrong bytecode.
+        # A lock written in C. The lock of an Event stays locked if a signal handler raises at the wrong bytecode.
         self._running = threading.Lock()
         self._running.acquire()
         self._over = False
@@ -45,7 +45,7 @@ class Call(Generic[T]):
         self._cancelled = True
 
     def check(self) -> None:
-        """Raise CancelledError if nobody waits for the work any more."""
+        """Raise CancelledError if the caller no longer waits for the work."""
         if self._cancelled:
             raise CancelledError
 
@@ -53,7 +53,7 @@ class Call(Generic[T]):
         try:
             self.check()
             self._returned.append(self._work(self))
-        except BaseException as error:  # raised by `result`, in the thread that waits
+        except BaseException as error:  # `result` raises it in the waiting thread
             self._raised = error
         self._over = True
         self._running.release()
@@ -62,13 +62,13 @@ class Call(Generic[T]):
         """Return whether the work has ended within that time."""
         end_s = math.inf if timeout_s is None else SystemClock().now() + timeout_s
         while not self._over and (left_s := end_s - SystemClock().now()) > 0:
-            # In turns: an interrupted caller may have kept the lock.
+            # Wait in short steps: an interrupted caller may have kept the lock.
             if self._running.acquire(timeout=min(left_s, _LOOK_S)):
                 self._running.release()
         return self._over
 
     def result(self) -> T:
-        """Return what the work returned, or raise what it raised, once it has ended."""
+        """Return the result of work that has ended, or raise its exception."""
         error, self._raised = self._raised, None
         if error is None:
             return self._returned[0]
@@ -79,10 +79,10 @@ class Call(Generic[T]):
 
 
 class CallThread:
-    """Runs calls in the order in which they were submitted. It does not keep the interpreter from ending."""
+    """A thread that runs calls in the order in which they were submitted. It does not keep the interpreter alive."""
 
     def __init__(self, name: str) -> None:
-        # No other queue: a signal's handler may raise while the main thread puts something into it.
+        # It must be a SimpleQueue: a signal handler may raise while the main thread puts something into it.
         self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -92,14 +92,14 @@ class CallThread:
         call.submitted = True
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run the work and return what it returns. It goes on if the caller is interrupted meanwhile."""
+        """Run the work and return its result. The work continues if the caller is interrupted."""
         call = Call[T](lambda call: work())
         self.submit(call)
         call.wait()
         return call.result()
 
     def close(self) -> None:
-        """End after the calls that were submitted."""
+        """End the thread after all submitted calls."""
         self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
@@ -108,4 +108,4 @@ class CallThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
-            del call  # what it holds must not live until the next one comes
+            del call  # its objects must not live until the next call comes

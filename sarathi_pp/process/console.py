@@ -1,4 +1,4 @@
-"""Where this process reports errors to its user."""
+"""The console, on which this process reports errors to its user."""
 
 from __future__ import annotations
 

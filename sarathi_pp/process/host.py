@@ -9,7 +9,7 @@ limit of a group holds for all groups inside it, so every ancestor that is visib
 
 A controller is in the hierarchy of version 1 that is mounted for it, otherwise in that of version 2. Files that are
 missing or cannot be parsed limit nothing. See Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst in
-Linux. Loads no torch.
+Linux. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _NO_LIMIT_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """Memory on which several processes may draw.
+    """Memory that several processes may share.
 
-    id: equal for two processes exactly if they share the pool. title: for messages. free_bytes: what is free now, with
-    the page cache that the kernel can drop.
+    Attributes:
+        id: equal for two processes exactly if they share the pool.
+        title: name of the pool for messages.
+        free_bytes: bytes that are free now, with the page cache that the kernel can drop.
     """
 
     id: str
@@ -41,7 +43,13 @@ class MemoryPool:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One cgroup. path: as the kernel names it. folder: its files."""
+    """One cgroup.
+
+    Attributes:
+        version: version of its hierarchy, 1 or 2.
+        path: the kernel's name of the cgroup.
+        folder: folder with its files.
+    """
 
     version: int
     path: str
@@ -49,17 +57,17 @@ class _Group:
 
 
 def machine_id(root: Path = ROOT) -> str:
-    """Return what is equal for two processes exactly if they run under one kernel: its boot id, or the host's name."""
+    """Return an id that is equal for two processes exactly if one kernel runs them: its boot id, or the host's name."""
     return _text(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename
 
 
 def host_id() -> str:
-    """Return what tells hosts apart that have one name; of containers on one host those with names of their own."""
+    """Return an id that differs for hosts of equal name, and for containers of one host with different names."""
     return f"{os.uname().nodename} {machine_id()}"
 
 
 def memory_pools(root: Path = ROOT) -> tuple[MemoryPool, ...]:
-    """Return the pools that bound this process's memory: its host's first, then that of each cgroup with a limit."""
+    """Return the pools that limit this process's memory: its host's first, then one per cgroup with a limit."""
     machine, namespace = machine_id(root), _link(root / "proc/self/ns/cgroup")
     pools = [MemoryPool(machine, "the host's memory", _host_free_bytes(root))]
     for group in _groups(root, "memory"):
@@ -77,17 +85,17 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Return on how many CPUs this process can compute: those of its affinity mask, or its quota if that is less.
+    """Return the number of CPUs for this process: those of its affinity mask, or its quota if that is less.
 
     The quota is rounded to the nearest whole number, at least 1. With one thread more than the quota, all threads are
-    stopped for a part of each period; with one thread less, a part of the quota is never used.
+    stopped for a part of each period. With one thread less, a part of the quota is never used.
     """
     allowed, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
     return allowed if quota is None else max(1, min(allowed, math.floor(quota + 0.5)))
 
 
 def _host_free_bytes(root: Path) -> int:
-    """MemAvailable, or free pages if /proc is not there."""
+    """Return MemAvailable, or the free pages if /proc does not exist."""
     for line in _text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         number = value.strip().removesuffix(" kB")
@@ -97,7 +105,7 @@ def _host_free_bytes(root: Path) -> int:
 
 
 def _free_bytes(group: _Group) -> int | None:
-    """Return what a memory cgroup has left below its limit, None without one."""
+    """Return the bytes that a memory cgroup has left below its limit; None without a limit."""
     if group.version == 1:
         names, usage_name, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
     else:
@@ -129,14 +137,14 @@ def _quota(group: _Group) -> float | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[_Group]:
-    """Yield this process's cgroup of a controller and those around it, as far as they are visible."""
+    """Yield this process's cgroup of a controller, and the visible cgroups around it."""
     found = _own_group(root, controller)
     if found is None:
         return
     version, path, mount_root, mount_point = found
     folder, inner = root / mount_point.lstrip("/"), _below(path, mount_root)
     if inner is None or not (folder / inner).is_dir():
-        # The path is one of another namespace: what is mounted here is all that there is to see.
+        # The path belongs to another namespace, so only the mounted group is visible.
         yield _Group(version, path, folder)
         return
     parts = Path(inner).parts
@@ -146,7 +154,7 @@ def _groups(root: Path, controller: str) -> Iterator[_Group]:
 
 
 def _own_group(root: Path, controller: str) -> tuple[int, str, str, str] | None:
-    """Return the version, this process's path, and the root and place of the mount of a controller's hierarchy."""
+    """Return the version, this process's path, the mount root and the mount point of a controller's hierarchy."""
     lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
     paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
     mounts = [mount.split() for mount in _text(root / "proc/self/mountinfo").splitlines()]
@@ -154,7 +162,7 @@ def _own_group(root: Path, controller: str) -> tuple[int, str, str, str] | None:
         if name not in paths:
             continue
         seen = [mount for mount in mounts if _is_of(mount, version, controller)]
-        # A hierarchy may be mounted several times; best is a mount that shows this process's own group.
+        # A hierarchy may be mounted several times. Prefer a mount that shows this process's own group.
         seen.sort(key=lambda mount: _below(paths[name], mount[3]) is None)
         if seen:
             return version, paths[name], seen[0][3], seen[0][4]
@@ -162,7 +170,7 @@ def _own_group(root: Path, controller: str) -> tuple[int, str, str, str] | None:
 
 
 def _is_of(mount: list[str], version: int, controller: str) -> bool:
-    """Check a line of mountinfo: `id parent device root place options [tags] - type source options`."""
+    """Return whether a mountinfo line matches: `id parent device root place options [tags] - type source options`."""
     if "-" not in mount[6:]:
         return False
     rest = mount[mount.index("-", 6) + 1 :]
@@ -172,7 +180,7 @@ def _is_of(mount: list[str], version: int, controller: str) -> bool:
 
 
 def _below(path: str, mount_root: str) -> str | None:
-    """Return a group's path relative to the root of a mount, None if it is not below that."""
+    """Return a group's path relative to the root of a mount; None if it is not below that root."""
     parts, above = Path(path).parts, Path(mount_root).parts
     if ".." in parts or parts[: len(above)] != above:
         return None
@@ -180,7 +188,7 @@ def _below(path: str, mount_root: str) -> str | None:
 
 
 def _number(text: str) -> int | None:
-    """Return a count; None for `max`, for -1, and for what is no number."""
+    """Return a count; None for `max`, -1 and any other text that is not a number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
 
 

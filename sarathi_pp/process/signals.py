@@ -1,12 +1,12 @@
-"""Signals that ask a run to end: the first one to finish what runs, the second one to end at once.
+"""Signals that ask a run to end. After the first one, it finishes its running requests. The second one ends it at once.
 
-    SIGINT                               nothing more is begun, what runs is finished; exit 130
-    SIGTERM, SIGUSR1, SIGHUP, SIGQUIT    the same within DRAIN_S, as batch systems give 30 s; exit 75
-    any of them a second time, or while there is nothing to finish yet: the end
+    SIGINT                               no new request starts, running ones are finished; exit 130
+    SIGTERM, SIGUSR1, SIGHUP, SIGQUIT    the same within DRAIN_S, because batch systems give 30 s; exit 75
+    any of them a second time, or while there is nothing to finish yet: the process ends
 
-A thread of its own notices them, since the main thread may be inside a library, where no handler of Python's runs:
-the wake-up descriptor is written to at once. The coordinator's rank alone drains. Others go on serving it, and end
-with it.
+A separate thread notices them, because the main thread may be inside a library, in which no Python handler runs. The
+wake-up descriptor is written at once. Only the coordinator's rank drains. The other ranks keep serving it, and end with
+it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
 
 DRAIN_S = 20.0
-# With the time for writing down how the run ended.
+# Draining, and the time to write down how the run ended.
 _AT_MOST_S = DRAIN_S + 5.0
-# For the main thread to end by itself; also what a lost peer takes to be noticed, whose name says more than the signal
-# that its launcher then sends.
+# Time for the main thread to end on its own. A lost peer is noticed within it too. The name of that peer says more than
+# the signal that its launcher then sends.
 _GRACE_S = 2.0
-# A batch system tells every process of a job, and the launcher that is among them tells rank 0 once more.
+# A batch system signals every process of a job. The launcher is one of them, and signals rank 0 once more.
 _ECHO_S = 0.3
 _PAUSE_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
@@ -40,7 +40,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A signal's number, when it came, and until when what runs may be finished; seconds of the monotonic clock."""
+    """A signal that asked the run to end. Times are seconds of the monotonic clock.
+
+    Attributes:
+        number: number of the signal.
+        at_s: time at which it came.
+        until_s: time until which running requests may be finished.
+    """
 
     number: int
     at_s: float
@@ -48,7 +54,7 @@ class Asked:
 
 
 class StopRequests(Protocol):
-    """Says whether a run was asked to stop."""
+    """The state that shows whether a run was asked to stop."""
 
     def asked(self) -> Asked | None: ...
 
@@ -61,17 +67,23 @@ NEVER_ASKED = _NeverAsked()
 
 
 class Announcer(Protocol):
-    """Tells the user that a signal was noticed."""
+    """A listener that informs the user of a signal."""
 
     def say(self, asked: Asked) -> None: ...
 
 
 @contextmanager
 def stoppable(what: str) -> Iterator[None]:
-    """While inside, where there is nothing to finish yet, the signals that would kill raise StoppedError instead.
+    """Raise StoppedError inside the block for signals that would kill the process.
 
-    Not those of which the program has decided already, nor SIGINT, which Python raises. what: ends, for the message.
-    Afterwards the process only has to exit, and signals are ignored: they come too late to change its exit code.
+    Use it while there is nothing to finish yet.
+
+    Signals that the program already handles or ignores stay as they are. So does SIGINT, which Python raises.
+    Afterwards the process only has to exit. Signals are then ignored, because they come too late to change its exit
+    code.
+
+    Args:
+        what: name of what ends, for the message.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -91,10 +103,10 @@ def stoppable(what: str) -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore signals from here on, once it is decided with which code the process ends.
+    """Ignore signals from here on. Call it when the exit code of the process is decided.
 
-    Handlers of Python's would not do: the interpreter removes them before it has ended, and the signal then kills the
-    process. Outside of the main thread handlers cannot be set, and nothing changes.
+    Python handlers are not enough: the interpreter removes them before it has ended, and then a signal kills the
+    process. Outside the main thread, handlers cannot be set, and nothing changes.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
@@ -102,10 +114,14 @@ def ignore_signals() -> None:
 
 
 class Signals:
-    """Those of this process while inside; where this is not the main thread they do what they did.
+    """The signals of this process, and how it handles them.
 
-    where: what ends, for messages. launched: by our own launcher and not as the first, so that it says when to end, by
-    SIGKILL. hurried: by an agent that waits 30 s whatever the signal. watchdog: ends this process in time.
+    Args:
+        where: name of what ends, for messages.
+        watchdog: ends this process in time.
+        launched: True if our own launcher started this process, and not as the first. The launcher then ends it by
+            SIGKILL.
+        hurried: True if an agent started this process that waits 30 s after any signal.
     """
 
     def __init__(
@@ -126,28 +142,29 @@ class Signals:
         self._phase: Literal["starting", "running", "ending"] = "starting"
 
     def asked(self) -> Asked | None:
-        """The first signal, None while there was none."""
+        """Return the first signal; None if there was none."""
         return self._asked
 
     @property
     def has_run(self) -> bool:
-        """Whether there has been anything to finish."""
+        """Return whether there has been anything to finish."""
         return self._phase != "starting"
 
     def announce(self, announcer: Announcer) -> None:
-        """Call the announcer at the first signal, on a thread of its own: standard error may take nothing."""
+        """Call the announcer at the first signal, in a separate thread, because standard error may block."""
         self._announcer = announcer
         if self._asked is not None:
             announcer.say(self._asked)
 
     def pause(self) -> None:
-        """For whoever waits for somebody else: a moment, or StoppedError where there was a signal."""
+        """Wait a moment for another process. Raise StoppedError if there was a signal."""
         self._clock.sleep(_PAUSE_S)
         if self._asked is not None:
             raise StoppedError.by(self._asked.number, self._where)
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
+        """Handle signals inside the block. Outside the main thread, they keep their earlier effect."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -170,7 +187,7 @@ class Signals:
                 thread.join()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, once it is back from wherever it is."""
+        """Handle a signal in the main thread, as soon as that thread runs Python code again."""
         if self._launched or self._phase == "running" or (self._phase == "ending" and number != signal.SIGINT):
             return
         if _put_off(number, frame):
@@ -179,7 +196,10 @@ class Signals:
 
     @contextmanager
     def draining(self) -> Iterator[None]:
-        """While inside, whoever asks `asked` finishes what runs, or the rank that this one serves does."""
+        """Mark that there are requests to finish inside the block.
+
+        After a signal, the caller of `asked` finishes them, or the rank that this one serves does.
+        """
         self._phase = "running"
         try:
             yield
@@ -215,9 +235,10 @@ class Signals:
 
 
 def _put_off(number: int, frame: FrameType | None) -> bool:
-    """Whether what is raised now would be lost, since an object is being finalised; the signal then comes once more.
+    """Return whether an exception would be lost now, because an object is being finalised.
 
-    Python shows and forgets whatever a finaliser raises, and libraries have many while they are imported.
+    If it would, send the signal again a little later. Python shows and forgets every exception of a finaliser.
+    Libraries have many finalisers while they are imported.
     """
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Call functions that have no timeout of their own, as the `check` of a TCPStore has none (torch 2.13)."""
+"""Calls with a timeout, for functions that have none, such as `check` of a TCPStore (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 def call_with_timeout(call: Callable[[], T], timeout_s: float, late: T) -> T:
-    """Return or raise what the call returns or raises; `late` after timeout_s.
+    """Return the call's result or raise its exception. Return `late` if it takes longer than timeout_s.
 
-    A call that is late goes on in a daemon thread, which ends with the process.
+    A late call continues in a daemon thread, which ends with the process.
     """
     returned: list[T] = []
     raised: list[BaseException] = []

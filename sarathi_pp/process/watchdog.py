@@ -1,9 +1,9 @@
-"""Ends the process in bounded time once a peer is lost or a signal came, wherever the main thread happens to be.
+"""A watchdog that ends the process in bounded time after a lost peer or a signal, whatever the main thread does.
 
-The thread that notices reports here. The main thread usually meets the same error at its next receive and
-ends in order; if it does not within the grace (a long computation, a send that nobody takes), the watchdog
-leaves the exit code, the message and the stacks of all threads behind, as far as somebody takes them, and ends the
-process itself.
+The thread that notices the loss reports it here. The main thread usually gets the same error at its next receive and
+ends in order. It may not do so within the grace time, because of a long computation or a send that no rank receives.
+Then the watchdog writes the exit code, the message and the stacks of all threads, as far as this is possible. After
+that it ends the process itself.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _STDERR = 2
 
 
 class Leaver(Protocol):
-    """Who notes and says why a process ends that its watchdog is about to end."""
+    """A recorder and reporter of the reason why the watchdog is about to end the process."""
 
     def leave(self, error: SarathiError) -> None: ...
 
 
 class Watchdog:
-    """leaver: writes what must be left behind: the exit_code file, and then the message, which may block.
+    """Timers that end the process, unless it ends in order before.
 
-    None: the process is not ours to end (a Python program that uses us); the main thread's next receive or
-    send raises the error, and that is all.
+    Args:
+        leaver: writes the exit_code file, and then the message, which may block. None: the process is not ours to end
+            (a Python program that uses us). Then only the main thread's next receive or send raises the error.
     """
 
     def __init__(self, leaver: Leaver | None) -> None:
@@ -50,14 +51,14 @@ class Watchdog:
         self._ended = threading.Event()
 
     def report_loss(self, error: SarathiError) -> None:
-        """A peer is lost. The first report counts; the others are its echo."""
+        """Report a lost peer. Only the first report counts, because the others are its echo."""
         with self._lock:
             if self._leaver is None or self._peer is not None or self._dismissed:
                 return
             self._peer = self._started(GRACE_S, error)
 
     def end_within(self, grace_s: float, error: SarathiError) -> None:
-        """End the process after grace_s because of a signal. A later call can only bring the end nearer."""
+        """End the process after grace_s because of a signal. A later call can only make the end earlier."""
         with self._lock:
             end_s = self._clock.now() + grace_s
             if self._leaver is None or end_s >= self._signal_end_s:
@@ -73,7 +74,7 @@ class Watchdog:
         return timer
 
     def follow_parent(self, parent: int, scratch: Path | None = None) -> None:
-        """End this process when its launcher has gone, even if that was killed and could not say so.
+        """End this process when its launcher has ended, even if the launcher was killed and could send no signal.
 
         Args:
             parent: the launcher's pid.
@@ -88,7 +89,7 @@ class Watchdog:
         threading.Thread(target=watch, name="follow parent", daemon=True).start()
 
     def dismiss(self) -> None:
-        """The run is over in order, or the main thread has the error in hand: peers may leave."""
+        """Let peers leave, because the run is over in order, or the main thread handles the error."""
         with self._lock:
             self._dismissed = True
             self._ended.set()
@@ -96,7 +97,7 @@ class Watchdog:
                 self._peer.cancel()
 
     def close(self) -> None:
-        """This process goes on with something else."""
+        """Cancel all timers, because this process continues with other work."""
         self.dismiss()
         with self._lock:
             if self._signal is not None:
@@ -110,7 +111,7 @@ class Watchdog:
                 _show_stacks()
 
         try:
-            # A thread of its own: standard error may be a pipe that nobody reads, or a terminal that is stopped.
+            # In a separate thread: standard error may be a pipe without a reader, or a terminal that is stopped.
             telling = threading.Thread(target=tell, name="tell", daemon=True)
             telling.start()
             telling.join(_TELL_S)
@@ -121,7 +122,10 @@ class Watchdog:
 
 
 def _show_stacks() -> None:
-    """Through memory: while it writes, faulthandler holds the interpreter's lock, and with it every other thread."""
+    """Write the stacks of all threads to standard error, by way of a file in memory.
+
+    While faulthandler writes, it holds the interpreter's lock, and stops every other thread.
+    """
     with open(os.memfd_create("stacks"), "w+b") as stacks, suppress(OSError):
         faulthandler.dump_traceback(stacks, all_threads=True)
         stacks.seek(0)

@@ -1,4 +1,4 @@
-"""Rank 0's part of a batch: every row of the input through the engine, into the output."""
+"""Rank 0's part of a batch: run every input line through the engine, and write its answer to the output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Signals) -> dict[str, Any]:
-    """Answer every row; returns what the report says of that."""
+    """Answer every input line. Return the facts about the lines for the report."""
     checked, run, clock = rank.checked, rank.run, SystemClock()
     tokenizer = checked.tokenizer()
     maker = rank.request_maker(tokenizer, display)
@@ -47,7 +47,10 @@ def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Si
 
 
 def _outcome(rank: Rank, journal: Journal | LateJournal, sink: FileSink, asked: Asked | None) -> dict[str, Any]:
-    """What the report says of the rows. What a lost replica has answered is in no trace that is folded."""
+    """Return the facts about the input lines for the report.
+
+    With several replicas, answers are counted here: no trace that is folded holds the answers of a lost replica.
+    """
     counts = {"completed": sink.num_finished, "failed": sink.num_failed} if rank.run.replicas > 1 else {}
     return {
         "resumed": {"rows": journal.done.num_rows, "failed": journal.done.num_errors},
@@ -71,10 +74,12 @@ def _open_source(options: BatchOptions, rank: Rank, maker: RequestMaker, journal
 
 @contextmanager
 def _opened_output(options: BatchOptions, rank: Rank, signals: Signals) -> Iterator[Journal | LateJournal]:
-    """The journal of a batch. A start that is refused before it has one leaves nothing that a later start finds.
+    """Open the journal of a batch.
 
-    Of a stream that turns out to have another format nothing is made or emptied: its journal is opened for its first
-    line.
+    If the start is refused before its output is open, remove its files. A later start then finds nothing of it.
+
+    A stream may turn out to have another format when it is read. So its journal is opened for its first line, and no
+    file is made or emptied before.
     """
     output = _Output(options, rank, signals)
     waits = is_stream(options.input_path) and not is_stream(options.output_path) and options.start != "resume"
@@ -87,13 +92,13 @@ def _opened_output(options: BatchOptions, rank: Rank, signals: Signals) -> Itera
 
 
 class _Output:
-    """begun: the output is this run's, and run.json says so."""
+    """The opener of a batch's journal."""
 
     def __init__(self, options: BatchOptions, rank: Rank, signals: Signals) -> None:
         self._options = options
         self._rank = rank
         self._signals = signals
-        self.begun = False
+        self.begun = False  # True once the output belongs to this run, and run.json records it
 
     def open(self) -> Journal:
         options, rank = self._options, self._rank

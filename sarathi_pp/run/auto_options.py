@@ -1,4 +1,4 @@
-"""What a measured profile decides of a run, where the user did not. Loads no torch."""
+"""Options that a measured profile sets if the user did not set them. Loads no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sarathi_pp.model.checkpoint.files import read_json
 from sarathi_pp.model.checkpoint.support import ConfigFile, ModelFacts
 from sarathi_pp.outputs.profile_file import read_profile
 
-# Where config.json says how wide a layer's MLP, or one of its experts, is; the first that is there counts.
+# Keys of config.json for the width of a layer's MLP, or of one expert. The first key that exists counts.
 _INTERMEDIATE = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
 _EXPERTS = ("num_local_experts", "num_experts")
 # Families whose MLP has two matrices, not three.
@@ -27,9 +27,15 @@ _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "starcoder2"})
 
 
 def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
-    """The same run with the profile's layer split, chunk size and inflight; as it is where it names no profile.
+    """Return the run with the profile's layer split, chunk size and inflight, unless the user set them.
 
-    Raises ConfigError for another model's profile, and what `read_profile` and `partition_by_time` raise.
+    A run without a profile stays as it is.
+
+    Raises:
+        ConfigError: the profile is that of another model.
+        InputError: see `read_profile`.
+        MissingError: see `read_profile`.
+        PartitionError: see `partition_by_time`.
     """
     if config.profile is None:
         return config
@@ -38,7 +44,7 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
     if found != wanted:
         raise ConfigError(
             f"--profile {config.profile} was measured on {profile.model}, of {found[0]} layers and hidden size "
-            f"{found[1]}; this model has {wanted[0]} and {wanted[1]}. Measure it: sarathi-pp profile"
+            f"{found[1]}; this model has {wanted[0]} and {wanted[1]}. Measure this model: sarathi-pp profile"
         )
     return replace(
         config,
@@ -49,7 +55,7 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
 
 
 def profile_mismatch(config: RunConfig, facts: ModelFacts) -> Iterator[str]:
-    """Why the profile's times may not be this run's."""
+    """Yield the reasons why the profile's times may be wrong for this run."""
     if config.profile is None:
         return
     profile = read_profile(config.profile)
@@ -76,10 +82,13 @@ def estimated_cost(
     speed: DeviceSpeed | None = None,
     shards: int = 1,
 ) -> CostModel:
-    """What the stages of a model that was not measured may cost, from its config.json.
+    """Estimate the cost of a model's stages from its config.json, without a measurement.
 
-    facts: of the whole model. speed: of the device, where more is known than its kind. shards: ranks that hold each
-    stage together.
+    Args:
+        facts: facts of the whole model.
+        layers: [first, end) for each stage.
+        speed: speed of the device; None if only its kind is known.
+        shards: ranks that hold each stage together.
     """
     config = ConfigFile(model_dir, read_json(model_dir, "config.json"))
     sizes = (config.optional_size(key, None) for key in _INTERMEDIATE)
@@ -108,6 +117,9 @@ def _split(profile: Profile, config: RunConfig) -> tuple[int, ...]:
 
 
 def _chunk_size(profile: Profile, config: RunConfig) -> int | None:
-    """None for a policy that makes no use of it, or that takes it as a ceiling below which it chooses by itself."""
+    """Return the smallest chunk size that saturates the stages.
+
+    None if the policy uses no chunk size, or only as an upper limit for its own choice.
+    """
     policy = parse_policy(config.policy).kind
     return saturation(profile.cost) if policy.uses_chunk_size and not policy.chooses_chunk_size else None

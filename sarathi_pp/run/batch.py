@@ -1,4 +1,4 @@
-"""Batch generation: a file of prompts in, a file of answers and a report out. Each rank makes one call."""
+"""Batch generation: read a file of prompts, write a file of answers and a report. Each rank makes one call."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ if TYPE_CHECKING:
 
 
 def run_batch(options: BatchOptions, env: RankEnvironment | None, display: BatchDisplay) -> int:
-    """Run one rank, the only one if env is None. Returns the exit code of this process."""
+    """Run one rank, and return the exit code of this process.
+
+    Args:
+        env: environment of this rank; None if it is the only rank.
+    """
     alone, env = env is None, env or RankEnvironment()
     again = is_restart(options, env)
     ended = options.run_directory().read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
-        return ended  # torchrun starts everything again that does not end with 0; only a lost stage is worth it
+        return ended  # torchrun restarts after every code except 0, but only a lost stage is worth it
     with ExitStack() as held:
         try:
             options, checked = _check(options, env, display, again)
@@ -90,7 +94,7 @@ def _run_checked(
 
 
 def _serve(rank: Rank, display: BatchDisplay) -> None:
-    """Serve rank 0, and show on this host which part of the run is here."""
+    """Serve rank 0, and show the part of the run that this rank computes."""
     first, end = rank.run.layers[rank.coordinate.stage]
     part = f"stage {rank.coordinate.stage} of {rank.run.num_stages}, layers {first}-{end - 1}, {rank.device}"
     display.say(f"joined as {part}")
@@ -101,7 +105,7 @@ def _serve(rank: Rank, display: BatchDisplay) -> None:
 def _check(
     options: BatchOptions, env: RankEnvironment, display: BatchDisplay, again: bool
 ) -> tuple[BatchOptions, Preflight]:
-    """Do the quick checks, before ranks join.
+    """Do the quick checks, before the ranks join.
 
     Args:
         again: this start is a restart of an earlier one.
@@ -109,7 +113,7 @@ def _check(
     with _refusing(options, env, again):
         if env.rank != 0:
             return options, follow(options)
-        options = as_restarted(options, env, display)  # the output is its own; other hosts may not even see it
+        options = as_restarted(options, env, display)  # only rank 0 needs the output; other hosts may not see it
         # A host that was lost may hold its locks for a while.
         if again or is_continuation(options, env):
             options = replace(options, lock_patience_s=options.config.peer_timeout_s)
@@ -123,11 +127,11 @@ def _check(
 def _inspect(
     options: BatchOptions, env: RankEnvironment, display: BatchDisplay, again: bool, checked: Preflight
 ) -> Preflight:
-    """Do the checks that may take long, because they read the whole input, or all weights."""
+    """Do the checks that may take long, because they read the whole input or all weights."""
     if env.rank == 0:
         with display.activity.phase(f"reading {options.input_path}"):
             checked = identify(options, checked)
-    if env.store is None and not again:  # otherwise our launcher, or the first start, has done it
+    if env.store is None and not again:  # otherwise our launcher, or the first start, has done them
         if env.rank == 0:
             check_lines(options, checked, display)
         if env.local_rank == 0:
@@ -147,12 +151,12 @@ def _inspect_together(
 
 @contextmanager
 def _refusing(options: BatchOptions, env: RankEnvironment, again: bool) -> Iterator[None]:
-    """Write down the code of a start that is refused before it has claimed the run directory."""
+    """Record the exit code of a start that is refused before it has claimed the run directory."""
     try:
         yield
     except SarathiError as error:
-        # torchrun ends with 1 whatever a rank ends with, and stops the others as soon as one has ended. Those must not
-        # replace the code of the rank that failed. The first rank of a host still writes: it may be a user's signal.
+        # torchrun ends with 1 after any failure, and stops the other ranks as soon as one has failed. They must not
+        # replace the code of the rank that failed. The first rank of a host still writes: the signal may be a user's.
         stopped = env.local_rank != 0 and isinstance(error, StoppedError)
         if env.world_size > 1 and not stopped:
             # A signal must not interrupt the write. With several hosts this rank works on, so it keeps its handlers.
@@ -172,13 +176,17 @@ def _claim(options: BatchOptions, env: RankEnvironment, again: bool, held: ExitS
         overwrite=options.start == "replace",
         resume=options.start == "resume" or again,
         launch_id=env.launch_id,
-        patience_s=min(options.lock_patience_s, options.config.join_timeout_s / 2),  # for which the other ranks wait
+        patience_s=min(options.lock_patience_s, options.config.join_timeout_s / 2),  # the other ranks wait meanwhile
     )
     return replace(checked, run_dir=held.enter_context(claimed))
 
 
 def end_if_finished(options: BatchOptions, checked: Preflight, display: BatchDisplay) -> int | None:
-    """Return the exit code of a run whose output has a line for each row already, else None. Raises InputError."""
+    """Return the exit code if the output already has a line for each input line, otherwise None.
+
+    Raises:
+        InputError: see `finished_before`.
+    """
     done = finished_before(options)
     if done is None:
         return None
@@ -196,7 +204,7 @@ def _exit_code_of(report: dict[str, Any]) -> int:
 
 
 def _show(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) -> None:
-    """Show how the run ended. The reader may take any time. A signal ends the wait, and changes nothing of the run."""
+    """Show how the run ended. If its reader is slow, a signal ends the wait without changing the exit code."""
     with suppress(StoppedError, KeyboardInterrupt):
         display.show(report)
         resumed = report["resumed"]

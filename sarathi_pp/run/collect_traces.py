@@ -1,4 +1,7 @@
-"""All traces of a run on rank 0's disk: whoever does not write into rank 0's own directory sends its own at the end."""
+"""Collect all traces of a run on rank 0's disk.
+
+At the end of the run, each rank that does not write into rank 0's directory sends its trace.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from sarathi_pp.wire.mesh import Coordinate
 
 @dataclass(frozen=True, slots=True)
 class CollectedTraces:
-    """Traces on rank 0's disk, one per stage of each replica, and the replicas that brought none."""
+    """Traces on rank 0's disk, one per stage of each replica, and the replicas that sent none."""
 
     traces: list[list[Path]]
     lost: Mapping[int, SarathiError]
@@ -28,14 +31,14 @@ def gather(
     sends: bool,
     may_lose: bool,
 ) -> CollectedTraces:
-    """Bring the traces of these replicas to rank 0. Every rank of theirs calls it once it has closed its trace.
+    """Bring the traces of these replicas to rank 0. Each of their ranks calls this after closing its trace.
 
     Args:
         sends: this rank's trace is not in rank 0's directory.
-        may_lose: return replicas that do not bring their traces as lost instead of raising.
+        may_lose: return replicas that do not send their traces as lost, instead of raising.
 
     Returns:
-        On rank 0, the traces; nothing on other ranks.
+        The traces on rank 0, nothing on other ranks.
 
     Raises:
         PeerLostError, ProtocolError: a rank does not send its trace.
@@ -60,7 +63,7 @@ def gather(
 
 
 def _fetch(plane: ControlPlane, run_dir: RunDirectory, coordinate: Coordinate) -> Path:
-    """Return the path of a trace here, once the rank at that coordinate has closed it."""
+    """Wait until the rank at this coordinate has closed its trace, and return its path on this disk."""
     path, rank = run_dir.trace_path(plane.mesh, coordinate), plane.mesh.rank(*coordinate)
     if rank != 0 and plane.receive_numbers(1, rank)[0]:
         run_dir.make(path.parent)

@@ -1,6 +1,6 @@
 """The text that a run shows its user, and the notice at the first signal.
 
-A user who sees nothing after Ctrl-C presses it again, and loses the requests that run.
+If nothing appeared after Ctrl-C, the user would press it again, and lose the running requests.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """Shows a run to its user. Only rank 0 and the first rank of each other host show anything but errors.
+    """A view of a run for its user. Only rank 0 and the first rank of each other host show more than errors.
 
     Attributes:
-        activity: what this process does, which is shown while nothing else is.
+        activity: the work of this process. It is shown while nothing else is shown.
     """
 
     @property
     def activity(self) -> Activity: ...
     def warn(self, text: str) -> None: ...
     def note(self, text: str) -> None:
-        """Show a line, with --quiet too."""
+        """Show a line, even with --quiet."""
         ...
 
     def say(self, text: str) -> None:
@@ -40,14 +40,14 @@ class Display(Protocol):
     def progress(
         self, num_stages: int, total: int | None = None, done_before: int = 0
     ) -> AbstractContextManager[RunListener]:
-        """Show the progress of a run while inside. See ProgressDisplay."""
+        """Show the progress of a run inside the block. See ProgressDisplay."""
         ...
 
     def show(self, report: dict[str, Any]) -> None: ...
 
 
 class BatchDisplay(Display, Protocol):
-    """Shows a batch to its user."""
+    """A view of a batch for its user."""
 
     def fold(self, finished: FinishedRun) -> dict[str, Any]:
         """Fold the run's traces into its report, which the run directory keeps."""
@@ -57,7 +57,10 @@ class BatchDisplay(Display, Protocol):
 
 
 class StopNotice:
-    """Passes reports on. The last progress holds the number of requests that a stopped run still finishes."""
+    """A listener that passes reports on to another one, and remembers the number of running requests.
+
+    A stopped run still finishes these requests, so the notice gives their number.
+    """
 
     def __init__(self, listener: RunListener, display: Display) -> None:
         self._listener = listener
@@ -72,7 +75,7 @@ class StopNotice:
         self._listener.warn(text)
 
     def say(self, asked: Asked) -> None:
-        """Tell the user that the run stops, and how. Any thread may call it."""
+        """Inform the user that the run stops, and how. Any thread may call this."""
         self._display.note(stop_text(asked, self._num_running))
 
 
@@ -80,7 +83,7 @@ def stop_text(asked: Asked, num_running: int | None) -> str:
     """Return the notice for a signal.
 
     Args:
-        num_running: requests that are finished first. None: not known yet.
+        num_running: number of requests that are finished first; None if it is not known yet.
     """
     counted = "running requests are" if num_running is None else f"{num_running} running requests are"
     counted = "1 running request is" if num_running == 1 else counted

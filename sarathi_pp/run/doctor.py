@@ -1,7 +1,11 @@
-"""What a run on this machine would use, and why not the rest: the code that chooses in a run is asked, nothing is run.
+"""The parts that a run on this machine would use, and the reasons against the others.
 
-Each finding is in one of four states: `used` by a run as it is, there but `unused`, `doubtful` (a run starts, outside
-what is supported), or `refused`, which is what a run would end with and its exit code.
+The findings come from the code that makes the choices in a run. Nothing is run. Each finding has one of four states:
+
+    used       a run uses it
+    unused     a run does not use it, or it does not exist here
+    doubtful   a run uses it and starts, but it is not supported
+    refused    a run would end with this error and its exit code
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from sarathi_pp.wire.shared_memory import can_share
 SCHEMA = 1
 
 State = Literal["used", "unused", "doubtful", "refused"]
-# A package that can be left out, by the name it is imported as: what it is for, and how it is installed.
+# Optional packages, by import name: the purpose of each, and the command that installs it.
 _OPTIONAL = {
     "numba": ("kernels on CPU", "pip install 'sarathi-pp[cpu]'"),
     "triton": ("kernels on CUDA", "pip install 'sarathi-pp[gpu]'"),
@@ -53,7 +57,14 @@ _OPTIONAL = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """topic, name: what was looked at. detail: what was found, for people. exit_code: of what is refused, else 0."""
+    """The result of one check.
+
+    Attributes:
+        topic: group of the checked thing.
+        name: name of the checked thing.
+        detail: the result, for people.
+        exit_code: the exit code of a refused run, otherwise 0.
+    """
 
     topic: str
     name: str
@@ -64,11 +75,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
+    """All findings about this machine and, if it was named, a model."""
+
     findings: tuple[Finding, ...]
 
     @property
     def exit_code(self) -> int:
-        """0 where a run can start, else that of the first finding that is refused."""
+        """0 if a run can start, otherwise the exit code of the first refused finding."""
         return next((one.exit_code for one in self.findings if one.state == "refused"), EXIT_OK)
 
     def document(self) -> dict[str, Any]:
@@ -81,7 +94,12 @@ class Diagnosis:
 
 
 def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
-    """model: a directory or a Hub id, looked at too. verify: its weight files are read as a whole."""
+    """Check this machine and, if it is named, a model.
+
+    Args:
+        model: a directory or a Hub id; None to check no model.
+        verify: read the model's weight files completely, and compare their checksums.
+    """
     facts: list[ModelFacts] = []
     looked_at = list(_model(model, facts.append, verify=verify)) if model is not None else []
     device = choose_device("auto", RankEnvironment())
@@ -100,7 +118,10 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
 
 
 def _asked(topic: str, name: str, work: Callable[[], str], state: State = "used") -> Finding:
-    """What the work says, or what it refuses; an import that fails would end a run as an internal error does."""
+    """Return a finding with the result of `work`, or with the error that it raises.
+
+    A failed import would end a run with the exit code of an internal error.
+    """
     try:
         return Finding(topic, name, state, work())
     except SarathiError as error:
@@ -116,15 +137,17 @@ def _software() -> Iterator[Finding]:
         found = torch.__version__ if name == "torch" else version(name)
         window = windows.get(name)
         if window is None:
-            yield Finding("software", name, "used", f"{found}; sarathi-pp is not installed, so nothing says which fit")
+            yield Finding(
+                "software", name, "used", f"{found}; sarathi-pp is not installed, so the supported versions are unknown"
+            )
         elif window.specifier.contains(found, prereleases=True):
-            yield Finding("software", name, "used", f"{found}, supported are {window.specifier}")
+            yield Finding("software", name, "used", f"{found}; supported: {window.specifier}")
         else:
-            yield Finding("software", name, "doubtful", f"{found} is outside of what is supported: {window.specifier}")
+            yield Finding("software", name, "doubtful", f"{found} is not supported; supported: {window.specifier}")
 
 
 def _windows() -> dict[str, Requirement]:
-    """What the installed package requires, by name."""
+    """Return the requirements of the installed package by name, without those of its extras."""
     try:
         lines = requires("sarathi-pp") or []
     except PackageNotFoundError:
@@ -135,7 +158,7 @@ def _windows() -> dict[str, Requirement]:
 def _devices(device: torch.device) -> Iterator[Finding]:
     yield Finding("devices", "cpu", "used" if device.type == "cpu" else "unused", platform.machine())
     if not torch.cuda.is_available():
-        lacks = "torch is built without it" if torch.version.cuda is None else "torch finds no device or driver"
+        lacks = "torch is built without CUDA" if torch.version.cuda is None else "torch finds no device or driver"
         yield Finding("devices", "cuda", "unused", lacks)
     for index in range(torch.cuda.device_count()):
         one = torch.cuda.get_device_properties(index)
@@ -148,38 +171,47 @@ def _needs(facts: ModelFacts) -> Needs:
 
 
 def _attention(device: torch.device, needs: Needs | None) -> Iterator[Finding]:
-    """needs: of the model, where there is one."""
+    """Yield one finding for each attention backend.
+
+    Args:
+        needs: requirements of the model; None without a model.
+    """
     chosen = _asked("attention", "auto", lambda: choose_backend("auto", device, None, needs).name)
     if chosen.state == "refused":
         yield chosen
     for name in BACKENDS:
         reason = why_not(name, device, needs)
         used = chosen.state == "used" and name == chosen.detail
-        detail = f"the first of those that run on {device.type}" if used else f"comes after {chosen.detail}"
+        detail = f"the first backend that runs on {device.type}" if used else f"{chosen.detail} comes first"
         yield Finding("attention", name, "used" if used else "unused", reason or detail)
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
     reason = why_no_kernels(device)
-    yield Finding("kernels", "Triton's", "unused" if reason else "used", reason or "of norms, rotations, gates, draws")
+    yield Finding(
+        "kernels",
+        "Triton's",
+        "unused" if reason else "used",
+        reason or "for norms, rotary embeddings, gates and sampling",
+    )
     on_cpu = device.type == "cpu"
     if has_gemm():
-        yield Finding("kernels", "numba's", "used" if on_cpu else "unused", "of bfloat16 linear layers on CPU")
+        yield Finding("kernels", "numba's", "used" if on_cpu else "unused", "for bfloat16 linear layers on CPU")
     else:
         lacks = "needs the package numba" if find_spec("numba") is None else "the processor has no AVX512-BF16"
-        yield Finding("kernels", "numba's", "unused", f"of bfloat16 linear layers on CPU: {lacks}")
+        yield Finding("kernels", "numba's", "unused", f"for bfloat16 linear layers on CPU: {lacks}")
     state: State = "used" if on_cpu and has_onednn() and not has_gemm() else "unused"
-    detail = "of bfloat16 linear layers that numba's do not take" if has_onednn() else "torch has none here"
+    detail = "for bfloat16 linear layers that numba's cannot compute" if has_onednn() else "this torch has none"
     yield Finding("kernels", "oneDNN's", state, detail)
 
 
 def _transport(device: torch.device) -> Iterator[Finding]:
-    """Of stages on this machine, one a GPU where there are any."""
+    """Yield the transports between stages on this machine. If it has GPUs, each stage has one."""
     host, gpus = platform.node(), torch.cuda.device_count() if device.type == "cuda" else 0
     devices = [describe_device(torch.device("cuda", index), host, nccl=has_nccl()) for index in range(gpus)]
     chosen = choose_transport(devices if gpus > 1 else [*devices, DeviceInfo(host, None, nccl=False)] * 2)
     if not has_gloo():
-        lacks = "this torch has none, and ranks agree over it"
+        lacks = "this torch has none, and ranks need it to agree on a start"
         yield Finding("transport", "gloo", "refused", lacks, SarathiError.exit_code)
     else:
         yield Finding("transport", "gloo", "used", _carried(chosen, on_cpu=device.type == "cpu"))
@@ -194,10 +226,12 @@ def _transport(device: torch.device) -> Iterator[Finding]:
 
 
 def _carried(chosen: Transport, *, on_cpu: bool) -> str:
-    """By gloo."""
+    """Return the data that gloo carries."""
     if chosen.name != "gloo":
         return "frames"
-    return "what no memory is shared for" if on_cpu else f"frames, and activations: {chosen.reason}"
+    return (
+        "everything that does not go through shared memory" if on_cpu else f"frames, and activations: {chosen.reason}"
+    )
 
 
 def _host(device: torch.device) -> Iterator[Finding]:
@@ -209,7 +243,7 @@ def _host(device: torch.device) -> Iterator[Finding]:
     threads = {count: RankEnvironment(world_size=count, local_world_size=count).num_threads() for count in (1, 2)}
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     limit = f", of which a cgroup allows {quota:g}" if quota is not None and quota < cores else ""
-    shared = f"threads: {threads[1]} of a stage alone, {threads[2]} of two each"
+    shared = f"threads: {threads[1]} for a single stage, {threads[2]} for each of two stages"
     yield Finding("host", "cores", "used", f"{cores}{limit}; {shared}")
     budget = in_gib(kv_budget_bytes(RunConfig(model=""), device, {}))
     tightest = min(pools_of(device), key=lambda pool: pool.free_bytes)
@@ -231,7 +265,12 @@ def _packages(device: torch.device) -> Iterator[Finding]:
 
 
 def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> Iterator[Finding]:
-    """told: gets the facts of a model that is supported; what else is looked at needs them."""
+    """Yield the findings about a model, up to the first one that is refused.
+
+    Args:
+        told: receives the facts of a supported model, because other checks need them.
+        verify: compare the checksums of the weight files too.
+    """
     directories: list[Path] = []
     known: list[ModelFacts] = []
 
@@ -246,7 +285,7 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
 
     def weights() -> str:
         needed = sum(one.num_bytes for one in needed_tensors(open_checkpoint(directories[0])).values())
-        return f"{in_gib(needed)} in {known[0].dtype}, shared out over the stages"
+        return f"{in_gib(needed)} in {known[0].dtype}, divided among the stages"
 
     def tokenizer() -> str:
         defaults = read_generation_config(directories[0])
@@ -255,7 +294,7 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
 
     def sums() -> str:
         verify_checksums(directories[0])
-        return "as published"
+        return "equal to the published checksums"
 
     steps = {"files": files, "architecture": architecture, "weights": weights, "tokenizer": tokenizer}
     for title, work in {**steps, **({"sha256": sums} if verify else {})}.items():

@@ -1,7 +1,7 @@
-"""How the process of a rank ends: by a signal, by its watchdog or in order, and with which exit code.
+"""The end of a rank's process, by a signal, by its watchdog or in order, and its exit code.
 
-The code is noted in the run directory before anything is said, since a message may have to wait for whoever reads it.
-One cause has one message: a rank that only notices how another one ended is silent.
+The code is written to the run directory before any message is shown. A message may have to wait for its reader. One
+cause has one message: a rank that only notices the end of another rank is silent.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ from sarathi_pp.wire.channel import COMMUNICATING
 
 
 class Ending:
-    """What is known of a rank's end before it comes, and what is done then. The watchdog of the process calls `leave`.
+    """The facts that decide how a rank ends, and the actions at its end. The watchdog of the process calls `leave`.
+
+    Args:
+        scratch: a folder that holds the run directory and is removed at the end. No code is written there.
+        how_to_resume: added to the message of a run that was stopped.
+        speaks: False for a worker of a Python program. The program gets every error too. It shows and records them.
 
     Attributes:
         code: the exit code if all goes well.
-        run_dir: where the code is noted. None on other ranks than 0 until rank 0 has named it.
-        title: this rank in messages.
+        run_dir: the directory of the exit code. On ranks other than 0, None until rank 0 has named it.
+        title: name of this rank in messages.
     """
 
     def __init__(
@@ -47,12 +52,6 @@ class Ending:
         how_to_resume: str | None = None,
         speaks: bool = True,
     ) -> None:
-        """
-        Args:
-            scratch: a folder that holds the run directory and is removed at the end; no code is noted in it.
-            how_to_resume: ends the message of a run that was stopped.
-            speaks: False for a worker of a Python program, which has every error too, and reports and notes it.
-        """
         self.env = env
         self.code = EXIT_OK
         self.run_dir = run_dir
@@ -67,7 +66,7 @@ class Ending:
         self.signals = Signals(self.title, self.watchdog, launched=launched, hurried=env.under_torchrun)
 
     def leave(self, error: SarathiError) -> None:
-        """Note and say why this process ends, which its watchdog ends next."""
+        """Record and show why this process ends. Its watchdog ends it afterwards."""
         if not self._speaks:
             return
         self.judge(error)
@@ -78,25 +77,25 @@ class Ending:
             self.say(text)
 
     def judge(self, error: SarathiError) -> None:
-        """Give an error the code 2 if the start before failed at the same place: schedulers start a 75 again."""
+        """Give an error the code 2 if the previous start failed in the same way, because schedulers restart a 75."""
         if self._speaks and error.at_start and self.run_dir is not None and self.run_dir.fails_again():
             error.exit_code = ConfigError.exit_code
-            error.args = (f"{error}. The start before ended like this too, so another one will not help",)
+            error.args = (f"{error}. The previous start ended in the same way, so another one will not help",)
 
     def note(self, code: int) -> None:
-        """Write the code down, unless another rank knows better."""
+        """Write the exit code, unless another rank knows it better."""
         if not self._speaks:
             return
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)  # here, because a rank that fails does not return
             return
-        # Of several replicas one may end in any way and the run in another, which rank 0 knows; 75 replaces no code.
+        # A run of several replicas may end differently from one of them, and only rank 0 knows. 75 replaces no code.
         others = code == PeerLostError.exit_code or (code and self._replicas == 1)
         if self.run_dir is not None and (others or self.env.rank == 0):
             self.run_dir.write_exit_code(code)
 
     def say(self, text: str) -> None:
-        """Say it to the user, unless rank 0 does, because a signal ends the run."""
+        """Show a message to the user. If a signal ends the run, only rank 0 shows one."""
         if self.env.rank != 0:
             launched = self.env.store is not None and stopped_mark(self.env.store).exists()
             if launched or (self.signals.has_run and self.signals.asked() is not None):
@@ -114,7 +113,7 @@ class Ending:
 
 @contextmanager
 def handle_signals(ending: Ending) -> Iterator[None]:
-    """While inside, signals and lost peers end this process as `ending` says, and so does its launcher's end."""
+    """Let signals, lost peers and the end of the launcher end this process through `ending`, inside the block."""
     env, signals, watchdog = ending.env, ending.signals, ending.watchdog
     if env.launcher is not None:
         watchdog.follow_parent(env.launcher, Path(env.store).parent if env.store is not None else None)
@@ -131,11 +130,11 @@ def handle_signals(ending: Ending) -> Iterator[None]:
 
 @contextmanager
 def exit_code(ending: Ending) -> Iterator[None]:
-    """Let the process end with `ending.code`, or with the code of what is raised inside, which is said once.
+    """Let the process end with `ending.code`, or with the code of an error in the block.
 
-    A rank among others that ends by an error does not come back from here, nor one that has lost a replica: its
-    communication threads are still inside gloo, and an interpreter that is torn down under them aborts. Behind the
-    body signals are ignored: the exit code is the one that was noted.
+    The error is shown once. With several ranks, this function does not return after an error or the loss of a replica.
+    Then communication threads are still inside gloo, and the interpreter would abort while it shuts down. After the
+    block, signals are ignored, so the exit code stays as it was written.
     """
     env, message = ending.env, ""
     try:
@@ -150,7 +149,7 @@ def exit_code(ending: Ending) -> Iterator[None]:
     except KeyboardInterrupt:
         ending.code = EXIT_INTERRUPTED
     except OutputClosedError as error:
-        ending.code = error.exit_code  # whoever read our output has left, and needs no message
+        ending.code = error.exit_code  # the reader of our output has left, and needs no message
     except SarathiError as error:
         ending.judge(error)
         ending.code = error.exit_code

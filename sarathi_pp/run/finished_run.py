@@ -13,10 +13,12 @@ from sarathi_pp.outputs.run_directory import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What rank 0 has once every rank has closed its trace.
+    """The traces and facts that rank 0 has after every rank has closed its trace.
 
-    traces: of each replica that is left, one a stage. facts: what the report is to say besides. lost: replicas that
-    have ended before the run did.
+    Attributes:
+        traces: for each replica that is left, one per stage.
+        facts: further contents of the report.
+        lost: the replicas that ended before the run did, each with its error.
     """
 
     traces: Sequence[Sequence[Path]]
@@ -25,14 +27,14 @@ class FinishedRun:
     lost: Mapping[int, SarathiError]
 
     def keep(self, reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Write each report, of which one says more than the one before, and return the last.
+        """Write each report, and return the last one. Each report contains more than the one before.
 
-        Each is written before the next is asked for: whoever ends the process by then has that one.
+        Each is written before the next one is made. If the process is ended in between, the earlier one is on disk.
         """
         last: dict[str, Any] | None = None
         for last in reports:
             if self.lost:
-                # Answers are counted as they are written; those of a lost replica are requests that no trace tells of.
+                # Answers are counted when they are written. No trace holds the requests that a lost replica answered.
                 last["requests"] = max(last["requests"], last["completed"] + last["failed"])
             self.run_dir.write_report(last)
         assert last is not None, "a fold of traces gives one report at least"

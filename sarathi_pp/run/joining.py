@@ -1,6 +1,6 @@
-"""From a process to a rank of a run: join the others, set up, and leave them in order.
+"""Make a process a rank of a run: join the other ranks, set up, and leave them in order.
 
-Imports torch where it is first needed, behind the checks that do without it.
+torch is imported when it is first needed, after the checks that do not need it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 def joined(env: RankEnvironment, config: RunConfig, activity: Activity | None = None) -> Iterator[ControlPlane]:
     """Join the other ranks, and leave them if all went well.
 
-    After an error inside, the plane stays open. The process ends, or its program closes everything itself.
+    After an error in the block, the plane stays open. The process ends, or its program closes everything itself.
 
     Args:
         activity: gets the phases of this rank until it is set up.
 
     Raises:
-        ConfigError: a rank does not come.
+        ConfigError: a rank does not join.
     """
     activity = activity or Activity()
     with _uncollected():
@@ -46,7 +46,7 @@ def joined(env: RankEnvironment, config: RunConfig, activity: Activity | None = 
 
 @contextmanager
 def ready(checked: Preflight, plane: ControlPlane, ending: Ending) -> Iterator[Rank]:
-    """Set this rank up. In a step of the agreement, what any rank finds wrong is raised on all."""
+    """Set this rank up. An error of any rank in a step of the agreement is raised on all ranks."""
     with _uncollected():
         with plane.phase("loading libraries"):
             from sarathi_pp.run.rank import set_up
@@ -67,10 +67,10 @@ def ready(checked: Preflight, plane: ControlPlane, ending: Ending) -> Iterator[R
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """What is made inside stays for good: 370,000 objects of libraries.
+    """Disable the garbage collector inside the block, and never collect the objects that are made there.
 
-    The collector would walk them again and again while they are made, a fifth of the time that it takes to import them,
-    and later stop the stage for 0.25 s a time.
+    Libraries make 370,000 objects that stay until the process ends. The collector would walk them repeatedly, for a
+    fifth of the import time. Later it would stop the stage for 0.25 s each time.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A worker rank of a Python program's LLM: it serves until the program lets go of it."""
+"""A worker rank of a Python program's LLM. It serves until the program releases it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from sarathi_pp.run.preflight import Preflight
 
 
 def serve_llm(config: RunConfig, console: Console) -> int:
-    """Return the exit code of this process. Raises ConfigError where no program has started it."""
+    """Serve as a worker, and return the exit code of this process.
+
+    Raises:
+        ConfigError: no Python program has started this process.
+    """
     env = find_environment()
     if env is None or env.store is None:
-        raise ConfigError("a worker is started by the program whose LLM it serves; use `sarathi-pp generate`")
+        raise ConfigError("only a Python program that makes an LLM can start a worker; use `sarathi-pp generate`")
     parse_policy(config.policy)
     model_dir = find_model(config.model)
-    # On this host, as the program is, whose own directory holds the store too.
+    # The program is on the same host. Its own directory holds the store, and now the run directory too.
     run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(Path(env.store).parent / "run")
     defaults = read_generation_config(model_dir, config.override_generation_config)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, run_dir)

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a run while it is on, on loopback: `http://127.0.0.1:PORT/metrics`.
+"""Prometheus metrics during a run, on loopback: `http://127.0.0.1:PORT/metrics`.
 
-Every scrape reads the newest snapshot, so that its figures belong together. Only this machine can scrape; to
-show them elsewhere, run the Prometheus agent here or forward the port.
+Every scrape reads the newest progress, so all its figures are of the same moment. Only this machine can scrape. To show
+the metrics on another machine, run the Prometheus agent here or forward the port.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ _ADDRESS = "127.0.0.1"
 
 
 class MetricsServer:
-    """Serves snapshots until `close`. `update` may be called from any thread and never waits for a scrape.
+    """A server of the newest progress, until `close`. Any thread may call `update`, which never waits for a scrape.
 
-    port: 0 picks a free one; `port` then says which. Until the first update only the number of stages is
-    served. Raises ConfigError if the port cannot be had.
+    Before the first update, it serves only the number of stages.
+
+    Args:
+        port: port on loopback. 0 picks a free one.
+
+    Attributes:
+        port: the port that is in use.
+
+    Raises:
+        ConfigError: the port cannot be used.
     """
 
     def __init__(self, port: int, num_stages: int) -> None:
@@ -40,14 +48,18 @@ class MetricsServer:
         self._figures.snapshot = snapshot
 
     def close(self) -> None:
-        """Stop serving and give the port back. A second call does nothing."""
+        """Stop serving and release the port. A second call does nothing."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 def check_port(port: int) -> None:
-    """Raises ConfigError if the port cannot be had; asked before anything starts, so that nothing has to be undone."""
+    """Check that the port can be used. Call this before anything starts, so that nothing has to be undone.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -64,7 +76,7 @@ def _refused(port: int, error: OSError) -> ConfigError:
 
 
 class _Figures(Collector):
-    """The newest snapshot, as metric families."""
+    """The newest progress, as metric families."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -80,9 +92,11 @@ class _Figures(Collector):
 
 
 def _stage_metrics(snapshot: Progress) -> Iterator[Metric]:
-    bubble = "Share of first issue to last result in which the stage computed nothing; high by what is in flight."
+    bubble = (
+        "Share of the time from first issue to last result without compute. Too high while microbatches are in flight."
+    )
     yield _by_stage(GaugeMetricFamily("pipeline_bubble_ratio", bubble, labels=["stage"]), snapshot.bubble_ratios)
-    busy = "Share of the last moments in which the stage computed."
+    busy = "Share of the time since the last report in which the stage computed."
     yield _by_stage(GaugeMetricFamily("pipeline_stage_busy_ratio", busy, labels=["stage"]), snapshot.stage_busy)
     compute = "Time the stage has computed."
     counter = CounterMetricFamily("pipeline_stage_compute_seconds", compute, labels=["stage"])
@@ -105,15 +119,18 @@ def _request_metrics(snapshot: Progress) -> Iterator[Metric]:
 
 
 def _work_metrics(snapshot: Progress, num_stages: int) -> Iterator[Metric]:
-    """Chunks count when they have passed every stage, and each stage holds the same pages, of its own layers."""
+    """Yield the metrics of tokens, chunks and pages. Chunks and pages are the same on each stage.
+
+    A chunk counts after it has passed every stage. Each stage holds the same pages, for its own layers.
+    """
     prompt, output = "Prompt tokens of finished requests.", "Output tokens of finished requests."
     yield CounterMetricFamily("pipeline_prompt_tokens", prompt, value=snapshot.prompt_tokens)
     yield CounterMetricFamily("pipeline_output_tokens", output, value=snapshot.output_tokens)
     yield CounterMetricFamily("pipeline_prefill_chunks", "Prompt chunks completed.", value=snapshot.chunks_done)
-    rate = "Prompt chunks completed a second, from first issue to last result."
+    rate = "Prompt chunks completed per second, from first issue to last result."
     chunks = GaugeMetricFamily("chunk_throughput", rate, labels=["stage"])
     yield _by_stage(chunks, [snapshot.chunk_throughput] * num_stages)
-    waste = "Share of the room in the KV pages held that holds no token; no sample while none is held."
+    waste = "Share of the room in the held KV pages without a token. No sample while no page is held."
     held = num_stages if snapshot.kv_fragmentation is not None else 0
     empty = GaugeMetricFamily("kv_cache_fragmentation", waste, labels=["stage"])
     yield _by_stage(empty, [snapshot.kv_fragmentation or 0.0] * held)

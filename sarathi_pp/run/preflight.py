@@ -1,4 +1,4 @@
-"""What is known, checked and refused of a batch before any process loads a model; loads no torch."""
+"""The options of a batch, and the checks before any process loads a model. Loads no torch."""
 
 from __future__ import annotations
 
@@ -40,13 +40,18 @@ from sarathi_pp.text.tokenizer import Tokenizer, has_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """start: what becomes of an output that is there. retry_errors: when it is resumed, its errors are run again.
+    """The options of a batch.
 
-    force: it is resumed whatever has changed since. strict: an input with a line that cannot run is refused. verify:
-    weight files are read as a whole and compared with their sums. scratch: a temporary folder that holds this rank's
-    run directory, of which nothing stays; None if the run directory is kept. how_to_resume: for the message of a
-    stopped run. input_format: what the user says that the lines are. lock_patience_s: how long rank 0 waits for the
-    locks of an earlier start.
+    Attributes:
+        start: treatment of an existing output.
+        retry_errors: when the output is resumed, run input lines again that ended with an error.
+        force: resume the output even if model, parameters or input have changed.
+        strict: refuse an input with a line that cannot run.
+        verify: read the weight files completely, and compare their checksums.
+        scratch: temporary folder of this rank's run directory, removed at the end; None if the run directory is kept.
+        how_to_resume: added to the message of a stopped run.
+        input_format: format of the input lines, as the user gave it.
+        lock_patience_s: time for which rank 0 waits for the locks of an earlier start.
     """
 
     config: RunConfig
@@ -69,10 +74,13 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What is known of a run before any of its processes starts.
+    """The facts about a run that are known before any of its processes starts.
 
-    config: the run's, with what the profile decides. model_dir: None where the stages are emulated by `profile`.
-    identity: of this start, empty where there is no output to go on with.
+    Attributes:
+        config: configuration of the run, including the profile's choices.
+        model_dir: directory of the model; None if stages are emulated.
+        profile: profile of emulated stages, otherwise None.
+        identity: identity of this start; empty if it writes no output that a later start could continue.
     """
 
     config: RunConfig
@@ -85,7 +93,7 @@ class Preflight:
     identity: Mapping[str, str] = field(default_factory=dict)
 
     def tokenizer(self) -> Tokenizer:
-        """Load the model's tokenizer, or one without files, for token ids alone, where stages are emulated."""
+        """Load the model's tokenizer. If stages are emulated, return one without files, for token ids only."""
         vocab_size = self.facts.vocab_size
         if self.model_dir is None:
             return Tokenizer(None, vocab_size=vocab_size)
@@ -93,14 +101,18 @@ class Preflight:
 
 
 def preflight(options: BatchOptions) -> Preflight:
-    """Refuse what can be refused quickly, without torch, before a worker starts and before a file is touched."""
+    """Check quickly and without torch whether a batch can run. No worker has started, and no file is changed.
+
+    Raises:
+        SarathiError: the batch cannot run.
+    """
     config = options.config
     policy = parse_policy(config.policy)
     check_input(options.input_path)
     if options.strict and not is_regular(options.input_path):
         raise ConfigError(
-            f"--strict: --input {options.input_path} is a stream, whose lines are not there to be looked at before "
-            f"they run; give a regular file, or leave --strict out"
+            f"--strict: --input {options.input_path} is a stream, so its lines cannot be checked before they run; "
+            f"give a regular file, or leave out --strict"
         )
     check_output(options.output_path, options.input_path, options.start)
     if options.metrics_port is not None:
@@ -111,8 +123,8 @@ def preflight(options: BatchOptions) -> Preflight:
     RunDirectory.check(run_dir.path, overwrite=options.start == "replace", resume=options.start == "resume")
     if options.output_path != "-" and Path(options.output_path).resolve().is_relative_to(run_dir.path.resolve()):
         raise ConfigError(
-            f"--output {options.output_path} lies in the run directory {run_dir.path}, which holds what runs write "
-            f"beside their outputs; name an output outside of it, or another --run-dir"
+            f"--output {options.output_path} is in the run directory {run_dir.path}, which is for the other files "
+            f"of a run; name an output outside of it, or another --run-dir"
         )
     GenerationDefaults().with_command(config.sampling_overrides)  # raises for a value out of range
     check_machine(config)
@@ -124,12 +136,19 @@ def preflight(options: BatchOptions) -> Preflight:
     note = () if facts.note is None else (facts.note,)
     warnings = [*defaults.warnings, *note, *profile_mismatch(config, facts)]
     if options.config.chunk_size is not None and not policy.kind.uses_chunk_size:
-        warnings.append(f"--policy {config.policy} does not use --chunk-size: its own rule says how long prompts run")
+        warnings.append(
+            f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
+        )
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
 
 
 def identify(options: BatchOptions, checked: Preflight) -> Preflight:
-    """Add the identity of this start, for which the whole input is read. Raises ConfigError if it cannot be resumed."""
+    """Add the identity of this start. This reads the whole input.
+
+    Raises:
+        ConfigError: the output cannot be resumed.
+        InputError: the input cannot be read.
+    """
     identity = {
         **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, options.input_path),
         "output": output_name(options.output_path, checked.run_dir.path),
@@ -141,8 +160,12 @@ def identify(options: BatchOptions, checked: Preflight) -> Preflight:
 
 
 def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Identity) -> None:
-    """Raises ConfigError where what is there answers something else, or nobody knows what."""
-    remedy = "name another --output, or go on all the same with --force"
+    """Check that the existing output belongs to this input and these options.
+
+    Raises:
+        ConfigError: it belongs to others, or run.json does not show it.
+    """
+    remedy = "name another --output, or continue with --force"
     if not is_regular(options.input_path):
         raise ConfigError(f"--resume needs an --input that can be read again; {options.input_path} is a stream")
     before = (run_dir.read_run() or {}).get("identity")
@@ -150,23 +173,28 @@ def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Ide
         owner = before.get("output") if isinstance(before, dict) else None
         if owner not in (None, identity["output"]):
             raise ConfigError(
-                f"--resume: the run directory {run_dir.path} is that of {owner}, not of {identity['output']}; name "
-                f"another --run-dir, or take it all the same with --force"
+                f"--resume: the run directory {run_dir.path} belongs to {owner}, not to {identity['output']}; name "
+                f"another --run-dir, or use this one with --force"
             )
         return
     if not isinstance(before, dict):
         raise ConfigError(
-            f"--resume: {run_dir.path}/run.json does not tell what {options.output_path} answers; {remedy}"
+            f"--resume: {run_dir.path}/run.json does not record what {options.output_path} answers; {remedy}"
         )
     changed = differences(before, grown_input(before, identity, options.input_path))
     if changed:
-        raise ConfigError(f"--resume: {options.output_path} answers something else: {'; '.join(changed)}; {remedy}")
+        raise ConfigError(
+            f"--resume: {options.output_path} was written by a different run: {'; '.join(changed)}; {remedy}"
+        )
 
 
 def finished_before(options: BatchOptions) -> Done | None:
-    """Return what the output holds if a run that resumes it has nothing to do, else None. `preflight` has passed.
+    """Return the contents of the output if a run that resumes it has nothing to do, otherwise None.
 
-    Raises InputError.
+    Call it after `preflight`.
+
+    Raises:
+        InputError: the input cannot be read, or is neither JSON Lines nor text.
     """
     if options.start != "resume" or not is_regular(options.input_path) or not holds_anything(options.output_path):
         return None
@@ -180,7 +208,7 @@ def finished_before(options: BatchOptions) -> Done | None:
 
 
 def check_lines(options: BatchOptions, checked: Preflight, display: Display) -> None:
-    """Report how many lines an input file has, and which cannot run, before anything is loaded.
+    """Report the number of input lines, and the lines that cannot run, before anything is loaded.
 
     Raises:
         InputError: no line can run, the file does not consist of lines, or with --strict a line cannot run.
@@ -198,58 +226,77 @@ def check_lines(options: BatchOptions, checked: Preflight, display: Display) -> 
     more = f"; and {left} more" if (left := found.num_problems - len(found.problems)) else ""
     problems = "; ".join(found.problems) + more
     if found.num_problems == found.num_rows:
-        raise InputError(f"--input {options.input_path}: none of its {found.num_rows} rows can run: {problems}")
-    text = f"--input {options.input_path}: of {found.num_rows} rows {found.num_problems} cannot run: {problems}"
+        raise InputError(f"--input {options.input_path}: none of its {found.num_rows} lines can run: {problems}")
+    text = f"--input {options.input_path}: {found.num_problems} of {found.num_rows} lines cannot run: {problems}"
     if options.strict:
-        raise InputError(f"{text}. Without --strict the others are run")
-    display.warn(f"{text}. Their lines in the output tell more")
+        raise InputError(f"{text}. Without --strict the other lines run")
+    display.warn(f"{text}. Their lines in the output give the reasons")
 
 
 def check_weights(options: BatchOptions, display: Display) -> None:
-    """Verify the weight files if the user asked for it, once per host. Raises InputError or MissingError."""
+    """Verify the weight files if the user asked for it, once per host.
+
+    Raises:
+        InputError: a file differs from its checksum or cannot be read.
+        MissingError: no checksum of a file is known.
+    """
     if options.verify and options.config.emulate is None:
         with display.activity.phase("verifying the weight files"):
             verify_checksums(find_model(options.config.model))
 
 
 def count_total(options: BatchOptions) -> int | None:
-    """Return the requests of the input file. None if it is a stream."""
+    """Return the number of requests in the input file; None if it is a stream."""
     return count_rows(options.input_path) if is_regular(options.input_path) else None
 
 
 def is_unkept(output: str) -> bool:
-    """Return whether answers go to a stream: the current folder or /dev is no place for its run directory."""
+    """Return whether answers go to a stream, so that no run directory is kept.
+
+    It would be in the current folder or in /dev.
+    """
     return is_stream(output) or output.startswith(("/dev/", "/proc/"))
 
 
 def follow(options: BatchOptions) -> Preflight:
-    """What a rank other than 0 needs to know; it reads no input and writes no output."""
-    parse_policy(options.config.policy)  # a policy of the user's own may be missing on this host alone
+    """Return the facts that a rank other than 0 needs. It reads no input and writes no output."""
+    parse_policy(options.config.policy)  # the user's own policy may be missing on this host only
     config, model_dir, profile, facts = open_model(options.config)
     defaults = _generation_defaults(config, model_dir)
     return Preflight(config, model_dir, profile, facts, defaults, options.run_directory())
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:
-    """Return those of the model's files, or none if stages are emulated."""
+    """Return the defaults from the model's files; empty ones if stages are emulated."""
     if model_dir is None:
         return GenerationDefaults()
     return read_generation_config(model_dir, config.override_generation_config)
 
 
 def check_machine(config: RunConfig) -> None:
-    """Raise if what the options name is not here: a CUDA device, a profile. Before a model is fetched or read."""
+    """Check that the profile and the CUDA device of the options exist here. Call this before a model is fetched.
+
+    Raises:
+        ConfigError: torch finds no CUDA device.
+        InputError: the profile is wrong.
+        MissingError: the profile cannot be read.
+    """
     if config.profile is not None:
         read_profile(config.profile)
     if config.emulate is None and config.device == "cuda" and version("torch").endswith("+cpu"):
-        # Only then is torch imported here: of another build each rank finds out soon enough.
+        # torch is imported for a CPU build only. With another build, each rank notices a missing device soon enough.
         from sarathi_pp.distributed.devices import choose_device
 
         choose_device(config.device, RankEnvironment())
 
 
 def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:
-    """The model's directory, or the profile that stands in for it, and the facts of either."""
+    """Open the model, or the profile that emulates it.
+
+    Returns:
+        The configuration with the profile's choices. The model's directory, None if stages are emulated. The profile
+        of emulated stages, otherwise None. The facts of the model.
+    """
     if config.emulate is None:
         model_dir = find_model(config.model)
         facts = check_model(model_dir)

@@ -1,4 +1,4 @@
-"""One rank of a run: it answers or serves, and in the end brings its trace to rank 0."""
+"""One rank of a run. It answers or serves, and brings its trace to rank 0 at the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Driver = Engine | Dispatcher
 
 
 class Rank:
-    """One rank, made of finished parts (see setup.py): drive or serve, then `finish`."""
+    """One rank, made of finished parts (see setup.py). Use `driving` or `serve`, then `finish`."""
 
     def __init__(
         self,
@@ -79,9 +79,10 @@ class Rank:
         tokenizer: Tokenizer,
         listener: RunListener,
     ) -> Iterator[Driver]:
-        """On rank 0: what answers rows, for as long as the block lasts; then all stages are sent home.
+        """Yield the driver that answers input lines, on rank 0. After the block, end all stages.
 
-        Of an error in the block this thread ends the run itself, however long its last writes take.
+        After an error in the block, the watchdog does nothing more. This thread ends the run itself, however long its
+        last writes take.
         """
         try:
             driver = self.driver(tokenizer, listener)
@@ -96,7 +97,7 @@ class Rank:
         tokenizer: Tokenizer,
         listener: RunListener,
     ) -> Driver:
-        """Return rank 0's: of the pipeline, or of all replicas of it."""
+        """Return rank 0's driver: the engine of the pipeline, or the dispatcher of all replicas."""
         mesh = self._member.mesh
         if mesh.replicas == 1:
             return self._engine(tokenizer, listener)
@@ -112,7 +113,7 @@ class Rank:
         return self._dispatcher
 
     def request_maker(self, tokenizer: Tokenizer, console: Warner) -> RequestMaker:
-        """Return what makes the requests of this run from input lines. Warns of a KV cache that is small for them."""
+        """Return the maker of requests from input lines. Warn if the KV cache is small for them."""
         checked, run = self.checked, self.run
         limits = PromptLimits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
         if (small := limits.small_kv_cache()) is not None:
@@ -121,14 +122,17 @@ class Rank:
         return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs)
 
     def serve(self) -> None:
-        """Every other rank: run what comes until rank 0 says goodbye, and lead a replica if it is the leader."""
+        """Run microbatches until rank 0 says goodbye. The leader of a replica drives its replica instead.
+
+        Call it on every rank except rank 0.
+        """
         if self.coordinate.leads:
             self._lead(self.checked.tokenizer())
         else:
             self._pipeline.runner.serve(self._pipeline.upstream)
 
     def _lead(self, tokenizer: Tokenizer) -> None:
-        """Answer what rank 0 asks."""
+        """Answer the requests that rank 0 sends."""
         (rank0,) = self._pipeline.remotes
         source = RemoteSource(rank0.incoming, self._member.clock, self._trace.offset.offset_s)
         sink = RemoteSink(rank0.outgoing)
@@ -165,7 +169,7 @@ class Rank:
         )
 
     def _known_cost(self) -> CostModel:
-        """What the stages cost, as far as is known before they have run anything."""
+        """Return the cost of the stages, as far as it is known before they run."""
         checked, run = self.checked, self.run
         profile = checked.profile
         if profile is None and checked.config.profile is not None:
@@ -184,7 +188,7 @@ class Rank:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What run.json holds."""
+        """Return the contents of run.json."""
         plane = self._member.plane
         found = {
             "hosts": [plane.hosts[rank] for rank in plane.mesh.ranks],
@@ -195,9 +199,16 @@ class Rank:
         return {**dataclasses.asdict(self.run), **found, **software(), "fingerprint": self.checked.facts.fingerprint}
 
     def finish(self, facts: Mapping[str, Any] | None = None) -> FinishedRun | None:
-        """Close this rank's trace and bring all traces to rank 0, which gets what a report is made of.
+        """Close this rank's trace, and bring all traces to rank 0.
 
-        facts: what the report is to say besides. Raises PeerLostError where no replica is left.
+        Args:
+            facts: further contents of the report.
+
+        Returns:
+            The finished run on rank 0, None on other ranks.
+
+        Raises:
+            PeerLostError: no replica is left.
         """
         member, run_dir = self._member, self._start.run_dir
         member.watchdog.dismiss()
@@ -238,7 +249,7 @@ class Rank:
         return [replica for replica in range(self._member.mesh.replicas) if replica not in self._lost]
 
     def abandon(self) -> None:
-        """Keep what was traced, let the watchdog rest."""
+        """Dismiss the watchdog, and keep the trace so far."""
         self._member.watchdog.dismiss()
         self._trace.abandon()
 
@@ -256,7 +267,10 @@ class Rank:
         }
 
     def _memory(self) -> dict[str, int | None]:
-        """Bytes of the largest shard, None where stages are emulated and hold nothing; pages that each stage could."""
+        """Return the bytes of the largest KV shard, and the number of pages for which each stage has room.
+
+        The bytes are None if stages are emulated and hold nothing.
+        """
         held = None
         if self.checked.profile is None:
             facts = self.checked.facts.sharded(self._member.mesh.shards)
@@ -265,7 +279,7 @@ class Rank:
 
 
 def set_up(member: Member, start: AgreedStart) -> Rank:
-    """Make this rank, from loading its layers to open edges. What a rank finds wrong in an agreed step, all raise."""
+    """Make this rank: load its layers, and open its edges. All ranks raise an error of one rank in an agreed step."""
     loaded = load_stage(member, start)
     run = agree_on_run(member, loaded)
     stage = make_stage(member, start, loaded, run)
@@ -280,7 +294,10 @@ def set_up(member: Member, start: AgreedStart) -> Rank:
 
 
 def _peak_rss_bytes() -> int:
-    """The largest resident memory of this process image. Not getrusage: its peak survives an exec. 0 without /proc."""
+    """Return the largest resident memory of this process image; 0 without /proc.
+
+    getrusage is not used, because its peak survives an exec.
+    """
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):

@@ -12,18 +12,18 @@ from sarathi_pp.run.preflight import BatchOptions
 
 
 def is_restart(options: BatchOptions, env: RankEnvironment) -> bool:
-    """Return whether the run directory is that of an earlier start of this very launch.
+    """Return whether an earlier start of this same launch has used the run directory.
 
-    torchrun's own count does not tell: a restart because hosts came or went is none to it.
+    torchrun's own count is not enough. It does not count restarts after hosts have joined or left.
     """
     return env.launch_id in options.run_directory().launches()
 
 
 def is_continuation(options: BatchOptions, env: RankEnvironment) -> bool:
-    """Whether another agent of the same rendezvous had the run directory last, and was lost.
+    """Return whether another agent of the same rendezvous used the run directory last, and was lost.
 
-    torchrun numbers ranks anew when hosts come and go: rank 0 may be on one that was not there before. A name that is
-    used again, for a run after one that has ended, is no continuation.
+    torchrun numbers the ranks again when hosts join or leave. So rank 0 may be on a host that has just joined. If the
+    earlier run has ended, a new run with the same rendezvous id is not a continuation.
     """
     run_dir, rendezvous = options.run_directory(), rendezvous_of(env.launch_id)
     launches = run_dir.launches()
@@ -33,13 +33,14 @@ def is_continuation(options: BatchOptions, env: RankEnvironment) -> bool:
 
 
 def as_restarted(options: BatchOptions, env: RankEnvironment, display: Display) -> BatchOptions:
-    """A run that is started again goes on with what it has answered, however it was started at first.
+    """Return the options with which a restarted run continues its own answers, however it was started at first.
 
-    Raises ConfigError where an output is to be replaced that may be this job's own, which nobody can tell.
+    Raises:
+        ConfigError: the output is not kept, or it should be replaced and may hold this job's own answers.
     """
     if options.scratch is not None and env.restart > 0:
         raise ConfigError(
-            f"a restart would answer again what went to --output {options.output_path} before it; name an output file"
+            f"a restart would repeat answers that --output {options.output_path} already got; name an output file"
         )
     if options.start == "resume":
         return options
@@ -47,20 +48,20 @@ def as_restarted(options: BatchOptions, env: RankEnvironment, display: Display) 
     if not is_restart(options, env) and not continued:
         if env.restart > 0 and options.start == "replace" and holds_anything(options.output_path):
             raise ConfigError(
-                f"a restart does not replace {options.output_path}: it may be what this job has answered before it was "
-                f"lost; start it again with --resume or with --overwrite"
+                f"a restart does not replace {options.output_path}: it may hold answers of this job from before the "
+                f"restart; start again with --resume or with --overwrite"
             )
         return options
     begun = run_dir.read_run() or {}
     if begun.get("identity") is not None and begun.get("job") in run_dir.launches():
         if continued:
             display.warn(
-                f"{options.output_path} is gone on with: an earlier start of the rendezvous "
-                f"{rendezvous_of(env.launch_id)} was lost; a run of its own needs another --rdzv-id (RDZV_ID)"
+                f"{options.output_path} is continued, because an earlier start of the rendezvous "
+                f"{rendezvous_of(env.launch_id)} was lost; a new run needs another --rdzv-id (RDZV_ID)"
             )
         return replace(options, start="resume")
-    # It ended before it had opened its output. What is there then is what was to be replaced, or its own, without a
-    # line.
+    # The earlier start ended before it had opened its output. A file that exists is then the one to replace, or the
+    # run's own without a line.
     return replace(
         options, start="replace" if options.start == "replace" or not holds_anything(options.output_path) else "new"
     )

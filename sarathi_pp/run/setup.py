@@ -1,14 +1,14 @@
-"""How a rank is made, step by step. All ranks take the steps together, and each returns a finished value.
+"""The set-up of a rank, step by step. All ranks take the steps together, and each step returns a finished value.
 
-    agree_on_start   the same software, model and options everywhere; devices; the run directory
-    load_stage       kernels chosen, this stage's layers read, KV pages counted
-    agree_on_run     the run resolved, the same on every rank
-    make_stage       memory for KV pages taken, kernels compiled
-    open_trace       this rank's trace, and its clock's offset
-    open_pipeline    the edges, and what computes between them
+    agree_on_start   compare software, model and options; choose devices and the run directory
+    load_stage       choose kernels, read this stage's layers, count KV pages
+    agree_on_run     resolve the run, the same on every rank
+    make_stage       allocate memory for KV pages, compile kernels
+    open_trace       open this rank's trace, measure its clock's offset
+    open_pipeline    open the edges, and connect the stage to them
 
-What a rank finds wrong in a step of the agreement is raised on every rank. What opens edges and compares clocks raises
-where it fails, and the other ranks lose that peer.
+An error in a step of the agreement is raised on every rank. Opening edges and comparing clocks are not such steps. An
+error in them is raised on its own rank, and the other ranks lose that peer.
 """
 
 from __future__ import annotations
@@ -61,22 +61,25 @@ from sarathi_pp.wire.stage_progress import StageProgress
 
 _log = logging.getLogger(__name__)
 
-# Of a resolved run, what may differ from rank to rank: where the weights are, and what computes there.
+# Fields of a resolved run that may differ between ranks: path of the weights, device, attention backend.
 _RANKS_OWN = ("model", "device", "attention")
 
-# First calls cost the same for larger microbatches.
+# Sizes of the warm-up. The extra cost of first calls does not grow with larger microbatches.
 _WARM_UP_TOKENS = 256
 _WARM_UP_KEYS = 4096
-# What to try if the ranks of a host need more memory together than there is.
+# Advice if all ranks of a host together need more memory than it has.
 _FEWER_WEIGHTS = "more hosts, fewer ranks on that one, or a host or container with more memory"
 _FEWER_PAGES = "--kv-cache-memory {each} or less, or a smaller --max-num-seqs or --max-model-len"
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process that has joined the others: what it has checked before, and what it reaches them by.
+    """A process that has joined the other ranks.
 
-    watchdog: told of lost peers.
+    Attributes:
+        checked: result of its earlier checks.
+        plane: its connection to the other ranks.
+        watchdog: receives reports of lost peers.
     """
 
     checked: Preflight
@@ -103,9 +106,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class AgreedStart:
-    """What ranks agree on before they load anything.
+    """The choices on which ranks agree before they load anything.
 
-    devices: where each rank computes. transport: how activations travel between stages.
+    Attributes:
+        device: device of this rank.
+        devices: device of each rank.
+        transport: transport of activations between stages.
     """
 
     device: torch.device
@@ -115,16 +121,21 @@ class AgreedStart:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether every rank is."""
+        """Return whether every rank computes on a CPU."""
         return all(device_info.gpu is None for device_info in self.devices)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """This rank's layers [first, end), loaded by `maker`.
+    """The loaded layers of this rank.
 
-    split: the layers of every stage. shards: its part in the stage; None where the rank holds the stage alone.
-    num_pages: KV pages for which each rank has room. moves_head: whether the first stage has loaded the head too.
+    Attributes:
+        maker: has loaded the layers.
+        split: layers of every stage, [first, end).
+        layers: layers of this stage, [first, end).
+        shards: this rank's part of the stage; None if the rank holds the stage alone.
+        num_pages: KV pages for which each rank has room.
+        moves_head: True if the first stage has loaded the LM head too.
     """
 
     maker: StageMaker
@@ -138,14 +149,19 @@ class LoadedStage:
 
 @dataclass(frozen=True, slots=True)
 class OpenTrace:
-    """offset: of this rank's clock. sends: the trace does not lie in rank 0's directory."""
+    """The open trace of this rank.
+
+    Attributes:
+        offset: offset of this rank's clock.
+        sends: True if the trace is not in rank 0's directory, so that it must be sent there.
+    """
 
     recorder: Recorder
     offset: ClockOffset
     sends: bool
 
     def abandon(self) -> None:
-        """Keep what was recorded."""
+        """Close the trace, and keep the events so far."""
         with suppress(OutputError):
             self.recorder.close()
 
@@ -154,14 +170,18 @@ class OpenTrace:
 class Pipeline:
     """This rank's stage, connected to the others."""
 
-    upstream: Receiver[torch.Tensor]  # microbatches; on a leader, results
+    upstream: Receiver[torch.Tensor]  # of microbatches; on a leader, of results
     runner: StageRunner
-    remotes: tuple[Remote, ...]  # other leaders, on rank 0; rank 0, on another leader
+    remotes: tuple[Remote, ...]  # on rank 0, the other leaders; on another leader, rank 0
     shared_edges: tuple[tuple[int, int], ...]  # edges of the run that use shared memory, as pairs of ranks
 
 
 def agree_on_start(member: Member) -> AgreedStart:
-    """Raises ConfigError where ranks differ in what must be the same."""
+    """Agree on software, options, devices and the run directory.
+
+    Raises:
+        ConfigError: ranks differ in a value that must be equal.
+    """
     checked, env, agreement = member.checked, member.env, member.agreement
     config, run_dir = checked.config, checked.run_dir
     torch.set_num_threads(env.num_threads())
@@ -184,7 +204,11 @@ def agree_on_start(member: Member) -> AgreedStart:
 
 
 def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
-    """Read this stage's weights. Raises CapacityError where ranks have no room for them together."""
+    """Choose kernels, and read this stage's weights.
+
+    Raises:
+        CapacityError: a host has no room for the weights of all its ranks.
+    """
     checked, env, mesh, agreement = member.checked, member.env, member.mesh, member.agreement
     config, facts = checked.config, checked.facts
     with agreement.alike():
@@ -214,9 +238,13 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
 
 
 def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
-    """Decide what was left open. Raises ConfigError, CapacityError or PolicyError for what cannot run.
+    """Decide the options that were left open.
 
-    A policy of the user's own decides too, and may give another answer on another rank.
+    The user's own policy takes part in this, and may decide differently on different ranks. So the results are
+    compared.
+
+    Raises:
+        ConfigError, CapacityError, PolicyError: the run cannot start.
     """
     checked, maker = member.checked, loaded.maker
     with member.agreement.step("resolving the run", must_match=True) as step:
@@ -236,7 +264,11 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
 
 
 def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> Stage:
-    """Take the memory for KV pages and bear the costs of first calls. Raises CapacityError."""
+    """Allocate the memory for KV pages, and make the first calls, which are expensive.
+
+    Raises:
+        CapacityError: a host has no room for the KV pages of all its ranks.
+    """
     maker, agreement = loaded.maker, member.agreement
     pages = f"KV pages of {maker.page_size} tokens"
     with agreement.step(f"adding up {pages}") as step:
@@ -252,7 +284,10 @@ def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: Res
 
 
 def open_trace(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> OpenTrace:
-    """Begin this rank's trace, in rank 0's directory or in one of its own, which alone is cleared for a new run."""
+    """Start this rank's trace, in rank 0's directory or in this rank's own.
+
+    Only its own directory is cleared for a new run.
+    """
     run_dir, agreement, clock = start.run_dir, member.agreement, member.clock
     with agreement.step("opening the run directory") as step:
         step.own = {"identity": run_dir.identity()}
@@ -277,7 +312,11 @@ def open_trace(member: Member, start: AgreedStart, loaded: LoadedStage, run: Res
 def open_pipeline(
     member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun, stage: Stage, trace: OpenTrace
 ) -> Pipeline:
-    """Open this rank's edges. Raises PeerLostError if one does not open."""
+    """Open this rank's edges, and connect its stage to them.
+
+    Raises:
+        PeerLostError: an edge does not open.
+    """
     checked, clock, mesh, shards = member.checked, member.clock, member.mesh, loaded.shards
     options = EdgeOptions(clock, StageProgress(stage), _loss_listener(member), run.peer_timeout_s)
     nccl = nccl_options(start.device, clock) if start.transport.name == "nccl" else None
@@ -310,12 +349,16 @@ def _dtype_name(checked: Preflight) -> str:
 
 
 def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards: ShardGroup | None) -> StageMaker:
-    """Raises what is missing here: what an attention backend needs may be installed on some hosts alone."""
+    """Return the maker of this rank's stage.
+
+    Raises:
+        ConfigError: the attention backend cannot run here. Its package may be installed on some hosts only.
+    """
     checked, config = member.checked, member.checked.config
     moves = _may_move_head(member, start)
     if checked.profile is not None:
         return EmulatedStages(config, checked.profile, member.clock, moves_head=moves)
-    # Imports transformers, which takes seconds that an emulated run does not need.
+    # These import transformers. That takes seconds, and an emulated run does not need it.
     from sarathi_pp.model.tensor_parallel import TensorShard
     from sarathi_pp.stages.model_stage import ModelStages
 
@@ -333,11 +376,11 @@ def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards
 
 
 def _may_move_head(member: Member, start: AgreedStart) -> bool:
-    """As far as is known before the first stage has loaded it."""
+    """Return whether LM heads may move, as far as it is known before the first stage has loaded its own."""
     mesh, profile, head = member.mesh, member.checked.profile, member.checked.config.head
     if profile is not None:
         return moves_head(head, profile.device, mesh.stages, profile.tensor_parallel_size)
-    # Else last bits would show whose product it was, which hangs on times.
+    # Otherwise the last bits of logits would depend on the stage that computed them, and so on times.
     alike = len({device_info.arithmetic for device_info in start.devices}) == 1
     return moves_head(head, "cpu" if start.on_cpu else "cuda", mesh.stages, mesh.shards) and alike
 
@@ -347,7 +390,11 @@ def _require_room(member: Member, step: Step, what: str, remedy: str) -> Sequenc
 
     Args:
         step: its answers are the ranks' demands.
-        what, remedy: for the message of CapacityError.
+        what: the contents of the memory, for the message of the error.
+        remedy: advice, for the message of the error.
+
+    Raises:
+        CapacityError: a host has not enough memory.
     """
     demands = [Demand.from_json(answer) for answer in step.answers]
     with member.agreement.alike():
@@ -381,13 +428,13 @@ def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: 
 
 
 def _may_share(member: Member, start: AgreedStart, run: ResolvedRun) -> bool:
-    """Whether edges go through memory where two ranks have some in common: what lies there is on CPU."""
+    """Return whether two ranks of a host may share memory for an edge. Its data must be on CPU."""
     by_gloo = start.transport.name == "gloo" and member.checked.config.transport == "auto"
     return by_gloo and start.on_cpu and edge_buffers(run.inflight) <= MAX_SLOTS
 
 
 def _loss_listener(member: Member) -> LossListener:
-    """Return who is told when an edge of this rank breaks.
+    """Return the listener for broken edges of this rank.
 
     Losing one of several replicas does not end the process of rank 0. Its next read or write on that edge raises.
     """
@@ -399,7 +446,10 @@ def _timer(start: AgreedStart, clock: Clock) -> Timer:
 
 
 def _other_leaders(member: Member) -> list[int]:
-    """Those to talk to of requests and answers: rank 0 with the other leaders, in order, and they with rank 0."""
+    """Return the leaders with which this rank exchanges requests and answers.
+
+    Rank 0 exchanges them with the other leaders, in order, and each of these with rank 0.
+    """
     mesh = member.mesh
     if not member.coordinate.leads or mesh.replicas == 1:
         return []

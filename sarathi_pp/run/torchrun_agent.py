@@ -1,7 +1,7 @@
-"""torchrun on this node, ending with the run's exit code; torchrun's own is 1 for every failure.
+"""torchrun on this node, with the exit code of the run. torchrun itself returns 1 for every failure.
 
-It is torchrun's program inside this process and not a child of it: whoever sends signals to the one process that it
-has started, or to all of a job, reaches the agent once and by itself. What torchrun's options say comes from its own
+torchrun runs inside this process and not as a child of it. So a signal reaches torchrun's agent exactly once. The
+sender may signal only the process that it started, or all processes of a job. torchrun takes its options from its own
 environment variables, PET_NNODES and so on.
 """
 
@@ -20,15 +20,19 @@ from sarathi_pp.errors import EXIT_OK, ConfigError, PeerLostError, StoppedError
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.signals import ignore_signals
 
-# Of torchrun. The first that comes is passed on to the ranks.
+# Signals that torchrun handles. It passes the first one on to the ranks.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
-    """Run `sarathi-pp ARGUMENTS` as this node's ranks; returns what the run ended with, as far as this node knows.
+    """Run `sarathi-pp ARGUMENTS` as this node's ranks. Return the run's exit code, as far as this node knows it.
 
-    run_dir: of the run. What rank 0 writes there says more than how a rank ended: it names the cause. Raises
-    ConfigError where the nodes did not find each other.
+    Args:
+        run_dir: directory of the run. The code that rank 0 writes there names the cause, so it wins over the codes of
+            this node's ranks.
+
+    Raises:
+        ConfigError: the nodes did not find each other.
     """
     before = run_dir.end_mark()
     rank = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
@@ -37,7 +41,8 @@ def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
             torchrun(["--signals-to-handle", _SIGNALS, "--no-python", *rank])
         finally:
             ignore_signals()  # torchrun's handlers stay, and would raise while this process exits
-        # As the other nodes' ranks end when the run was told to stop on one of them, or has rows that failed.
+        # This node's ranks also end with 0 if another node got the signal that stopped the run, or if input lines
+        # failed.
         code = EXIT_OK
     except ChildFailedError as error:
         code = _cause(failure.exitcode for failure in error.failures.values())
@@ -51,6 +56,9 @@ def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
 
 
 def _cause(codes: Iterable[int]) -> int:
-    """A lost peer is an echo, and so is who was killed, by torchrun too; any other code is a cause."""
+    """Return the first code that is a cause of the end; without one, the code of a lost peer.
+
+    A lost peer is only an echo, and so is a killed rank, because torchrun kills ranks too. Other codes are causes.
+    """
     causes = [code for code in codes if code > 0 and code != PeerLostError.exit_code]
     return causes[0] if causes else PeerLostError.exit_code

@@ -1,4 +1,4 @@
-"""Requests on their way to a pipeline, the next one known ahead."""
+"""Requests on their way to a pipeline. The next one is known in advance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sarathi_pp.core.request import Request
 class Arrivals(Protocol):
     @property
     def next_s(self) -> float:
-        """When the next one is there; infinite where none comes."""
+        """Return when the next request is there; infinite if none comes."""
 
     def take(self, now_s: float) -> Request | None:
-        """The next one, if it is there."""
+        """Return the next request if it is there, otherwise None."""
 
 
 class InOrder:
-    """Those of a workload, each when it arrives; one is made ahead."""
+    """The requests of a workload, each available from its arrival. One is made in advance."""
 
     def __init__(self, requests: Iterator[Request]) -> None:
         self._requests = requests
@@ -40,7 +40,7 @@ class InOrder:
 
 
 class Inbox:
-    """Those that a replica was given, in the order in which it was: each is there from then on."""
+    """The requests that a replica was given, in that order. Each is available from the time when it was given."""
 
     def __init__(self) -> None:
         self._given: deque[tuple[float, Request]] = deque()

@@ -1,7 +1,7 @@
-"""How many requests a second a pipeline serves within its latency bounds (Sarathi-Serve, arXiv 2403.02310, 5.1).
+"""The requests per second that a pipeline serves within its latency bounds (Sarathi-Serve, arXiv 2403.02310, 5.1).
 
-The highest Poisson rate at which the 99th percentile of time between tokens stays within the bound and the
-median request waits at most 2 s for its first chunk, found by bisection.
+This is the highest Poisson rate that meets two conditions. The 99th percentile of the time between tokens stays within
+the bound. The median request waits at most 2 s for its first chunk. Bisection finds the rate.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from sarathi_pp.sim.experiment import Experiment, simulate_replicas
 from sarathi_pp.trace.latency import RequestLatency, Spread, latency_spreads
 
 _MOST_QUEUE_S = 2.0
-# The rate is known to this share of itself.
+# Relative error of the rate.
 _GRANULARITY = 0.025
-# Requests that all arrive within this time are there at once, and a higher rate is the same.
+# Requests that all arrive within this time are there at once, and a higher rate changes nothing.
 _AT_ONCE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """rate: requests a second; 0 where even a trickle misses the bounds, None where there are too few requests to miss
-    them all at once. The rest is what was seen at that rate.
+    """The highest rate within the bounds, and what was measured at that rate.
+
+    Attributes:
+        rate: requests per second. 0 if even the lowest rate misses the bounds. None if the requests are too few to miss
+            them, even all at once.
     """
 
     rate: float | None
@@ -31,7 +34,11 @@ class Capacity:
 
 
 def find_capacity(experiment: Experiment, tbt_slo_s: float) -> Capacity:
-    """Of the experiment's policy on its workload, whatever arrivals that has. tbt_slo_s: seconds."""
+    """Return the capacity of the experiment's policy on its workload, whose own arrivals are not used.
+
+    Args:
+        tbt_slo_s: bound on the time between tokens, in seconds.
+    """
     best = Capacity(0.0, None, None)
     low, rate = 0.0, 1.0
     high: float | None = None

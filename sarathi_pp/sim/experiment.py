@@ -1,4 +1,4 @@
-"""One simulated run from a profile, a workload and a policy to the timelines that every report reads."""
+"""One simulated run: from a profile, a workload and a policy to the timelines that every report reads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ from sarathi_pp.trace.events import Event, TraceEnd, TraceStart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What to simulate. None: as the profile has it.
+    """The description of a simulation. None means the profile's value.
 
-    max_model_len: None for the longest request of the workload. inflight: most microbatches at once, None for what the
-    policy takes. slow: stages, by index, that take this many times what the profile says; policies are not told. seed:
-    of the noise. replicas: pipelines of these stages that share the requests; max_num_seqs is of each. head: as
-    RunConfig has it.
+    Attributes:
+        replicas: pipelines of these stages that share the requests.
+        max_num_seqs: of each replica.
+        max_model_len: None for the longest request of the workload.
+        inflight: most microbatches in flight; None for the policy's own number.
+        slow: by stage index, the factor on the times of the profile. Policies do not know it.
+        seed: of the noise.
+        head: as in RunConfig.
     """
 
     profile: Profile
@@ -50,14 +54,18 @@ class Experiment:
     head: str = "auto"
 
     def cost(self) -> CostModel:
-        """The stages as policies know them."""
+        """Return the cost of the stages as policies know it."""
         cost = self.profile.cost
         if self.stages is None or self.stages == len(cost.stages):
             return cost
         return repartition(cost, partition(self.profile.num_layers, self.stages))
 
     def limits(self) -> Limits:
-        """Raises ConfigError where the workload has requests that never fit, or a slow stage is none of those there."""
+        """Return the limits of the run.
+
+        Raises:
+            ConfigError: the workload has requests that never fit, or a slow stage does not exist.
+        """
         num_stages = len(self.cost().stages)
         room = self.profile.pages * self.profile.page_size
         if any(stage >= num_stages for stage in self.slow):
@@ -79,18 +87,21 @@ class Experiment:
 
 
 def report_of(experiment: Experiment) -> Report:
-    """Run it, for the report that a real run of it would have, without causes."""
+    """Run the experiment. Return the report that a real run of it would have, without causes."""
     return summarise_replicas([Replica.fold(timeline) for timeline in simulate_replicas(experiment)])
 
 
 def simulate(experiment: Experiment) -> Timeline:
-    """Run it, as one pipeline. Times are exact and the same on every machine; the timeline holds every microbatch."""
+    """Run the experiment as one pipeline.
+
+    Times are exact and the same on every machine. The timeline holds every microbatch.
+    """
     (timeline,) = simulate_replicas(experiment)
     return timeline
 
 
 def simulate_replicas(experiment: Experiment) -> list[Timeline]:
-    """The same of each replica."""
+    """Run the experiment. Return the timeline of each replica."""
     timelines = [_begun(experiment, replica) for replica in range(experiment.replicas)]
     run(experiment, *map(_adding, timelines))
     for stage in chain.from_iterable(timeline.stages for timeline in timelines):
@@ -100,7 +111,11 @@ def simulate_replicas(experiment: Experiment) -> list[Timeline]:
 
 
 def run(experiment: Experiment, *records: Record) -> None:
-    """The same, telling each event as it happens and keeping none. records: of each replica."""
+    """Run the experiment. Pass on each event when it happens, and keep none.
+
+    Args:
+        records: one per replica.
+    """
     limits, requests = experiment.limits(), experiment.workload.requests(token_ids=False)
     if len(records) == 1:
         _simulation(experiment, limits, 0, records[0]).run(requests)
@@ -143,12 +158,12 @@ def _adding(timeline: Timeline) -> Record:
     return record
 
 
-# Between the seeds of replicas, whose noise is not the same.
+# Distance between the seeds of replicas, so that their noise differs.
 _SEEDS_APART = 1 << 32
 
 
 def _noise(experiment: Experiment, num_stages: int, replica: int) -> Noise:
-    """The profile's, or jitter alone where that is given."""
+    """Return the profile's noise, or jitter alone if it is given."""
     profile, seed = experiment.profile, experiment.seed + replica * _SEEDS_APART
     if experiment.jitter_cv is not None:
         return Noise(num_stages, experiment.jitter_cv, seed=seed)
@@ -156,7 +171,7 @@ def _noise(experiment: Experiment, num_stages: int, replica: int) -> Noise:
 
 
 def trace_starts(experiment: Experiment, replica: int = 0) -> list[TraceStart]:
-    """The first event of each stage's trace."""
+    """Return the first event of each stage's trace."""
     limits, stages = experiment.limits(), experiment.cost().stages
     return [
         TraceStart(

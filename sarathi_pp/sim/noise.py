@@ -1,7 +1,7 @@
-"""What a modelled time is multiplied by, so that virtual stages are as uneven as real ones.
+"""Factors for modelled times, so that virtual stages are as uneven as real ones.
 
-jitter    drawn anew for every microbatch on every stage
-drift     the speed of a stage, which moves slowly: an Ornstein-Uhlenbeck process, which is the one whose
+jitter    drawn again for every microbatch on every stage
+drift     the speed of a stage, which changes slowly: an Ornstein-Uhlenbeck process, which is the one whose
           correlation falls with time as exp(-t / seconds). No number in flight evens it out.
 """
 
@@ -17,7 +17,10 @@ _LEAST = 0.5
 
 
 class Noise:
-    """The same factors for the same seed, stage by stage; jitter does not depend on whether there is drift."""
+    """The source of the factors, the same for the same seed, stage by stage.
+
+    Jitter is the same with and without drift.
+    """
 
     def __init__(self, num_stages: int, jitter_cv: float = 0.0, drift: Drift = NO_DRIFT, seed: int = 0) -> None:
         self.quiet = not jitter_cv and not drift.cv
@@ -29,7 +32,7 @@ class Noise:
         self._seen_s = [0.0] * num_stages
 
     def factor(self, stage: int, at_s: float) -> float:
-        """Of a microbatch that starts there at that time; times of a stage must not go back."""
+        """Return the factor of a microbatch that starts on a stage at that time. Times of a stage must not go back."""
         factor = self._jitters.gauss(1.0, self._jitter_cv) if self._jitter_cv else 1.0
         if self._drift.cv:
             kept = math.exp(-(at_s - self._seen_s[stage]) / self._drift.seconds)

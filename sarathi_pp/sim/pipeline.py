@@ -1,14 +1,14 @@
 """A pipeline in arithmetic: stages that take their modelled time, links between them, one virtual clock.
 
-Stages are first in first out and microbatches run in the order in which they were issued, so every time follows
-from the microbatch before and the stage before; no event queue is needed:
+Stages are first in, first out, and microbatches run in the order of issue. So every time follows from the microbatch
+before and the stage before, and no event queue is needed:
 
     arrived[s] = max(end[s - 1], when the microbatch before has left the link) + tokens / bandwidth + latency,
                  each of the edge from s - 1 to s
-    start[s]   = max(end[s] of the microbatch before, arrived[s]) + what the host takes
+    start[s]   = max(end[s] of the microbatch before, arrived[s]) + time of the host
     end[s]     = start[s] + modelled time x noise
 
-A head that the first stage computes for the last one takes the first one's time between two microbatches.
+If the first stage computes an LM head for the last one, it uses its own time between two microbatches.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way over one edge. token_bytes: of one token's activations, which take up the link for as long as they take
-    at its rate, and arrive the latency later.
+    """One direction of one edge.
+
+    Attributes:
+        token_bytes: bytes of one token's activations. They occupy the link as its rate requires, and arrive the latency
+            later.
     """
 
     latency_s: float = 0.0
@@ -34,7 +37,7 @@ class Link:
     token_bytes: int = 0
 
 
-# Of every edge: from each stage to the next, and from the last one to the first, which carries tokens alone.
+# One per edge: from each stage to the next, and from the last to the first, which carries tokens alone.
 Links = tuple[Link, ...]
 
 
@@ -48,7 +51,7 @@ def links_of(profile: Profile, num_stages: int) -> Links:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One microbatch on one stage; seconds of virtual time."""
+    """One microbatch on one stage, in seconds of virtual time."""
 
     arrived_s: float
     start_s: float
@@ -56,8 +59,13 @@ class StageSpan:
 
 
 class VirtualPipeline:
-    """links: see Links. noise: multiplies every modelled time; none by default. head_factor: of a head's time on the
-    first stage to that on the last. host_s: see Profile.
+    """The stages and links of one pipeline on a virtual clock.
+
+    Args:
+        links: see Links.
+        noise: gives factors for every modelled time; None for no noise.
+        head_factor: time of an LM head on the first stage, relative to that on the last.
+        host_s: see Profile.
     """
 
     def __init__(
@@ -76,12 +84,14 @@ class VirtualPipeline:
 
     @property
     def entry_free_s(self) -> float:
-        """When the first stage can take the next microbatch."""
+        """Time when the first stage can take the next microbatch."""
         return self._free_s[0]
 
     def run(self, microbatch: MicroBatch) -> tuple[list[StageSpan], float]:
-        """The spans of a microbatch that is issued at `microbatch.issued_s`, and when its result is back, or what its
-        head takes.
+        """Run a microbatch that is issued at `microbatch.issued_s`.
+
+        Returns:
+            Its spans, and the time when its result is back, or the input of its LM head.
         """
         load = Load.of(microbatch)
         row = self._cost.row(load)
@@ -91,7 +101,7 @@ class VirtualPipeline:
         costs = self._bare if microbatch.head_on_first else self._cost.stages
         stages = zip(costs, self._free_s, self._links, strict=True)
         for stage, (cost, free_s, link) in enumerate(stages):
-            # Written out: a call of max() here takes a tenth of the clock's speed.
+            # Without max(), because a call of it here takes a tenth of the simulation's speed.
             start_s = (free_s if free_s > arrived_s else arrived_s) + host_s
             seconds = cost.seconds(row)
             if self._noise is not None:
@@ -106,7 +116,7 @@ class VirtualPipeline:
         return spans, end_s + self._links[-1].latency_s
 
     def run_head(self, microbatch: MicroBatch, at_s: float) -> tuple[float, float]:
-        """Begin and end of a head on the first stage, from which on nothing else keeps it from that."""
+        """Compute an LM head on the first stage, as soon as that is free from `at_s` on. Return its start and end."""
         start_s = max(at_s, self._free_s[0])
         seconds = self._cost.head_seconds(Load.of(microbatch)) * self._head_factor
         if self._noise is not None:

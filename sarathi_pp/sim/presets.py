@@ -8,23 +8,24 @@ from sarathi_pp.errors import ConfigError
 
 
 def gpt3_a100_tp8pp8() -> Profile:
-    """GPT-3 175B on 64 A100-80GB: 8 stages of 12 layers, tensor parallel 8 each (SARATHI, section 5.3).
+    """Return GPT-3 175B on 64 A100-80GB: 8 stages of 12 layers, tensor parallel 8 each (SARATHI, section 5.3).
 
     Derived, not tuned: A100 SXM has 312 TFLOP/s (bf16) and 2.04 TB/s; h = 12288, 96 layers, fp16.
 
-    Linear layers: 24 h^2 FLOP a token and layer, so 12 * 24 * 12288^2 / 8 = 5.44 GFLOP a token on each GPU of a
+    Linear layers: 24 h^2 FLOP per token and layer, so 12 * 24 * 12288^2 / 8 = 5.44 GFLOP per token on each GPU of a
         stage. The paper's LLaMA-13B prefill (Table 2: 1024 tokens, 224.8 ms of linear layers on an A6000 of 155
-        TFLOP/s) runs at 76 % of peak; at 76 % of 312 that is 22.9 us a token. Two all-reduces a layer of 24.6 kB a
-        token over NVLink (300 GB/s each way, ring: 2 * 7/8) add 3.4 us. 26.3 us a token; tile 128 (Fig. 5).
-    Weights: 350 GB / 64 = 5.5 GB a GPU take 3.4 ms at 80 % of 2.04 TB/s, which the first tile's 3.4 ms covers.
+        TFLOP/s) runs at 76 % of peak. At 76 % of 312 that is 22.9 us per token. Two all-reduces per layer, of 24.6 kB
+        per token over NVLink (300 GB/s each way, ring: 2 * 7/8), add 3.4 us. Together 26.3 us per token; tile 128
+        (Fig. 5).
+    Weights: 350 GB / 64 = 5.5 GB per GPU take 3.4 ms at 80 % of 2.04 TB/s, which the first tile's 3.4 ms covers.
     Fixed: 24 all-reduces of about 15 us latency and 12 layers of about 20 us of launches: 0.6 ms.
-    Chunk attention: 4 h FLOP a pair and layer, 73.7 kFLOP on each GPU. Table 2's 10 ms for 1024 tokens are 28 % of
-        the A6000's peak; at 28 % of 312 a pair takes 0.84 ns.
-    Decode attention: 2 * 12288 / 8 * 2 B * 12 layers = 73.7 kB a token of context, 45 ns at 80 % of 2.04 TB/s.
-    Head: 50257 * 12288 * 2 B / 8 = 154 MB take 95 us; over the 27 rows of a microbatch 3.5 us each.
+    Chunk attention: 4 h FLOP per pair and layer, 73.7 kFLOP on each GPU. Table 2's 10 ms for 1024 tokens are 28 % of
+        the A6000's peak. At 28 % of 312 a pair takes 0.84 ns.
+    Decode attention: 2 * 12288 / 8 * 2 B * 12 layers = 73.7 kB per token of context, 45 ns at 80 % of 2.04 TB/s.
+    Head: 50257 * 12288 * 2 B / 8 = 154 MB take 95 us. Over the 27 rows of a microbatch that is 3.5 us each.
     Links: each of the 8 GPUs sends an eighth of the activations over its own 200 Gbit/s InfiniBand port: 200 GB/s
         together, 10 us latency.
-    KV: 216 sequences of 4096 tokens (27 a microbatch, 8 in flight): 55296 pages of 16.
+    KV: 216 sequences of 4096 tokens (27 per microbatch, 8 in flight): 55296 pages of 16.
     """
     stages = tuple(
         StageCost(
@@ -58,7 +59,7 @@ PRESETS = {"gpt3-a100-tp8pp8": gpt3_a100_tp8pp8}
 
 
 def preset(name: str) -> Profile:
-    """Raises ConfigError naming the unknown name and those that are known."""
+    """Return the preset of that name. Raises ConfigError with an unknown name and the known ones."""
     if name not in PRESETS:
         raise ConfigError(f"--preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]()

@@ -1,11 +1,11 @@
-"""Several pipelines on one virtual clock, which share requests out as rank 0 of a real run does.
+"""Several pipelines on one virtual clock. They share requests like the replicas of a real run.
 
     requests --> LoadBalancer --+--> inbox of replica 0 --> its simulation
                                 +--> inbox of replica 1 --> its simulation ...
 
-Of all replicas the one moves that is due first. A request is given to the one that has least to do as soon as it has
-arrived and there is room, that is at 0, when it arrives, or when another one has ended; messages between replicas take
-no time here.
+The replica that is due first makes the next step. A request goes to the replica with the least work as soon as it has
+arrived and there is room. That is at 0, at its arrival, or when another request has ended. Messages between replicas
+take no time here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def run_replicas(
 ) -> None:
     """Answer all requests, which come in order of arrival.
 
-    make: a replica's simulation, by its index and whom it tells what happens. records: of each replica. most,
-    most_tokens: see LoadBalancer.
+    Args:
+        make: makes a replica's simulation from its index and the recorder of its events.
+        records: one per replica.
+        most, most_tokens: see LoadBalancer.
     """
     balancer = LoadBalancer(len(records), most, most_tokens)
 
@@ -45,7 +47,7 @@ def run_replicas(
     replicas = [(make(index, ending(index, record)), Inbox()) for index, record in enumerate(records)]
     arrivals, now_s = InOrder(iter(requests)), 0.0
     while True:
-        # Among equals the first.
+        # The first among equals.
         due_s, index = min((one.due_s(inbox), index) for index, (one, inbox) in enumerate(replicas))
         given_s = max(now_s, arrivals.next_s) if balancer.room else inf
         if given_s <= due_s and (request := arrivals.take(given_s)) is not None:

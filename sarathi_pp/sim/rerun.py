@@ -1,12 +1,12 @@
-"""A recorded run once more, on the simulator: what another option would have done to its times.
+"""A recorded run, repeated on the simulator: what another option would have done to its times.
 
-Its requests with their arrivals and lengths, what microbatches cost in it, how long its links took and what its hosts
-took for each microbatch are the recorded ones. One simulation is compared with another, so what the simulator does not
-know of is missing from both; and where that is much, so that the run itself does not come out as long as it was,
-nothing is said.
+The recorded facts are used: the requests with their arrivals and lengths, the cost of microbatches, the times of links,
+and the time of hosts per microbatch. One simulation is compared with another, so effects that the simulator does not
+know are missing from both. If they are large, the simulated run is not as long as the real one. Then there is no
+result.
 
-Of a long run the first requests are simulated, until so many have finished that the last ones start: what comes then,
-a pipeline that drains, is not in the run at that time.
+Of a long run only the first requests are simulated. Times are taken when all but the last ones have finished. After
+that the pipeline drains, which the real run did not do at that time.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ from sarathi_pp.sim.pipeline import Link, Links, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.events import Event, Issued, RequestFinished
 
-# Of a long run the first requests are simulated: as many as take about half a second, where a stage takes a microbatch
-# in one step and the coordinator a chunk in an eighth of one.
+# Of a long run only the first requests are simulated, with about this number of steps, which take half a second. A
+# stage takes one step per microbatch, and the coordinator an eighth of a step per chunk.
 _MOST_STEPS = 10_000
 _CHUNKS_A_STEP = 8
-# But at least so many times what may run at once in any trial, or it would be all filling and draining; if that takes
-# no more than so much longer, and no trial so much longer still.
+# At least this many times the most seats of any trial are simulated, since fewer would be mostly filling and draining.
+# That may take up to _MOST_OVER times as many steps, and a single trial up to _MOST_OVER times more.
 _LEAST_SEATFULS = 2.5
 _MOST_OVER = 4
-# The run as it was may come out longer or shorter than it was by this share.
+# The simulated run may be longer or shorter than the real one by this share.
 _MOST_OFF = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Options as they might have been; None for as they were.
+    """Options as they might have been. None means no change.
 
-    layers: of each stage, and so how many stages. times: the same requests so many times over, one after the other.
+    Attributes:
+        layers: layers of the stages, and so the number of stages.
+        times: repetitions of the same requests, one after the other.
     """
 
     policy: PolicySpec | None = None
@@ -61,7 +63,7 @@ class Change:
 
 
 class CannotTry(Exception):
-    """Why nothing can be said of a run that is over."""
+    """An error: changes cannot be tried on this run. The message gives the reason."""
 
 
 class _Asked(NamedTuple):
@@ -71,26 +73,38 @@ class _Asked(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """wall_s: from the first issue to the last answer that counts. first_token_s: mean from a request's first issue."""
+    """The times of a trial.
+
+    Attributes:
+        wall_s: from the first issue to the last answer that counts.
+        first_token_s: mean time from a request's first issue to its first token.
+    """
 
     wall_s: float
     first_token_s: float
 
 
-# Of a trial that would take too long.
+# The times of a trial that would take too long.
 _GIVEN_UP = _Times(inf, inf)
 
 
 def most_seats(seats: int, num_stages: int) -> int:
-    """To be tried where there are that many: twice as many, or as many as four a stage."""
+    """Return the most seats to try if there are `seats`: twice that number, or four per stage if that is more."""
     return max(2 * seats, 4 * num_stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The run to be compared with. limits, policy, cost: as it had them; links: as they were. host_s: of each stage,
-    for each microbatch, before it computes. counted: answers after which times are taken. max_pages: that memory could
-    hold. pages_follow_layers: a stage holds fewer pages of more layers. moves_head: the first stage computed heads too.
+    """The run to which changes are compared.
+
+    Attributes:
+        limits, policy, cost: as in the run.
+        links: as in the run.
+        host_s: per stage, the host's time before each microbatch computes.
+        counted: answers after which times are taken.
+        max_pages: pages that memory could hold.
+        pages_follow_layers: a stage with more layers holds fewer pages.
+        moves_head: the first stage computed LM heads too.
     """
 
     requests: tuple[_Asked, ...]
@@ -118,13 +132,20 @@ class Rerun:
         request_rate: float | None = None,
         pages_follow_layers: bool = True,
     ) -> Self | None:
-        """None where there is nothing to be told: a run that goes on, was killed or answered nothing, a policy that is
-        not built in, a trace in which more was answered than computed.
+        """Return the rerun of a recorded run, or None if nothing can be said about the run.
 
-        cost: of its microbatches. max_num_seqs, max_model_len: what it allowed; None for as much as there was.
-        max_pages: that its memory could hold; None for no more than it had. request_rate: None where requests were
-        there as soon as they were read. pages_follow_layers: False for emulated stages, whose pages a profile tells.
-        Raises CannotTry where that would take too long, or where the simulator does not find it as long as it was.
+        Nothing can be said if the run continues, was killed or answered nothing, or if its policy is not built in. The
+        same holds if its trace has more answered than computed tokens.
+
+        Args:
+            cost: of its microbatches.
+            max_num_seqs, max_model_len: limits of the run; None for as much as it used.
+            max_pages: pages that its memory could hold; None for no more than it had.
+            request_rate: None if requests were there as soon as they were read.
+            pages_follow_layers: False for emulated stages, whose pages are from a profile.
+
+        Raises:
+            CannotTry: it would take too long, or the simulated run is not as long as the real one.
         """
         start = timeline.stages[0].start
         policy = parse_recorded(start.policy)
@@ -154,13 +175,13 @@ class Rerun:
         measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
         found_s = rerun.wall_s(Change())
         if abs(found_s - measured_s) > _MOST_OFF * measured_s:
-            raise CannotTry(f"{measured_s:.2f} s of the run are {found_s:.2f} s on the simulator")
+            raise CannotTry(f"the simulator takes {found_s:.2f} s for {measured_s:.2f} s of the run")
         return rerun
 
     def saved(self, change: Change) -> float:
-        """Share of the wall time that as much work takes less with it; below 0 where it takes longer.
+        """Return the share of the wall time that the change saves for the same work; below 0 if it takes longer.
 
-        Of a run that is not simulated to its end, more requests save nothing to speak of.
+        If the run is not simulated to its end, more requests save almost nothing.
         """
         if change.times > 1 and self.counted < len(self.requests):
             return 0.0
@@ -168,12 +189,12 @@ class Rerun:
         return 1 - after_s / (change.times * before_s) if before_s else 0.0
 
     def sooner(self, change: Change) -> float:
-        """Share of the time from a request's first issue to its first token that it takes less with it, as `saved`."""
+        """Return the share that the change saves of the time from first issue to first token, like `saved`."""
         before_s, after_s = self._times(Change()).first_token_s, self._times(change).first_token_s
         return 1 - after_s / before_s if before_s else 0.0
 
     def wall_s(self, change: Change) -> float:
-        """From the first issue to the last answer that counts; infinite where that takes too long to be tried."""
+        """Return the time from the first issue to the last answer that counts; infinite if the trial takes too long."""
         return self._times(change).wall_s
 
     def _times(self, change: Change) -> _Times:
@@ -193,8 +214,10 @@ class Rerun:
         return watch.times
 
     def _with(self, change: Change) -> tuple[PolicySpec, Limits, CostModel]:
-        """What another policy, or another number of stages, brings with it is what it has by itself; but as many in
-        flight as somebody chose stay as many.
+        """Return policy, limits and cost after the change.
+
+        Another policy or another number of stages brings its own defaults. But if the user chose the number of
+        microbatches in flight, it stays.
         """
         policy, cost, limits = change.policy or self.policy, self.cost, self.limits
         chosen = limits.inflight != self.policy.inflight(limits.num_stages)
@@ -210,7 +233,10 @@ class Rerun:
         return policy, replace(limits, **given), cost
 
     def _pages(self, change: Change, cost: CostModel) -> int:
-        """As many as seats can take, if memory holds them: fewer of more layers. The longest request fits."""
+        """Return the pages that the seats can use, if memory holds them. More layers leave fewer pages.
+
+        The longest request fits in any case.
+        """
         limits, pages = self.limits, self.max_pages
         if self.pages_follow_layers:
             pages = pages * _most_layers(self.cost) // _most_layers(cost)
@@ -221,14 +247,17 @@ class Rerun:
         return max(pages, -(-longest // limits.page_size))
 
     def _with_hosts(self, cost: CostModel) -> CostModel:
-        """A stage that its host keeps busy is as good as one that computes for longer."""
+        """Add the hosts' time to the cost: a stage that its host keeps busy is like one that computes longer."""
         mean_s = sum(self.host_s) / len(self.host_s)
         hosts_s = self.host_s if len(cost.stages) == len(self.host_s) else (mean_s,) * len(cost.stages)
         stages = (replace(stage, a0=stage.a0 + host_s) for stage, host_s in zip(cost.stages, hosts_s, strict=True))
         return replace(cost, stages=tuple(stages))
 
     def _links(self, num_stages: int) -> Links:
-        """Of another number of stages nobody knows which edge is the slow one, so all are as slow as the mean edge."""
+        """Return the links.
+
+        With another number of stages the slow edge is unknown, so all are as slow as the mean edge.
+        """
         if num_stages == len(self.links):
             return self.links
         forward = self.links[:-1] or self.links
@@ -247,7 +276,10 @@ class Rerun:
 
 
 def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> bool:
-    """Each token but a request's last is computed, prompts included: a damaged trace may say otherwise."""
+    """Return whether the trace holds the compute of all answered tokens. A damaged trace may not.
+
+    Each token but a request's last is computed, prompts included.
+    """
     left = sum(event.num_tokens for event in timeline.issued)
     for request in answered:
         left -= request.prompt_tokens + request.output_tokens - 1
@@ -257,14 +289,19 @@ def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> b
 
 
 def _sample(timeline: Timeline, count: int, seats: int) -> tuple[int, int]:
-    """How many of the requests are simulated, and after how many of their answers times are taken. seats: the most that
-    a trial has. Raises CannotTry where too few can be.
+    """Return the number of requests to simulate, and the number of their answers after which times are taken.
+
+    Args:
+        seats: the most seats of a trial.
+
+    Raises:
+        CannotTry: too few requests can be simulated.
     """
     stages, chunks = len(timeline.stages), sum(event.decodes + event.num_chunks for event in timeline.issued)
     affordable = count * _MOST_STEPS / (len(timeline.issued) * stages + chunks / _CHUNKS_A_STEP)
     needed = min(count, max(round(affordable), ceil(_LEAST_SEATFULS * seats)))
     if needed > max(1.0, _MOST_OVER * affordable):
-        raise CannotTry(f"{needed} of its requests would have to be simulated, {_MOST_OVER * affordable:.0f} can be")
+        raise CannotTry(f"{needed} of its requests must be simulated, but only {_MOST_OVER * affordable:.0f} can be")
     return needed, count if needed == count else needed - seats
 
 
@@ -273,13 +310,13 @@ def _most_layers(cost: CostModel) -> int:
 
 
 def _asked(answered: Iterable[RequestFinished], seats: float) -> Iterator[_Asked]:
-    """The requests in order of arrival, from the first one's.
+    """Yield the requests in order of arrival, with times from the first arrival on.
 
-    Who reads a file reads no more ahead than that many, so where as many wait, the next one was there before it was
-    read: it is taken to have come with the one before it.
+    A reader of a file reads at most `seats` requests ahead. If that many wait, the next request was there before it was
+    read. It is taken to have come with the request before it.
     """
     first_s = arrival_s = -inf
-    issues_s: list[float] = []  # of all that have arrived, sorted
+    issues_s: list[float] = []  # of all requests that have arrived, sorted
     for request in answered:
         num_waiting = len(issues_s) - bisect_right(issues_s, request.arrived_s)
         if num_waiting < seats:
@@ -290,11 +327,11 @@ def _asked(answered: Iterable[RequestFinished], seats: float) -> Iterator[_Asked
 
 
 class _Enough(Exception):
-    """What is to be known is."""
+    """The signal to end a simulation, because its times are known or it takes too long."""
 
 
 class _Watch:
-    """Takes the times of a simulation, and ends it after so many answers, or too many steps."""
+    """A recorder of a simulation's times. It ends the simulation after a number of answers, or after too many steps."""
 
     def __init__(self, answers: int, num_stages: int) -> None:
         self.times = _GIVEN_UP

@@ -1,11 +1,11 @@
 """The real coordinator on a virtual clock.
 
-Does what the engine does, in the same order: rank 0 takes in arrivals and results whenever its own stage is
-free, computes the heads that are left to that, issues a microbatch, and runs it through that stage before it looks
-again. What happened is told as the
-events of a real run, so every report works on it.
+The simulation does what the engine does, in the same order. Whenever its own stage is free, rank 0 takes in arrivals
+and results. It computes the LM heads that its stage has to compute. Then it issues a microbatch, and runs it through
+its stage before the next step. Everything that happens is recorded as the events of a real run, so every report works
+on it.
 
-It goes from look to look, so that several can share a clock: see sim/replicas.py.
+The simulation advances step by step, so that several can share a clock. See sim/replicas.py.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from sarathi_pp.sim.pipeline import VirtualPipeline
 from sarathi_pp.trace.events import Compute, Event, Head, Issued, RequestArrived, Returned, Starved
 from sarathi_pp.trace.token_times import TokenTimes
 
-# Told with the stage that an event belongs to.
+# Called with a stage and an event of that stage.
 Record = Callable[[int, Event], None]
 
 
 class Simulation:
-    """One run of finitely many requests. Holds what is in flight and nothing of what is done.
+    """One run of finitely many requests. It holds what is in flight, and nothing that is done.
 
-    cost: what policies may know of the stages; the pipeline's own times may differ from it. heads: which of them the
-    first stage computes.
+    Args:
+        cost: costs that policies may know. The pipeline's own times may differ from them.
+        heads: chooses the LM heads that the first stage computes.
     """
 
     def __init__(
@@ -57,17 +58,18 @@ class Simulation:
         self._head: _Head | None = None
         self._starved: IdleReason | None = None
         self._token_s = 0.0
-        self._runs = True  # the first stage computes, or nobody has looked yet
+        self._runs = True  # the first stage computes, or there was no step yet
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Answer all requests, which come in order of arrival."""
+        """Answer all requests. They must come in order of arrival."""
         arrivals = InOrder(iter(requests))
         while (at_s := self.due_s(arrivals)) < inf:
             self.step(at_s, arrivals)
 
     def due_s(self, arrivals: Arrivals) -> float:
-        """When it looks next: the first stage is free, a result is there, or an arrival where one could be issued;
-        infinite where all that has arrived is answered and nothing more comes.
+        """Return the time of the next step: the first stage is free, a result is there, or an arrival could be issued.
+
+        The time is infinite if everything that arrived is answered and nothing more comes.
         """
         if self._runs:
             until_s = self._pipeline.entry_free_s
@@ -79,9 +81,9 @@ class Simulation:
         return max(self._now_s, until_s)
 
     def step(self, at_s: float, arrivals: Arrivals) -> None:
-        """One look, when it is due."""
+        """Make one step at the time when it is due."""
         self._now_s = at_s
-        if self._head is None:  # the engine does not look for arrivals between a head and what follows it
+        if self._head is None:  # the engine takes no arrivals between an LM head and the work after it
             self._admit(arrivals)
         self._runs = self._collect() or self._issue()
 
@@ -97,7 +99,7 @@ class Simulation:
                 self._finish(answered, self._now_s)
 
     def _collect(self) -> bool:
-        """Take in what is there; True where that has the first stage compute a head."""
+        """Take in the results that are there. Return True if the first stage now computes an LM head."""
         if self._head is not None:
             head, self._head = self._head, None
             self._token_s = head.end_s
@@ -151,7 +153,7 @@ class Simulation:
 
 
 class _Head(NamedTuple):
-    """One that the first stage computes."""
+    """An LM head that the first stage computes."""
 
     result: StepResult
     start_s: float
@@ -159,5 +161,5 @@ class _Head(NamedTuple):
 
 
 def _draw(chunks: tuple[Chunk, ...]) -> tuple[SampledToken, ...]:
-    """Tokens of no meaning: nothing reads them, and no output ends before its length."""
+    """Return tokens without meaning. Nothing reads them, and no output ends before its length."""
     return tuple(SampledToken(chunk.sequence, chunk.epoch, 0) for chunk in chunks if chunk.sampling is not None)

@@ -1,15 +1,15 @@
-"""Workloads: by name, or as somebody recorded them; each request is made when it is asked for.
+"""Workloads, by name or as recorded. Each request is made when it is needed.
 
 zipf:n=10000,min=1024,max=4096,theta=0.4,pd=10,seed=0
     SARATHI's (arXiv 2308.16369, section 5.3): total length min + k - 1 with a probability proportional to
-    k^-theta, output max(1, round(length / (pd + 1))), the rest prompt
+    k^-theta, output max(1, round(length / (pd + 1))). The other tokens are the prompt
 uniform:n=32,min=256,max=1024,pd=8,seed=0
     prompt length uniform, output max(1, prompt // pd); or output=64 for all
 fixed:n=100,prompt=1024,output=128,seed=0
 poisson:rate=7,SPEC
-    any of the others with Poisson arrivals, `rate` a second; else all arrive at 0
+    any of the others with Poisson arrivals, `rate` per second; otherwise all arrive at 0
 then:SPEC+SPEC
-    one after the other, as when the traffic changes in mid-run; arrivals go in front: poisson:rate=7,then:SPEC+SPEC
+    one after the other, as if the traffic changed during a run; arrivals come first: poisson:rate=7,then:SPEC+SPEC
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 
 _VOCABULARY = 32_000
-# Tokens at the most: beyond every pipeline, and little enough for a table of zipf's weights.
+# Most tokens: more than any pipeline takes, and few enough for a table of zipf's weights.
 _TOKENS = {"min", "max", "prompt", "output"}
 _MOST = 10_000_000
 _LARGEST = 2**53
 _LEAST_RATIO = 0.001
-# Arrivals a second at the least: one in a lifetime.
+# Fewest arrivals per second: one in a lifetime.
 _LEAST_RATE = 1e-9
 Lengths = tuple[int, int]  # prompt and output tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """rate: arrivals a second, infinite where all are there at 0 or `_arrivals` tells when each comes, in seconds."""
+    """A number of requests with their lengths and arrivals.
+
+    Attributes:
+        rate: arrivals per second. Infinite if all requests arrive at 0, or if `_arrivals` gives each arrival in
+            seconds.
+    """
 
     spec: str
     num_requests: int
@@ -57,20 +62,24 @@ class Workload:
         lengths: Callable[[], Iterator[Lengths]],
         arrivals: Callable[[], Iterator[float]] | None,
     ) -> Workload:
-        """Of requests that somebody has written down, in order of arrival. None: all are there at 0."""
+        """Return a workload of recorded requests, in order of arrival.
+
+        Args:
+            arrivals: None if all arrive at 0.
+        """
         return cls(spec, num_requests, max_tokens, math.inf, lambda rng: lengths(), 0, arrivals)
 
     def lengths(self) -> Iterator[Lengths]:
-        """Prompt and output tokens of each request, the same every time."""
+        """Return the prompt and output lengths of the requests, the same every time."""
         return itertools.islice(self._draw(random.Random(self._seed)), self.num_requests)
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether it says when requests come; else all are there at 0."""
+        """Return whether the workload sets arrivals. Otherwise all requests arrive at 0."""
         return math.isfinite(self.rate) or self._arrivals is not None
 
     def at_rate(self, rate: float) -> Workload:
-        """The same requests with Poisson arrivals, whatever arrivals they have."""
+        """Return the same requests with Poisson arrivals, instead of any arrivals that they have."""
         return replace(self, rate=rate, _arrivals=None)
 
     @property
@@ -80,7 +89,11 @@ class Workload:
         return prompts / outputs
 
     def requests(self, *, token_ids: bool = True, vocabulary: int = _VOCABULARY) -> Iterator[Request]:
-        """In order of arrival. token_ids: drawn ones below `vocabulary`, else all 0, for who never looks at them."""
+        """Yield the requests in order of arrival.
+
+        Args:
+            token_ids: draw ids below `vocabulary`. If False, all ids are 0, for callers that never read them.
+        """
         ids, arrivals = random.Random(self._seed + 1), self._arrival_times()
         for index, (prompt, output) in enumerate(self.lengths()):
             arrival_s = next(arrivals)
@@ -98,9 +111,13 @@ class Workload:
 
 
 def parse_workload(spec: str, recorded: Callable[[str], Workload | None] = lambda spec: None) -> Workload:
-    """recorded: finds the workload of a spec that is no name; None where there is none.
+    """Return the workload of a spec.
 
-    Raises ConfigError naming the part that is wrong and what it takes.
+    Args:
+        recorded: finds the workload of a spec that is no name; None if there is none.
+
+    Raises:
+        ConfigError: a part is wrong. The message gives it and the legal values.
     """
     kind, _, rest = spec.partition(":")
     if kind == "poisson":
@@ -197,7 +214,7 @@ def _joined(spec: str, parts: list[Workload]) -> Workload:
         if part.has_arrivals:
             rate = f"{part.rate:g}" if math.isfinite(part.rate) else "..."
             whole = f"poisson:rate={rate},then:..."
-            raise ConfigError(f"{spec}: {part.spec} has arrivals of its own; put them in front of it all: {whole}")
+            raise ConfigError(f"{spec}: {part.spec} has arrivals of its own; put them before all parts: {whole}")
 
     def draw(rng: random.Random) -> Iterator[Lengths]:
         return itertools.chain.from_iterable(part.lengths() for part in parts)
@@ -206,7 +223,7 @@ def _joined(spec: str, parts: list[Workload]) -> Workload:
     return Workload(spec, count, most, math.inf, draw, parts[0]._seed)
 
 
-# Parameters that may be 0; an output of 0 is one by pd.
+# Parameters that may be 0. With an output of 0, pd gives the output.
 _FROM_ZERO = {"zipf": ("theta", "seed"), "uniform": ("output", "seed"), "fixed": ("seed",)}
 _Builder = Callable[[Mapping[str, float]], tuple[Callable[[random.Random], Iterator[Lengths]], int]]
 _KINDS: dict[str, tuple[dict[str, float], _Builder]] = {

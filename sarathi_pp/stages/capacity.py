@@ -1,4 +1,4 @@
-"""How many KV pages each stage can hold, counted before anything runs, and the run that follows from it."""
+"""The count of KV pages that each stage can hold, made before anything runs, and the run that follows from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.process.host import MemoryPool, host_id, memory_pools
 
 _SEQS_PER_STAGE = 64
-# On CPU the default leaves most of the memory to the rest of the machine, as serving engines do.
+# On CPU, the default leaves most of the memory to other programs, as serving engines do.
 _CPU_SHARE = 0.4
 _CPU_MOST_BYTES = 4 << 30
 
@@ -34,8 +34,8 @@ def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: Mapping[st
     """Return the bytes that this stage may give its KV shard, after its weights are loaded.
 
     Args:
-        sharers: ranks that draw on a pool of this device's, by the pool's id; one for a pool that is not in it.
-        working_bytes: what a stage on a GPU needs besides weights and KV.
+        sharers: number of ranks that draw on each of this device's pools, by the pool's id. A missing pool has one.
+        working_bytes: memory that a stage on a GPU needs besides weights and KV.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
@@ -48,7 +48,10 @@ def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: Mapping[st
 
 
 def room_bytes(device: torch.device) -> int:
-    """Return all that is free now. Ranks that share it need different parts: what is beyond all of it fits none."""
+    """Return all memory that is free now.
+
+    Ranks that share it need different parts. A rank that needs more than all of it cannot fit.
+    """
     return min(pool.free_bytes for pool in pools_of(device))
 
 
@@ -61,10 +64,16 @@ def make_shard(
     *,
     spare: bool = False,
 ) -> KVShard:
-    """The stage's KV pages; spare: see KVShard. Raises CapacityError where there is no room for them, which a system
-    need not tell at once.
+    """Return the stage's KV pages.
 
-    On CPU memory is not taken before pages are written, so it is compared; a GPU says itself that it has none.
+    A system need not report at once that memory is missing. On CPU, memory is not taken before pages are written. So
+    the need is compared with the free memory. A GPU itself reports that it has none.
+
+    Args:
+        spare: see KVShard.
+
+    Raises:
+        CapacityError: there is no room for the pages.
     """
     needed, room = shard_bytes(run, facts, layers, dtype), room_bytes(device)
     try:
@@ -85,7 +94,7 @@ def make_shard(
 def count_pages(
     budget_bytes: int, facts: ModelFacts, layers: tuple[int, int], page_size: int, dtype: torch.dtype
 ) -> int:
-    """Pages of this stage that fit the budget. Raises CapacityError where not even one does."""
+    """Return the number of pages of this stage that fit the budget. Raise CapacityError if not even one fits."""
     one = page_bytes(layers[1] - layers[0], page_size, facts.num_kv_heads, facts.head_dim, dtype)
     if budget_bytes < one:
         raise CapacityError(
@@ -102,7 +111,7 @@ def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dt
 
 
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
-    """Of the largest shard."""
+    """Return the size of the largest KV shard."""
     return max(shard_bytes(run, facts, layers, dtype) for layers in run.layers)
 
 
@@ -118,9 +127,10 @@ def resolve(
     attention: str,
     moves_head: bool = False,
 ) -> ResolvedRun:
-    """The run, from what was asked and the pages that each stage can hold. Pure; the same on every rank.
+    """Return the run, from the options and the pages that each stage can hold. It is pure and the same on every rank.
 
-    Raises ConfigError for a --max-model-len beyond the model's positions.
+    Raises:
+        ConfigError: --max-model-len is beyond the model's positions.
     """
     limits = resolve_limits(config, facts, len(layers), pages, page_size)
     return ResolvedRun(
@@ -149,10 +159,11 @@ def resolve(
 def resolve_limits(
     config: RunConfig, facts: ModelFacts, num_stages: int, pages: Sequence[int], page_size: int
 ) -> Limits:
-    """Return what scheduling needs of a run before it is resolved. Raises as `resolve`.
+    """Return the limits that scheduling needs, before the run is resolved. Raise the same errors as `resolve`.
 
     Args:
-        pages: KV pages that each stage can hold; empty if they are not known, and then no microbatch is larger.
+        pages: KV pages that each stage can hold. If they are not known, it is empty, and no microbatch of the run is
+            larger than with these limits.
     """
     policy = parse_policy(config.policy)
     max_model_len = facts.max_model_len(config.max_model_len)
@@ -161,7 +172,7 @@ def resolve_limits(
     num_pages = min(*pages, useful) if pages else useful
     return Limits(
         num_stages=num_stages,
-        # Every token computed has a place in the pool, so no microbatch is larger than that.
+        # Every computed token needs a place in the pool, so no microbatch is larger than the pool.
         chunk_size=min(config.chunk_size or policy.kind.default_chunk_size, num_pages * page_size),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -172,7 +183,7 @@ def resolve_limits(
 
 
 def limits_of(run: ResolvedRun) -> Limits:
-    """What scheduling needs of a resolved run."""
+    """Return the limits that scheduling needs, of a resolved run."""
     return Limits(
         num_stages=run.num_stages,
         chunk_size=run.chunk_size,

@@ -1,8 +1,8 @@
-"""Points in a CUDA stream's work, told from its events without ever waiting for the device.
+"""Points in the work of a CUDA stream, located by CUDA events without ever waiting for the device.
 
-Two events tell the device's own seconds between them, nothing else. What they are on the host's clock follows from an
-anchor, the event located last, and from two facts: the device comes to an event after the host has recorded it and
-before the host has seen it done. Where the two clocks drift apart, these bounds put it right.
+Two events give only the device's own seconds between them. Their times on the host's clock follow from an anchor, the
+event located last, and from two facts. The device reaches an event after the host has recorded it, and before the host
+has seen it done. If the two clocks drift apart, these bounds correct the times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sarathi_pp.trace.clock import Clock
 
 
 class CudaEvent(Protocol):
-    """What is used of torch.cuda.Event with enable_timing."""
+    """The used part of torch.cuda.Event with enable_timing."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -30,7 +30,7 @@ def _new_event() -> CudaEvent:
 
 
 class CudaTimer:
-    """Marks on the current stream of the current device. Waits for the device once, when it is made.
+    """Marks on the current stream of the current device. It waits for the device once, when it is made.
 
     Marks must be asked in the order in which they were made.
     """
@@ -39,7 +39,7 @@ class CudaTimer:
         self.clock = clock
         self._new_event = new_event
         for _ in range(2):
-            # The second time the device has nothing to do, so it comes to the event as soon as that is recorded.
+            # The second time, the device has no work, so it reaches the event as soon as that is recorded.
             self._anchor, self._anchor_s = new_event(), clock.now()
             self._anchor.record()
             self._anchor.synchronize()
@@ -51,16 +51,16 @@ class CudaTimer:
         return CudaMark(self, event, recorded_s)
 
     def locate(self, event: CudaEvent, recorded_s: float) -> float:
-        """The host's time of an event that the device has passed."""
+        """Return the host's time of an event that the device has passed."""
         at_s = self._anchor_s + 1e-3 * self._anchor.elapsed_time(event)
         at_s = min(max(at_s, recorded_s), self.clock.now())
-        # elapsed_time is a 32-bit float of milliseconds, so no anchor may be left far behind.
+        # elapsed_time is a 32-bit float of milliseconds, so the anchor must not be far in the past.
         self._anchor, self._anchor_s = event, at_s
         return at_s
 
 
 class CudaMark:
-    """See Mark."""
+    """A mark by a CUDA event. See Mark."""
 
     def __init__(self, timer: CudaTimer, event: CudaEvent, recorded_s: float) -> None:
         self._timer = timer
@@ -77,5 +77,5 @@ class CudaMark:
         self._event.synchronize()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """What the stream is given next waits for this point."""
+        """Make later work on a stream wait for this point."""
         stream.wait_event(self._event)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""A stage that sleeps its modelled time: real coordinator, processes and wire, without a model.
+"""A stage that sleeps for its modelled time: coordinator, processes and wire are real, but there is no model.
 
-So a pipeline can be run with more stages than there are cores, or as another machine would run it. What it
-passes on has the true size; its tokens are drawn from request and position, as if sampled.
+So a pipeline can run with more stages than there are cores, or as on another machine. Its messages have the true size.
+Its tokens are drawn from request and position, as if sampled.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Receiver
 from sarathi_pp.wire.delay import DelayedReceiver
 
-# Any id may be in a prompt, since nothing is looked up; drawn ones are below this.
+# A prompt may hold any id below _LEGAL_IDS, since nothing is looked up. Drawn ids are below _DRAWN_IDS.
 _LEGAL_IDS = 2**31 - 1
 _DRAWN_IDS = 32_000
 _SHORTEST_SLEEP_S = 0.05
 
 
 def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
-    """The profile's model as far as planning and the wire ask about it; no end of sequence."""
+    """Return the facts of the profile's model that planning and the wire need. It has no end of sequence."""
     return ModelFacts(
         model_type="emulated",
         architecture=profile.model,
@@ -52,7 +52,7 @@ def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
 
 
 class EmulatedStage:
-    """See Stage. Sleeping is not computing, so its CPU time says nothing."""
+    """A stage that sleeps. See Stage. Sleeping is not computing, so its CPU time has no meaning."""
 
     counts_cpu = False
     bytes_read = 0
@@ -85,9 +85,9 @@ class EmulatedStage:
             begin_s = self._clock.now()
             output = output_of()
             for layer in range(1, self._num_layers + 1):
-                share = layer / self._num_layers  # of all layers exactly 1
+                share = layer / self._num_layers  # exactly 1 for all layers
                 left_s = begin_s + seconds * share - self._clock.now()
-                # Waking up takes time, so short layers are slept through together.
+                # Waking up takes time, so several short layers share one sleep.
                 if left_s >= _SHORTEST_SLEEP_S or layer == self._num_layers:
                     self._clock.sleep(max(0.0, left_s))
                 self.steps += 1
@@ -96,7 +96,7 @@ class EmulatedStage:
         return compute
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
-        """Nothing is compiled or allocated on first use."""
+        """Do nothing: nothing is compiled or allocated on first use."""
 
     def _output(self, microbatch: MicroBatch) -> StageOutput:
         if not self._head:
@@ -120,7 +120,7 @@ def _drawn(microbatch: MicroBatch) -> StageOutput:
 
 
 class EmulatedStages:
-    """See StageMaker: the stages that a profile describes."""
+    """The stages that a profile describes. See StageMaker."""
 
     attention = "emulated"
     device_name = "emulated"
@@ -136,7 +136,7 @@ class EmulatedStages:
         return 0
 
     def load(self, layers: tuple[int, int], room_bytes: int) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
         return self._profile.pages
@@ -151,7 +151,10 @@ class EmulatedStages:
 def over_link(
     upstream: Receiver[Tensor], profile: Profile | None, stage: int, num_stages: int, clock: Clock
 ) -> Receiver[Tensor]:
-    """The edge into a stage, as slow as the profile of emulated stages wants it beyond what it is by itself."""
+    """Return the edge into a stage.
+
+    If a profile emulates stages, the edge adds the latency that the profile gives it.
+    """
     if profile is None:
         return upstream
     added_s = profile.edge_links(num_stages)[stage - 1].added_latency_s
@@ -159,9 +162,10 @@ def over_link(
 
 
 def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
-    """What the profile decides where the user did not: the sequences that run at once and the layers of each stage.
+    """Return the options with the profile's values for sequences at once and layers per stage, if the user gave none.
 
-    Raises ConfigError for options that ask something of a model or its device.
+    Raises:
+        ConfigError: an option needs a model or its device, or the profile's links are for another number of stages.
     """
     asked = {
         "--attention": config.attention != "auto",
@@ -174,12 +178,12 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
     if any(asked.values()):
         named = " and ".join(option for option, given in asked.items() if given)
         raise ConfigError(
-            f"--emulate runs no model, so {named} cannot be honoured; the profile says how many pages fit"
+            f"--emulate runs no model, so {named} cannot be honoured; the profile sets the number of pages"
         )
     if config.stages != len(profile.cost.stages) and any(link.added_latency_s for link in profile.links):
         raise ConfigError(
-            f"the profile adds latency to the edges of {len(profile.cost.stages)} stages, and there are "
-            f"{config.stages}; use as many, or leave out its links"
+            f"the profile adds latency to the edges of {len(profile.cost.stages)} stages, but there are "
+            f"{config.stages}; use the same number of stages, or remove its links"
         )
     own = tuple(end - first for first, end in (stage.layers for stage in profile.cost.stages))
     return replace(

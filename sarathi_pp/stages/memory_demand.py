@@ -1,7 +1,7 @@
-"""Memory that ranks need together, compared with what the pools on which they draw have free.
+"""The memory that ranks need together, compared with the free memory of the pools on which they draw.
 
-Each rank says what it needs and from which pools it takes that: its host's memory and the cgroups that limit it, or its
-GPU's memory. Then every rank computes the same sums, before any of them takes anything.
+Each rank reports what it needs and its pools: the memory of its host and the cgroups that limit it, or the memory of
+its GPU. Then every rank computes the same sums, before any of them takes memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from sarathi_pp.process.host import MemoryPool
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """num_bytes: what one rank is going to take. pools: each of them has to have room for it."""
+    """The memory that one rank is going to take.
+
+    Attributes:
+        num_bytes: size of the memory.
+        pools: pools that all must have room for it.
+    """
 
     num_bytes: int
     pools: tuple[MemoryPool, ...]
@@ -31,13 +36,15 @@ class Demand:
 
 
 def require_room(demands: Sequence[Demand], hosts: Sequence[str], what: str, remedy: str) -> None:
-    """Raise CapacityError if ranks need more together than a pool has free; a rank alone finds that out itself.
+    """Raise CapacityError if several ranks together need more than a pool has free.
+
+    A rank that is alone in a pool finds that out itself.
 
     Args:
-        demands: of every rank.
+        demands: demand of every rank.
         hosts: name of every rank's host.
-        what: what is to be stored, for the message.
-        remedy: what the user can do; {each} stands for the room that a rank has if all get the same.
+        what: things to store, for the message.
+        remedy: advice for the user. {each} becomes the room that a rank has if all get the same.
     """
     tightest: dict[tuple[int, ...], MemoryPool] = {}
     for ranks, pool in _pools(demands):
@@ -57,7 +64,7 @@ def require_room(demands: Sequence[Demand], hosts: Sequence[str], what: str, rem
 
 
 def room_for(rank: int, demands: Sequence[Demand]) -> int:
-    """Return how many bytes a rank may take if all others take what they need."""
+    """Return how many bytes the rank may take if all others take what they need."""
     return min(
         pool.free_bytes - sum(demands[other].num_bytes for other in ranks if other != rank)
         for ranks, pool in _pools(demands)
@@ -66,12 +73,12 @@ def room_for(rank: int, demands: Sequence[Demand]) -> int:
 
 
 def sharers_of(rank: int, demands: Sequence[Demand]) -> dict[str, int]:
-    """Return how many ranks draw on each pool of this rank's, by the pool's id."""
+    """Return how many ranks draw on each pool of this rank, by the pool's id."""
     return {pool.id: len(ranks) for ranks, pool in _pools(demands) if rank in ranks}
 
 
 def _pools(demands: Sequence[Demand]) -> list[tuple[tuple[int, ...], MemoryPool]]:
-    """Return every pool with the ranks that draw on it; of what these found free the least."""
+    """Return every pool with the ranks that draw on it. Its free memory is the least that these ranks found."""
     ranks: dict[str, list[int]] = {}
     pools: dict[str, MemoryPool] = {}
     for rank, demand in enumerate(demands):

@@ -46,9 +46,12 @@ _log = logging.getLogger(__name__)
 class ModelStages:
     """Stages that hold a slice of a model. See StageMaker.
 
-    shard: which part of every layer, where a stage has several ranks; they
-    load and make their stages side by side. facts: of the whole model in any case. moves_head: see ResolvedRun.
-    by_nccl: whether activations are received into memory of the device.
+    Args:
+        facts: facts of the whole model, also with shards.
+        shard: this rank's part of every layer, if a stage has several ranks. These load and make their stages at the
+            same time.
+        moves_head: see ResolvedRun.
+        by_nccl: activations are received into memory of the device.
     """
 
     def __init__(
@@ -101,17 +104,20 @@ class ModelStages:
         if self.has_head and layers[0] == 0:
             self._load_head(room_bytes)
         if device.type == "cuda" and self._config.kv_cache_memory_bytes is None:
-            # Before any rank counts pages: memory in use for a moment must not be missing there.
+            # Before any rank counts pages: memory that is in use only for a moment must not be missing there.
             self._working = self._working_bytes(layers)
 
     def _load_head(self, room_bytes: int) -> None:
-        """Beside the layers, which take their part of the room; without it the last stage computes all heads."""
+        """Load the LM head next to the layers, which take their part of the room.
+
+        If it does not fit, the last stage computes the LM head for all microbatches.
+        """
         assert self._loaded is not None, "layers come first"
         left = room_bytes - self._loaded.num_bytes
         try:
             self._head = load_lm_head(self._model_dir, self._dtype, self._device, left)
         except CapacityError as error:
-            _log.warning("the head stays on the last stage: %s", str(error).splitlines()[0])
+            _log.warning("the LM head stays on the last stage: %s", str(error).splitlines()[0])
             self.has_head = False
 
     def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
@@ -123,7 +129,10 @@ class ModelStages:
         return count_pages(budget, self._facts, layers, self.page_size, self._dtype)
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
-        """On a CPU, whose memory is taken only when pages are written."""
+        """Return the size of the KV shard on a CPU, whose memory is taken only when pages are written.
+
+        It is 0 on a GPU.
+        """
         return shard_bytes(run, self._facts, layers, self._dtype) if self._device.type == "cpu" else 0
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> ModelStage:
@@ -144,7 +153,7 @@ class ModelStages:
         if self._device.type != "cuda" or self._config.enforce_eager:
             return False
         if self._shard is not None and self._shard.size > 1:
-            _log.info("no CUDA graphs: what tensor shards add up between products is not captured")
+            _log.info("no CUDA graphs: the sums of tensor shards between products are not captured")
             return False
         if not isinstance(self._backend, CapturableBackend):
             _log.info("no CUDA graphs: attention %s cannot be captured", self._backend.name)
@@ -152,7 +161,10 @@ class ModelStages:
         return True
 
     def _capture(self, run: ResolvedRun, kv: KVShard) -> StageGraphs | None:
-        """Capture the stage; None if no graph can hold its work, such as asking how many tokens an expert got."""
+        """Capture the stage.
+
+        Return None if no graph can hold its work, such as asking for the number of tokens of an expert.
+        """
         facts, pool = self._facts, torch.cuda.graph_pool_handle()
         shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
         assert self._loaded is not None, "load comes first"
@@ -164,20 +176,23 @@ class ModelStages:
                 facts.hidden_size,
                 facts.num_heads,
                 self._device,
-                [CudaGraph(pool) for _ in shapes],  # no name of its own here: it must not outlive a failure
+                [CudaGraph(pool) for _ in shapes],  # not bound to a name here: it must not outlive a failure
             )
             _log.info("%d graphs of up to %d tokens", len(shapes), shapes[0].num_tokens)
             return graphs
         except RuntimeError as error:
-            _log.warning("no CUDA graphs, each microbatch is launched anew: %s", str(error).splitlines()[0])
+            _log.warning("no CUDA graphs, each microbatch is launched without one: %s", str(error).splitlines()[0])
         # After the except block: captured graphs live as long as its traceback.
         give_back()
         return None
 
     def _working_bytes(self, layers: tuple[int, int]) -> int:
-        """Return what the stage needs besides weights and KV pages. Raises CapacityError if the GPU has less.
+        """Return the memory that the stage needs besides weights and KV pages.
 
         The shards of a stage measure together. So the microbatch does not depend on how much memory is free.
+
+        Raises:
+            CapacityError: the GPU has less memory.
         """
         facts, device = self._facts, self._device
         limits = self._limits()
@@ -196,7 +211,7 @@ class ModelStages:
         give_back()
         if not self._by_nccl:
             return computing
-        # Activations arrive in buffers on the device, and leave from where they were computed.
+        # Activations arrive in buffers on the device. They leave from the memory in which they were computed.
         edges = (layers[0] > 0) + (layers[1] < facts.num_layers)
         activations = largest.num_tokens * facts.hidden_size * self._dtype.itemsize
         return computing + edges * edge_buffers(limits.inflight) * activations
@@ -216,10 +231,12 @@ class ModelStages:
 
 
 class ModelStage:
-    """A slice of a model and its KV shard; holds nothing that a header did not tell it.
+    """A slice of a model and its KV shard. All that it knows about sequences comes from the headers of microbatches.
 
-    head: of a first stage that computes it for some microbatches. graphs: of its forward, where there are any.
-    debug_nan: look at every output, so that the first stage with values that are not finite is known.
+    Args:
+        head: LM head of a first stage that computes it for some microbatches.
+        graphs: CUDA graphs of its forward, if there are any.
+        debug_nan: check every output, so that the first stage with values that are not finite is known.
     """
 
     def __init__(
@@ -286,7 +303,7 @@ class ModelStage:
     def _forward(
         self, microbatch: MicroBatch, spans: list[Span], ids: array[int], logit_rows: Sequence[int]
     ) -> Callable[[Tensor | None], Tensor]:
-        """By a graph where one fits."""
+        """Return the forward of a microbatch. It uses a graph if one fits."""
         graph = self._graphs.prepare(spans, logit_rows, ids) if self._graphs is not None else None
         if graph is not None:
             return graph
@@ -303,15 +320,16 @@ class ModelStage:
         return forward
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
-        """Run microbatches of synthetic tokens, so that first-call costs (compilation, kernels, allocator) fall before
-        the run; and a draw of either kind.
+        """Run microbatches of synthetic tokens, and a draw of either kind.
+
+        So the costs of first calls (compilation, kernels, allocator) come before the run.
         """
         room = self.kv.num_pages * self.kv.page_size
         on_device = self.device.type != "cpu"
         for microbatch in warming(min(num_tokens, room), min(num_keys, room), on_device=on_device):
             spans, rows = [], 0
             for end, count, prompt in microbatch:
-                # They may share pages: nobody wants what is written there.
+                # They may share pages, because the written values are not needed.
                 spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
                 rows += count
             inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
@@ -328,7 +346,7 @@ class ModelStage:
         return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
 
     def _spans(self, microbatch: MicroBatch) -> tuple[list[Span], array[int]]:
-        """The chunks with their page tables, brought up to date, and their tokens."""
+        """Return the chunks with their page tables, brought up to date, and their tokens."""
         tables, num_pages = self._tables, self.kv.num_pages
         for sequence in microbatch.freed:
             tables.pop(sequence, None)
@@ -347,11 +365,11 @@ class ModelStage:
 
 
 def warming(num_tokens: int, num_keys: int, *, on_device: bool) -> list[list[tuple[int, int, bool]]]:
-    """What to warm up with: of each microbatch the sequences, as the end of their tokens, how many, and whether they
-    are a prompt's.
+    """Return the microbatches for the warm-up, each as a list of sequences.
 
-    A chunk, and a decode behind it. On a device both again behind a long context, which kernels there share out, and
-    the chunk beside such a decode: what is shared out is compiled apart, and so are chunks.
+    A sequence is the end of its tokens, their number, and whether they are a prompt's. The microbatches are a chunk,
+    and a decode after it. On a device, both come again after a long context, and the chunk comes again with such a
+    decode. Kernels there split long contexts, and split work is compiled separately, as are chunks.
     """
     chunk, decode = (num_tokens, num_tokens, True), (num_tokens, 1, False)
     if not on_device:
@@ -376,7 +394,7 @@ def _drawn(microbatch: MicroBatch) -> list[Chunk]:
 
 
 def _last_rows(microbatch: MicroBatch) -> list[int]:
-    """Row of the last token of every chunk that reaches the end of its sequence's known tokens."""
+    """Return the row of the last token of every chunk that reaches the end of its sequence's known tokens."""
     rows, end = [], 0
     for chunk in microbatch.chunks:
         end += chunk.num_tokens

@@ -1,7 +1,7 @@
-"""What a stage does with a microbatch: compute, record, pass on. The same on every rank.
+"""A runner that computes microbatches on a stage, records them and passes them on. It is the same on every rank.
 
-Rank 0's engine calls a StageRunner for the microbatches it issues; every other rank lets a StageRunner loop
-over what its upstream neighbour sends.
+Rank 0's engine calls a StageRunner for the microbatches that it issues. On every other rank, a StageRunner loops over
+the messages of its upstream neighbour.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.stage_progress import StageProgress
 
-# A reservation that takes less than this found a free buffer at once; only longer ones are a state of their own.
+# A reservation that takes less than this found a free buffer at once. Only longer ones are recorded as a state.
 _INSTANT_S = 20e-6
 
 
 class _Span(NamedTuple):
-    """A microbatch given to the device. release: of the buffer that its input lies in."""
+    """A microbatch given to the device.
+
+    Attributes:
+        release: releases the buffer that holds its input.
+    """
 
     microbatch: MicroBatch
     arrived: Mark
@@ -45,17 +49,16 @@ class _Span(NamedTuple):
 
 
 class StageRunner:
-    """Runs microbatches on this rank's stage and sends the results to the next one.
+    """A runner of microbatches on this rank's stage, which sends the results to the next one.
 
-    A device may report its times after the stage has returned its output. Then the span of a microbatch is
-    recorded, and its input released, with one of the next microbatches. Only a result waits for the device: it says
-    that every stage is done with the microbatch. So at most as many spans are unsettled as microbatches are in
-    flight.
+    A device may report its times after the stage has returned its output. Then the span of a microbatch is recorded,
+    and its input is released, with one of the next microbatches. Only a result waits for the device, since it reports
+    that every stage is done with the microbatch. So there are never more unsettled spans than microbatches in flight.
 
     Args:
         timer: marks points in the work of the stage's device.
-        index: of the stage in its pipeline.
-        name: what messages call this rank.
+        index: index of the stage in its pipeline.
+        name: name of this rank in messages.
         debug_nan: check every output and report the first stage with NaN or infinity.
         shards: edges to the other ranks of this stage; empty without tensor parallelism.
         shard_group: this rank's part in the sums of its stage; None if it holds the stage alone.
@@ -95,12 +98,12 @@ class StageRunner:
 
     @property
     def in_step(self) -> bool:
-        """Whether an error has left no microbatch half sent."""
+        """Return whether no microbatch was left half sent by an error."""
         return self._in_step
 
     @property
     def num_sent(self) -> int:
-        """Microbatches whose output was handed to the next stage."""
+        """Number of microbatches whose output was handed to the next stage."""
         return self._num_sent
 
     def run(
@@ -115,15 +118,18 @@ class StageRunner:
         try:
             self._run(frame, hidden, arrived, release)
             self._progress.num_done += 1
-        finally:  # a rank whose stage is lost may go on with something else, and does not hang
+        finally:  # a rank that lost its stage may do other work and does not hang
             self._progress.busy = False
 
     def finish(
         self, frame: HeadFrame, microbatch: MicroBatch, rows: Tensor | None, arrived_s: float
     ) -> tuple[StepResult, float, float]:
-        """Compute the head that the last stage has left to this one: the result, its seconds, and when it was there.
+        """Compute the LM head that the last stage has left to this stage.
 
-        Of stages whose times do not come later than their output.
+        It is only for stages whose times are known together with their output.
+
+        Returns:
+            The result, the seconds that it took, and the time at which it was ready.
         """
         self._progress.busy = True
         try:
@@ -167,15 +173,15 @@ class StageRunner:
             self._downstream.send(*self._message(frame, output, stage_times, short))
             self._num_sent += 1
             self._in_step = True
-        finally:  # what was computed is in the trace, whoever is lost
-            # Sending may have waited for the device, so that it tells now, with the least room for doubt.
+        finally:  # record what was computed, even if a neighbour is lost
+            # Sending may have waited for the device, so its times are known now, with the least uncertainty.
             self._settle()
             self._record()
 
     def _message(
         self, frame: MicroBatchFrame, output: StageOutput, stage_times: tuple[StageTime, ...], short: bool
     ) -> tuple[Frame, Tensor | None]:
-        """What goes downstream: activations, the rows of a head that is left to the first stage, or tokens."""
+        """Return the message for downstream: activations, rows for an LM head on the first stage, or tokens."""
         microbatch = frame.microbatch
         if output.hidden is not None:
             known = {sequence for sequence, _ in frame.bad}
@@ -187,10 +193,13 @@ class StageRunner:
         return StepResult(microbatch.index, tokens, stage_times, short), None
 
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
-        """The output, and whether it took a second attempt: the coordinator then asks for less at a time.
+        """Return the output, and whether it took a second attempt. After one, the coordinator asks for less at a time.
 
-        The same microbatch again writes the same keys and values to the same places. None where other ranks compute it
-        too, who would not know of it. Raises MemoryLostError.
+        The same microbatch again writes the same keys and values to the same places. If other ranks compute it too,
+        there is no second attempt, since they would not know about it.
+
+        Raises:
+            MemoryLostError: there is no memory for the microbatch.
         """
         try:
             return compute(hidden), False
@@ -199,14 +208,14 @@ class StageRunner:
                 raise
             if self._shard_group is not None:
                 raise self._no_memory(microbatch, "", error) from error
-        # Behind the except block: the failed attempt's tensors live as long as its traceback.
+        # After the except block: the failed attempt's tensors live as long as its traceback.
         give_back()
         try:
             return compute(hidden), True
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._no_memory(microbatch, ", at a second attempt either", error) from error
+            raise self._no_memory(microbatch, ", also at a second attempt", error) from error
 
     def _no_memory(self, microbatch: MicroBatch, attempts: str, error: RuntimeError) -> MemoryLostError:
         return MemoryLostError(
@@ -232,7 +241,7 @@ class StageRunner:
             self._untold.append(StageTime(index, end_s - start_s))
 
     def _record(self) -> None:
-        """What nobody waits for: the next stage has its input by then."""
+        """Release inputs and record spans. No stage waits for this: the next stage has its input by then."""
         while self._settled:
             release, told = self._settled.popleft()
             release()
@@ -246,9 +255,9 @@ class StageRunner:
             self._recorder.record(SendWait(asked_s, got_s))
 
     def close(self) -> None:
-        """Say goodbye downstream, behind everything else that was sent, and record what is left.
+        """Say goodbye downstream, after all other messages, and record the remaining spans.
 
-        The coordinator ends a run when it has all results, so the device has nothing left to do.
+        The coordinator ends a run when it has all results, so the device has no work left.
         """
         for shard in self._shards:
             shard.close()
@@ -259,7 +268,7 @@ class StageRunner:
         self._record()
 
     def serve(self, upstream: Receiver[Tensor]) -> None:
-        """Run what comes from upstream until it says goodbye, then say goodbye too."""
+        """Run the microbatches from upstream until it says goodbye, then say goodbye too."""
         while True:
             message = upstream.receive()
             assert message is not None
@@ -273,5 +282,8 @@ class StageRunner:
 
 
 def _blamed(tokens: tuple[SampledToken, ...], bad: dict[int, int], last: int) -> tuple[SampledToken, ...]:
-    """Where no stage before has noticed anything, it is the last one."""
+    """Return the tokens, with the first bad stage of each failed one.
+
+    If no earlier stage reported it, it is the last one.
+    """
     return tuple(token._replace(first_bad=bad.get(token.sequence, last)) if token.failed else token for token in tokens)

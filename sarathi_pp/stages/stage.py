@@ -1,4 +1,4 @@
-"""What a rank computes with: a stage, and the maker that gives a rank its own."""
+"""The interfaces of a stage, with which a rank computes, and of the maker that gives a rank its stage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from sarathi_pp.core.plan import MicroBatch, SampledToken
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """hidden: (T, hidden_size) for the next stage, None on the last one, which draws tokens instead. rows: (n,
-    hidden_size) of what is drawn, from a last stage that leaves the head to the first.
+    """The output of a stage for one microbatch.
 
-    bad: sequences of which not all of the output is finite; only looked for where that was asked for.
+    Attributes:
+        hidden: (T, hidden_size) for the next stage; None on the last one, which draws tokens instead.
+        tokens: drawn tokens.
+        rows: (n, hidden_size) of the drawn tokens, from a last stage that leaves the LM head to the first.
+        bad: sequences whose output is not finite everywhere. It is only checked if that was requested.
     """
 
     hidden: Tensor | None = None
@@ -28,23 +31,29 @@ class StageOutput:
 
 
 class Compute(Protocol):
-    """Embedding, layers, head and sampling of one microbatch."""
+    """Embedding, layers, LM head and sampling of one microbatch."""
 
     def __call__(self, hidden: Tensor | None) -> StageOutput:
-        """hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids.
+        """Compute the microbatch.
 
-        May be called again with the same where it found no memory. The output shares no memory with the input. A device
-        may still be computing when this returns.
+        If it found no memory, it may be called again with the same input. The output shares no memory with the input. A
+        device may still be computing when this returns.
+
+        Args:
+            hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids.
         """
         ...
 
 
 class Stage(Protocol):
-    """Runs microbatches in the order in which they were issued.
+    """A part of the model that runs microbatches in the order in which they were issued.
 
-    counts_cpu: whether the computing thread's CPU time says something about a compute span. bytes_read: of the
-    weights, at loading. steps: layers computed so far, which moves inside of a microbatch too; on a device, once they
-    are launched. graphed: microbatches that a CUDA graph ran, and those that none fits; None without graphs.
+    Attributes:
+        counts_cpu: the computing thread's CPU time has a meaning for a compute span.
+        bytes_read: bytes of weights read at loading.
+        steps: layers computed so far, which also increases inside of a microbatch. On a device, layers count once they
+            are launched.
+        graphed: microbatches that a CUDA graph ran, and those that fit none; None without graphs.
     """
 
     @property
@@ -57,26 +66,29 @@ class Stage(Protocol):
     def graphed(self) -> tuple[int, int] | None: ...
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
-        """The program's own part: page tables, indices, token ids. Returns the rest, which is timed."""
+        """Do the host's own part: page tables, indices, token ids. Return the remaining work, which is timed."""
         ...
 
     def prepare_head(self, microbatch: MicroBatch) -> Compute:
-        """Of a first stage that has the head too: from the rows that the last stage has left to it to tokens."""
+        """Prepare the LM head on a first stage that has it too.
+
+        It makes tokens from the rows that the last stage leaves to it.
+        """
         ...
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
-        """Bear the costs of first calls, before the run, for microbatches of up to num_tokens behind num_keys."""
+        """Pay the costs of first calls before the run, for microbatches of up to num_tokens after num_keys."""
         ...
 
 
 class StageMaker(Protocol):
-    """Where a rank's stage comes from: first what can be loaded without knowing the run, then the rest.
+    """The maker of a rank's stage. First it loads what does not depend on the run, then it makes the stage.
 
     Attributes:
         page_size: tokens per KV page.
         attention: name of the attention backend.
         device_name: type of the device, for the reports.
-        has_head: on the first stage, it could load the LM head too; on other stages, the first stage was asked to.
+        has_head: on the first stage, it could load the LM head too. On other stages, the first stage was asked to.
             Known after `load`.
         reading: shows how much of the weights `load` has read, if it is formatted.
     """
@@ -93,24 +105,31 @@ class StageMaker(Protocol):
     def reading(self) -> object: ...
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
-        """Return what `load` takes for the layers [first, end), which it tells from the checkpoint's headers alone."""
+        """Return the bytes that `load` takes for the layers [first, end), from the checkpoint's headers alone."""
         ...
 
     def load(self, layers: tuple[int, int], room_bytes: int) -> None:
-        """Load what belongs to the layers [first, end). room_bytes: what this rank may take of the device's memory."""
+        """Load everything that belongs to the layers [first, end).
+
+        Args:
+            room_bytes: memory of the device that this rank may take.
+        """
         ...
 
     def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
-        """Return how many KV pages fit beside what was loaded: when every rank has, since some may share the memory.
+        """Return how many KV pages fit next to what was loaded.
 
-        sharers: ranks that draw on each pool of memory, by the pool's id.
+        Call it when every rank has loaded, since some may share the memory.
+
+        Args:
+            sharers: number of ranks that draw on each pool of memory, by the pool's id.
         """
         ...
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
-        """Return what `make` takes for KV pages before it can find out that they are not there; 0 if it can."""
+        """Return the bytes that `make` takes for KV pages if it cannot notice that they are missing; 0 if it can."""
         ...
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> Stage:
-        """The stage, for the page count that all ranks agreed on."""
+        """Return the stage, for the page count that all ranks agreed on."""
         ...

@@ -1,6 +1,6 @@
 """The memory that a stage on a GPU needs besides its weights and KV pages, measured before pages are counted.
 
-It is measured with the largest microbatch that the policy can emit, of which as many rows are drawn as can be:
+It is measured with the largest microbatch that the policy can emit, with as many drawn rows as possible:
 
     sequences    d  d  d  d  [ prompt ......... ]  [ prompt ... ]
     drawn        x  x  x  x   x
@@ -25,7 +25,7 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.stage_model import StageModel
 
-# How synthetic rows are drawn.
+# Sampling parameters of synthetic rows.
 GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, seed=0)
 
@@ -46,7 +46,7 @@ class LargestMicrobatch:
     def spans(self, page_size: int) -> list[Span]:
         """Return its sequences, which share page 0: decodes, and prompts of at most max_model_len tokens.
 
-        The prompts and a decode are at the end of the longest context; one such decode costs as much as many.
+        The prompts and a decode are at the end of the longest context. One such decode costs as much as several.
         """
         end = self.max_model_len
         table = array("q", [0]) * -(-end // page_size)
@@ -76,14 +76,14 @@ def measure_working_bytes(
         kv: any shard with at least one page, and a spare one for graphs.
 
     Raises:
-        torch.OutOfMemoryError: the device has less.
+        torch.OutOfMemoryError: the device has less memory.
     """
     device = kv.keys(kv.layers[0]).device
     with _measured(device) as computing:
         _compute(model, kv, largest, hidden_size, device)
     if not graphed:
         return computing.num_bytes
-    # All graphs share the memory of the largest ones, of which there may be one for decodes alone.
+    # All graphs share the memory of the largest ones. One of these may be for decodes alone.
     shapes = graph_shapes(largest.num_tokens, largest.num_rows)
     shapes = tuple(shape for shape in shapes if shape.num_tokens == shapes[0].num_tokens)
     with _measured(device) as capturing:
@@ -103,12 +103,12 @@ def _compute(
         x = torch.zeros(largest.num_tokens, hidden_size, dtype=kv.dtype, device=device)
     y = model.forward(x, inputs, kv)
     if model.has_lm_head:
-        # One row that is drawn by chance has the weights of all rows computed.
+        # If one row is drawn at random, the weights of all rows are computed.
         sample(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)])
 
 
 class _NotCaptured:
-    """A graph's work, run at once: it takes the memory that capturing it would."""
+    """A graph whose work runs at once. It takes the same memory as capturing."""
 
     def capture(self, work: Callable[[], None]) -> None:
         work()

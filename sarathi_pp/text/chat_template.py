@@ -1,10 +1,11 @@
-"""Chat templates, rendered in a process of their own: each is a program of whoever made the model.
+"""Chat templates, rendered in a separate process: each template is a program by the model's author.
 
     encode_chat -> Renderer -> one JSON line -> [child: jinja's sandbox] -> one JSON line -> text
 
-A sandbox says what an expression may touch and not what it may take: `7 ** 500000000` holds the interpreter's lock
-until it is done, and `'x' * 10**11` takes all the memory there is. There is no end to such expressions, but a
-process can be given bounds, and ended. Started with the first conversation, and again after one that had to be ended.
+A sandbox limits what an expression may touch, but not what it may take. `7 ** 500000000` holds the interpreter's lock
+until it is done, and `'x' * 10**11` takes all memory of the machine. Such expressions cannot all be listed, but a
+process can be limited and killed. It is started with the first conversation, and again after one for which it was
+killed.
 """
 
 from __future__ import annotations
@@ -26,43 +27,45 @@ from sarathi_pp.errors import RowError, signal_name
 
 MAX_RENDERED_BYTES = 16 * 2**20
 MAX_RENDER_S = 10.0
-# Above what the child has when it is ready. A conversation of 16 MiB is there several times over.
+# This is in addition to the memory that the child has when it is ready. It holds a conversation of 16 MiB several
+# times.
 MAX_RENDER_MEMORY_BYTES = 512 * 2**20
 
-# Of what a template says of its failure, which it may make as long as it likes.
+# Most characters of a template's own error text, which the template may make as long as it likes.
 _MOST_REASON = 1000
 
 _PR_SET_PDEATHSIG = 1
-# The run's own affair: whoever tells every process of a job to stop must not make errors of rows that are prepared.
+# Only the run handles these signals: a signal to all processes of a job must not turn prepared rows into errors.
 _NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 Message = Mapping[str, object]
 
 
 class Renderer:
-    """The process that renders. One conversation at a time; it ends with this object, or with this process."""
+    """The process that renders one conversation at a time. It ends with this object, or with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        # The process ends with the thread that has started it, which had better be no caller's.
+        # The process ends with the thread that started it, so a caller's thread must not start it.
         self._starter = ThreadPoolExecutor(1, "template")
         self._end: Callable[[], object] = lambda: None
 
     def render(self, template: str, messages: Sequence[Message], special_tokens: Mapping[str, object]) -> str:
-        """The text, with the opening of the answer.
+        """Return the text, with the opening of the answer.
 
-        Raises RowError (`chat_template_error`) where the template refused or failed, computed for more than
-        MAX_RENDER_S, took more than MAX_RENDER_MEMORY_BYTES or wrote more than MAX_RENDERED_BYTES.
+        Raises:
+            RowError: `chat_template_error`. The template refused or failed, computed for more than MAX_RENDER_S, took
+                more than MAX_RENDER_MEMORY_BYTES or wrote more than MAX_RENDERED_BYTES.
         """
         asked = {
             "template": template,
-            # As transformers does: templates take a key that is there for one that is set.
+            # As transformers does, because templates take a key that is present for one that is set.
             "messages": [{key: value for key, value in one.items() if value is not None} for one in messages],
             "special_tokens": special_tokens,
         }
         try:
             request = json.dumps(asked).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as error:  # of the Python API's callers: no line holds such
+        except (TypeError, ValueError, RecursionError) as error:  # from Python callers: no input line can hold these
             raise _failed(f"the messages are not JSON: {error}") from error
         try:
             process = self._running()
@@ -74,13 +77,13 @@ class Renderer:
             self._end()
             raise _failed(f"its process is gone: {error}") from error
         except BaseException:
-            self._end()  # what it answers now would be taken for the next one's
+            self._end()  # a late answer would be taken for the next one
             raise
         if not answer.endswith(b"\n"):
             raise _failed(_why(process.wait()))
         found = json.loads(answer)
         if "spent" in found:
-            self._end()  # nobody knows what is left of it
+            self._end()  # its state is not known
         if "error" in found:
             raise _failed(found["error"])
         text: str = found["text"]
@@ -89,7 +92,7 @@ class Renderer:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._end()
-            # Its own session: the terminal's Ctrl-C is for the run.
+            # It has its own session, because the terminal's Ctrl-C is for the run.
             limits = map(str, (MAX_RENDER_S, MAX_RENDER_MEMORY_BYTES, MAX_RENDERED_BYTES))
             self._process = self._starter.submit(_started, limits).result()
             self._end = weakref.finalize(self, _end, self._process)
@@ -119,13 +122,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        with suppress(OSError):  # what it had not read
+        with suppress(OSError):  # bytes that it had not read
             if stream is not None:
                 stream.close()
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_bytes: int, limit_bytes: int) -> None:
-    """The child: an answer a request, until there are no more or nobody is left to ask, however that came."""
+    """Run the child: answer each request until there are no more, or until the parent is gone for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in _NOT_OURS:
         signal.signal(number, signal.SIG_IGN)
@@ -142,18 +145,18 @@ def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_b
         )
         text: str = rendered[0]
         if len(text) > limit_bytes or len(text.encode("utf-8", "replace")) > limit_bytes:
-            return {"error": f"it wrote {len(text)} characters; at most {limit_bytes} bytes are taken"}
+            return {"error": f"it wrote {len(text)} characters; at most {limit_bytes} bytes are accepted"}
         return {"text": text}
 
     _bound_memory(limit_memory_bytes)
     while line := requests.readline():
-        # Its end ends this process, whatever holds the interpreter's lock.
+        # When the timer ends, it ends this process, whatever holds the interpreter's lock.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
             found = answer(line)
         except MemoryError:
             found = {"error": f"it took more than {limit_memory_bytes >> 20} MiB of memory", "spent": "memory"}
-        except Exception as error:  # the template is a program: anything can come out of it
+        except Exception as error:  # the template is a program and may raise anything
             found = {"error": str(error)[:_MOST_REASON] or type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(found).encode() + b"\n")
@@ -161,12 +164,12 @@ def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_b
 
 
 def _bound_memory(more_bytes: int) -> None:
-    """Of this process, above what it has now."""
+    """Limit the memory of this process to more_bytes above what it has now."""
     kind = resource.RLIMIT_AS
     try:
         with open("/proc/self/statm", "rb") as sizes:
             most = int(sizes.read().split()[0]) * resource.getpagesize() + more_bytes
-    except OSError:  # without /proc the size of its address space is not known, only how much of it is resident
+    except OSError:  # without /proc, the size of the address space is not known, only its resident part
         kind = resource.RLIMIT_DATA
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + more_bytes
     _, hard = resource.getrlimit(kind)
@@ -175,5 +178,5 @@ def _bound_memory(more_bytes: int) -> None:
 
 if __name__ == "__main__":
     channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of a library is no answer
     _serve(sys.stdin.buffer, channel, float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

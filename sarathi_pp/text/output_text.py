@@ -1,12 +1,12 @@
-"""The text of an output as it comes: what the output adds to the text of its prompt.
+"""The text of an output as it comes: the text that the output adds to that of its prompt.
 
     prompt ids           output ids
     . . . . . . . . [c c]. . . . . .
                      |   `- text = decode(context + output) without decode(context)
-                     `----- context: as much of the prompt as decides how the output's first tokens read
+                     `----- context: the end of the prompt that decides how the output's first tokens read
 
-Decoding an output alone would drop its first space with many tokenizers, and would break a character whose first bytes
-are in the prompt.
+Decoding an output alone would drop its first space with many tokenizers. It would also break a character whose first
+bytes are in the prompt.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-# Further back no beginning of a context is looked for.
+# The beginning of a context is not searched further back than this.
 _LONGEST_CONTEXT = 64
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-# Decoders that turn each token into text for itself, but for what they do at the ends of the whole text.
+# Decoders that turn each token into text separately, except for changes at the ends of the whole text.
 _BY_TOKEN = ("Replace", "ByteFallback", "Metaspace", "WordPiece", "BPEDecoder", "Strip")
 # Decoders that make one text of all tokens.
 _FUSING = ("Fuse", "ByteLevel")
 
 
 class Decoder(Protocol):
-    """What decoding an output asks of a tokenizer."""
+    """The part of a tokenizer that decoding an output needs."""
 
     def visible(self, token_id: int, *, skip_special_tokens: bool) -> bool: ...
 
@@ -39,10 +39,10 @@ class Decoder(Protocol):
 
 
 class OutputText:
-    """Decodes the output of one request after its prompt.
+    """A decoder of one request's output, after its prompt.
 
     Args:
-        prompt_token_ids: of the request.
+        prompt_token_ids: tokens of the request's prompt.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -59,9 +59,9 @@ class OutputText:
     def of(self, token_ids: Sequence[int]) -> str:
         """Return the text of these first tokens of the output.
 
-        It begins at the first character that the prompt's text does not have: bytes at the end of a prompt read as
+        It begins at the first character that the prompt's text does not have. Bytes at the end of a prompt read as
         U+FFFD until the output completes their character. Bytes of an output that make no character can spoil the
-        prompt's last one, which is no part of the output.
+        prompt's last character, which is not part of the output.
         """
         whole = self._tokenizer.decode([*self._context, *token_ids], skip_special_tokens=self._skip)
         if whole.startswith(self._before):
@@ -72,24 +72,24 @@ class OutputText:
         return whole[same:]
 
     def of_part(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens from within the output, which may differ at its beginning."""
+        """Return the text of tokens from the middle of the output. Its beginning may differ."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
 class StopChecker:
-    """Looks for stop strings in the output of one request as its tokens come.
+    """A search for stop strings in the output of one request, as its tokens come.
 
-    Only the last tokens are decoded each time, enough for the longest stop string and some context (what a
-    decoder does at the start of a text, such as dropping a space, must not reach the part that is searched),
-    so a token costs the same at the end of a long output as at its start:
+    Only the last tokens are decoded each time, enough for the longest stop string and some context. (A decoder may
+    change the start of a text, for example drop a space. This must not reach the part that is searched.) So a token
+    costs the same at the end of a long output as at its start:
 
         ids    . . . . . . . . . . . . [. . . . . . . .]
                                         `- window: at least `reach` characters, halved at twice that
 
-    Characters whose bytes lie in several tokens come out right once their last byte is in the window, provided
-    that it does not begin inside one: some decoders give up on a whole run of bytes for one that is astray. A find
-    is confirmed on the whole output, so `push` is never true without the text holding a stop string. A stop
-    string that is written like a special token is matched by its id, since decoding hides it.
+    If the bytes of a character are in several tokens, it comes out right once its last byte is in the window. For that,
+    the window must not begin inside a character: some decoders give up on a whole run of bytes for one misplaced byte.
+    A match is confirmed on the whole output. So `push` is never true unless the text holds a stop string. A stop string
+    that is written like a special token is matched by its id, since decoding hides it.
     """
 
     _CONTEXT = 16
@@ -103,7 +103,7 @@ class StopChecker:
         self._start = 0
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; return whether the output so far holds a stop string."""
+        """Take the next token, and return whether the output so far holds a stop string."""
         if token_id in self._stop_ids:
             return True
         if not self._text.visible(token_id):
@@ -120,7 +120,10 @@ class StopChecker:
         return any(stop in text for stop in self._stop)
 
     def _narrow(self, *, force: bool) -> None:
-        """Halve the window if it then begins with a whole character, or by force: bytes that make none."""
+        """Halve the window if it then begins with a whole character.
+
+        With `force`, halve it anyway: its bytes make none.
+        """
         middle = (self._start + len(self._ids)) // 2
         for start in range(middle, middle + 4):  # a character has at most 4 bytes, so at most 4 tokens
             window = self._text.of_part(self._ids[start:])
@@ -130,14 +133,15 @@ class StopChecker:
 
 
 def decodes_locally(backend: Any) -> bool:
-    """Return whether a short context decides how the tokens after it read; False if that is not known.
+    """Return whether a short context decides how the tokens after it read. Return False if that is not known.
 
-    backend: a transformers tokenizer.
+    Args:
+        backend: a transformers tokenizer.
     """
     if not backend.is_fast:
         return False
     rust = backend.backend_tokenizer
-    # Cleaning up replaces all over the text, and earlier replacements decide what later ones find.
+    # Clean-up replaces parts all over the text, and earlier replacements decide what later ones find.
     if backend.clean_up_tokenization_spaces and type(rust.model).__name__ != "BPE":
         return False
     if getattr(backend, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False):
@@ -156,10 +160,12 @@ def decodes_locally(backend: Any) -> bool:
 
 
 def find_context(tokenizer: Decoder, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-    """Return the end of a prompt after which an output reads as after all of it; the decoder must be a local one.
+    """Return the end of a prompt after which an output reads as after the whole prompt.
 
-    The context begins with a token that begins a character and is no byte of a run of them, and that is not white space
-    alone, which some decoders drop at the start of a text.
+    The decoder must be a local one.
+
+    The context begins with a token that begins a character. This token is no byte of a run of byte tokens. It is not
+    white space alone, which some decoders drop at the start of a text.
     """
     last = token_ids[-_LONGEST_CONTEXT:]
     for start in reversed(range(len(last))):

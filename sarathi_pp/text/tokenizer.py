@@ -1,7 +1,7 @@
-"""Text to token ids and back: the tokenizer of one model, with what a batch run needs around it.
+"""The tokenizer of one model, from text to token ids and back, with the additions that a batch run needs.
 
-A prompt gets the special tokens that the tokenizer puts around text. A chat template writes its own, so its
-text is encoded without any: there is never a second beginning-of-sequence token.
+A prompt gets the special tokens that the tokenizer puts around text. A chat template writes its own special tokens, so
+its text is encoded without any. So there is never a second beginning-of-sequence token.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from sarathi_pp.text.chat_template import Renderer
 from sarathi_pp.text.output_text import OutputText, StopChecker, decodes_locally, find_context
 from sarathi_pp.text.tokenizer_backend import load_backend
 
-# A text of fewer characters is encoded as it is, which takes up to some hundred bytes of memory for each of them.
+# A shorter text is encoded at once, which takes up to some hundred bytes of memory per character.
 _PIECE_CHARS = 2**18
-# More tokens than a cut can make where there was none, one of a word too long for a vocabulary of words included.
+# More tokens than one cut can add, also for a cut of a word that is too long for a vocabulary of words.
 _TOKENS_A_CUT = 256
-# What a tokenizer may fold into few tokens, such as white space, is taken up to here whatever the vocabulary.
+# A text of up to this length is accepted whatever the vocabulary, since a tokenizer may fold white space into few
+# tokens.
 _MAX_FOLDED_CHARS = 2**20
-# A directory with none of these holds no tokenizer, whatever its config.json promises.
+# A directory with none of these files has no tokenizer, whatever its config.json promises.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,7 +37,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 
-# What else decides how text becomes token ids and back.
+# Other files that decide how text becomes token ids and back.
 _BESIDE_TOKENIZER = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
 _PARAGRAPH_BREAK = re.compile(r"(?:\r?\n){2,}")
@@ -44,14 +45,22 @@ _PARAGRAPH_BREAK = re.compile(r"(?:\r?\n){2,}")
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A text's token ids. paragraph_ends: see Request; empty unless asked for and known."""
+    """The token ids of a text.
+
+    Attributes:
+        paragraph_ends: see Request; empty unless requested and known.
+    """
 
     token_ids: tuple[int, ...]
     paragraph_ends: tuple[int, ...] = ()
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """Hex, equal for equal tokenizer files and chat template. Raises InputError where one cannot be read."""
+    """Return a hex digest that is equal for equal tokenizer files and chat template.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted((*_TOKENIZER_FILES, *_BESIDE_TOKENIZER)):
         path = model_dir / name
@@ -72,13 +81,17 @@ def has_tokenizer(model_dir: Path) -> bool:
 class Tokenizer:
     """The tokenizer of the model in a local directory, checked against the model's embedding.
 
-    vocab_size: rows of the embedding; legal ids are [0, vocab_size). Without tokenizer files it still checks
-    `prompt_token_ids` and finishes requests, with null for their text. Encoding and decoding may run in
-    different threads at once.
+    Without tokenizer files, it still checks `prompt_token_ids` and finishes requests, with null for their text.
+    Encoding and decoding may run in different threads at the same time.
     """
 
     def __init__(self, backend: Any | None, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
-        """`backend`: a transformers tokenizer, or None."""
+        """Check a tokenizer against the model's embedding. Raise InputError if they belong to different models.
+
+        Args:
+            backend: a transformers tokenizer; None without tokenizer files.
+            vocab_size: rows of the embedding. Legal ids are [0, vocab_size).
+        """
         self._backend = backend
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -96,21 +109,26 @@ class Tokenizer:
             self._special_ids = frozenset(backend.all_special_ids) | {number for number, one in added if one.special}
             self._num_known = len(backend)
             self._decodes_locally = decodes_locally(backend)
-            # The first call clears truncation that tokenizer.json may ask for; later ones change nothing,
-            # which is what makes them safe beside a decode in another thread.
+            # The first call clears a truncation that tokenizer.json may ask for. Later calls change nothing. So they
+            # are safe while another thread decodes.
             special, plain = (self._encode("a", special=with_them).token_ids for with_them in (True, False))
             self._adds_bos = special[:1] == (backend.bos_token_id,) != plain[:1]
 
     @classmethod
     def load(cls, model_dir: Path, *, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
-        """Raises InputError for files that make no tokenizer of this model, UnsafeError for remote code."""
+        """Return the tokenizer of a model directory.
+
+        Raises:
+            InputError: the files make no tokenizer of this model.
+            UnsafeError: the tokenizer is remote code.
+        """
         if not has_tokenizer(model_dir):
             return cls(None, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         return cls(load_backend(model_dir), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
     @property
     def has_text(self) -> bool:
-        """Whether there are tokenizer files, so that text can be read and written."""
+        """Return whether there are tokenizer files, so that text can be read and written."""
         return self._backend is not None
 
     def encode_prompt(
@@ -121,15 +139,15 @@ class Tokenizer:
         paragraphs: bool = False,
         most_tokens: int | None = None,
     ) -> EncodedPrompt:
-        """Return a prompt with the tokenizer's special tokens; an empty prompt is the BOS token alone.
+        """Return a prompt with the tokenizer's special tokens. An empty prompt is the BOS token alone.
 
-        A text that begins with the BOS token, as one that a chat template wrote, gets no second one.
+        A text that begins with the BOS token, such as that of a chat template, gets no second one.
 
         Args:
             add_special_tokens: False takes the text as it is.
-            paragraphs: find out where paragraphs end.
-            most_tokens: what there is room for; a long text that cannot fit is refused before it is encoded, one that
-                might can still turn out to be longer.
+            paragraphs: find the ends of paragraphs.
+            most_tokens: number of tokens that there is room for. A long text that cannot fit is refused before it is
+                encoded. A text that might fit can still turn out to be longer.
 
         Raises:
             RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
@@ -152,11 +170,12 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False, most_tokens: int | None = None
     ) -> EncodedPrompt:
-        """The chat template's rendering of the messages, with the opening of the answer.
+        """Return the chat template's rendering of the messages, with the opening of the answer.
 
-        Raises RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or failed, or
-        took more than `Renderer` gives it), `empty_prompt`, `invalid_token_id`, `invalid_parameter`,
-        `context_length_exceeded`.
+        Raises:
+            RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or failed, or took
+                more than `Renderer` allows), `empty_prompt`, `invalid_token_id`, `invalid_parameter`,
+                `context_length_exceeded`.
         """
         backend = self._require("messages")
         if not backend.chat_template:
@@ -174,9 +193,9 @@ class Tokenizer:
         return encoded
 
     def check_token_ids(self, token_ids: Iterable[int]) -> tuple[int, ...]:
-        """The ids, all of which have a row in the embedding. Raises RowError (`invalid_token_id`)."""
+        """Return the ids, all of which have a row in the embedding. Raise RowError (`invalid_token_id`)."""
         ids = tuple(token_ids)
-        # min and max run at C speed; the position is only looked for once there is one.
+        # min and max run at C speed. The position is only searched if there is a wrong id.
         if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
             position, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
             raise RowError(
@@ -186,12 +205,12 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of the ids; bytes that make no character become U+FFFD."""
+        """Return the text of the ids. Bytes that make no character become U+FFFD."""
         text: str = self._require("text").decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def visible(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
-        """Return whether `decode` can show this token; it cannot show padding rows of the embedding."""
+        """Return whether `decode` can show this token. It cannot show padding rows of the embedding."""
         return token_id < self._num_known and not (skip_special_tokens and token_id in self._special_ids)
 
     def written(self, token_id: int) -> str:
@@ -200,13 +219,13 @@ class Tokenizer:
         return written
 
     def context(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """Return as much of a prompt's end as decides how its output reads: all of it if that is not known."""
+        """Return the end of a prompt that decides how its output reads: the whole prompt if that is not known."""
         if not self._decodes_locally:
             return list(prompt_token_ids)
         return find_context(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def stop_checker(self, request: Request) -> StopChecker | None:
-        """Return what looks for the request's stop strings in its output; None if it has none."""
+        """Return a checker for the request's stop strings in its output; None if it has no stop strings."""
         stop = request.sampling.stop
         if not stop:
             return None
@@ -214,17 +233,17 @@ class Tokenizer:
         return StopChecker(self._output_text(request), stop, self._stop_ids(stop))
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is written exactly so."""
+        """Return the id of the special token that is written exactly like this text; None if there is none."""
         if self._backend is None:
             return None
         token_id = self._backend.convert_tokens_to_ids(text)
-        # What the vocabulary does not have is the unknown token, which is special too.
+        # For a text that the vocabulary does not have, this is the unknown token, which is special too.
         return token_id if token_id in self._special_ids and self.written(token_id) == text else None
 
     def finish(self, completion: Completion) -> str | None:
-        """Return what a finished request adds to the text of its prompt, cut at the first stop string.
+        """Return the text that a finished request adds to that of its prompt, cut at the first stop string.
 
-        The token that ended it is left out, unless special tokens are to be shown. None without tokenizer files.
+        The token that ended it is left out, unless special tokens are to be shown. It is None without tokenizer files.
         """
         if self._backend is None:
             return None
@@ -247,9 +266,12 @@ class Tokenizer:
         return frozenset(token_id for token_id in map(self.special_id, stop) if token_id is not None)
 
     def _refuse_longer(self, text: str, most_tokens: int | None) -> None:
-        """Before a long text is encoded, which takes memory: by its characters, then by the tokens of its pieces.
+        """Refuse a long text by its characters, then by the tokens of its pieces.
 
-        Raises RowError (`context_length_exceeded`) for none that would fit.
+        It is refused before it is encoded, since that takes memory.
+
+        Raises:
+            RowError: `context_length_exceeded`. It is never raised for a text that would fit.
         """
         if most_tokens is None or len(text) <= _PIECE_CHARS:
             return
@@ -268,12 +290,12 @@ class Tokenizer:
 
     def _encode(self, text: str, *, special: bool, paragraphs: bool = False) -> EncodedPrompt:
         backend = self._require("text")
-        # Only tokenizers of the Rust library know where in the text a token lies.
+        # Only tokenizers of the Rust library know the place of a token in the text.
         located = {"return_offsets_mapping": True} if paragraphs and backend.is_fast else {}
         try:
             found = backend(text, add_special_tokens=special, verbose=False, **located)
         except (TypeError, UnicodeEncodeError) as error:
-            # What the library says of lone surrogates, which JSON can write ("\ud800") and UTF-8 cannot.
+            # The library raises these for lone surrogates, which JSON can write ("\ud800") and UTF-8 cannot.
             raise RowError("invalid_parameter", "the prompt holds half a surrogate pair; it is not Unicode") from error
         ends = _paragraph_ends(text, found["offset_mapping"]) if located else ()
         return EncodedPrompt(tuple(found["input_ids"]), ends)
@@ -287,10 +309,13 @@ class Tokenizer:
 
 
 def _paragraph_ends(text: str, offsets: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """How many tokens it takes for each blank line of the text to be complete, ascending.
+    """Return for each blank line of the text the number of tokens that complete it, ascending.
 
-    offsets: where each token lies in the text; (0, 0) for special tokens. A token that goes on behind the blank
-    line belongs to the paragraph before it; tokenizers that drop blank lines cut before the next paragraph's first.
+    A token that continues after the blank line belongs to the paragraph before it. Tokenizers that drop blank lines cut
+    before the first token of the next paragraph.
+
+    Args:
+        offsets: place of each token in the text; (0, 0) for special tokens.
     """
     breaks = deque(found.end() for found in _PARAGRAPH_BREAK.finditer(text))
     ends: list[int] = []

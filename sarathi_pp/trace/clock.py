@@ -1,5 +1,7 @@
-"""The clock, passed in. This is the only file that imports `time`, so that whatever takes a Clock can be run
-on virtual time by tests and by a simulator.
+"""The clock, which is always passed in.
+
+This is the only file that imports `time`. So tests and a simulator can run everything that takes a Clock on virtual
+time.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds, all of them. `now` never steps back and has no meaning outside its host; `wall` is unix time.
+    """A source of times, all in seconds. `now` never goes back and means nothing on another host. `wall` is unix time.
 
-    `thread_cpu` is the CPU time of the calling thread: what it falls short of `now` over the same span, the
-    thread was not running.
+    `thread_cpu` is the CPU time of the calling thread. If it grows less than `now` over the same span, the thread did
+    not run for the difference.
     """
 
     def now(self) -> float: ...
@@ -38,7 +40,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """Time that moves only when told to: `sleep` passes time, `work` passes time and burns CPU."""
+    """A clock that moves only when it is called: `sleep` passes time, `work` passes time and uses CPU."""
 
     def __init__(self, now_s: float = 0.0, wall_offset_s: float = 0.0) -> None:
         self._now_s = now_s

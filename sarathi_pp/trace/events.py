@@ -1,11 +1,11 @@
 """The closed vocabulary of a trace: each event is a frozen value and one JSON line, `{"e": "compute", ...}`.
 
-Every rank writes one file. It starts with TraceStart, ends with TraceEnd unless the process was killed, and
-holds a Compute for every microbatch, up to a Cut if there is one. What only the coordinator knows is in rank 0's
-file. All reports are pure folds over these events.
+Every rank writes one file. It starts with TraceStart, and ends with TraceEnd unless the process was killed. It holds a
+Compute for every microbatch, up to a Cut if there is one. Facts that only the coordinator knows are in rank 0's file.
+All reports are pure folds over these events.
 
-Times are seconds on the monotonic clock of the rank that wrote the file, except `Compute.issued_s`, which
-travels with the microbatch and is on rank 0's clock. `clock_offset_s` turns one into the other:
+Times are seconds on the monotonic clock of the rank that wrote the file. Only `Compute.issued_s`, which travels with
+the microbatch, is on rank 0's clock. `clock_offset_s` converts one into the other:
 
     rank 0's time = local time + clock_offset_s        known at both ends of the file, linear in between
 """
@@ -34,12 +34,15 @@ CutReason = Literal["size", "queue"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceStart:
-    """Who writes this file, and the settings of the run that every report repeats.
+    """The writer of this file, and the settings of the run that every report repeats.
 
-    at_s, unix_s: the same instant on the local monotonic clock and as unix time. layers: [first, end), global
-    indices. num_pages: pages of the stage's KV shard. clock_uncertainty_s: half the best round trip by which
-    the offset was measured. replica: of which of num_replicas pipelines; "rank 0" above is then the rank that leads it,
-    and replica_offset_s what leads from that one's clock to the run's.
+    Attributes:
+        at_s, unix_s: the same instant on the local monotonic clock and as unix time.
+        layers: [first, end), global indices.
+        num_pages: pages of the stage's KV shard.
+        clock_uncertainty_s: half of the best round trip that measured the offset.
+        replica: index of this pipeline among num_replicas. "Rank 0" above is then the rank that leads it.
+        replica_offset_s: offset from the clock of that rank to the run's clock.
     """
 
     at_s: float
@@ -66,10 +69,12 @@ class TraceStart:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """Rank 0: a microbatch left the coordinator. `text` is its printed schedule.
+    """Rank 0: a microbatch left the coordinator. The counts are those of its Load.
 
-    The counts are those of its Load. pages_used and tokens_held are the KV pages taken and the tokens
-    stored in them at this moment, this microbatch's included.
+    Attributes:
+        text: its printed schedule.
+        pages_used: KV pages taken at this moment, this microbatch's included.
+        tokens_held: tokens stored in these pages.
     """
 
     microbatch: int
@@ -112,18 +117,22 @@ class Issued:
 
     @property
     def num_chunks(self) -> int:
-        """Prefill chunks: in the printed form only they have a length."""
+        """Number of prefill chunks. Only they have a length in the printed form."""
         return self.text.count("+")
 
 
 @dataclass(frozen=True, slots=True)
 class Starved:
-    """Rank 0: no microbatch can be issued, and why. Written when the reason changes; the next Issued ends it.
+    """Rank 0: no microbatch can be issued. This is written when the reason changes, and the next Issued ends it.
 
-    full: as many in flight as are allowed. held: one a stage or more are in flight and the policy wants no more, though
-    there is something to compute. no_arrivals: nothing is unfinished. no_kv: no free pages.
-    tokens_in_flight: every running sequence waits for its own last token, or fewer than one a stage are in flight and
-    the policy wants no more of what there is.
+    Reasons:
+        full: as many microbatches are in flight as are allowed.
+        held: at least one microbatch per stage is in flight. The policy wants no more, though there is something to
+            compute.
+        no_arrivals: nothing is unfinished.
+        no_kv: no pages are free.
+        tokens_in_flight: every running sequence waits for its own last token. Or fewer microbatches than stages are in
+            flight, and the policy wants nothing of what could be computed.
     """
 
     at_s: float
@@ -134,9 +143,12 @@ class Starved:
 class Compute:
     """A stage ran its layers over one microbatch from start_s to end_s, receiving and sending excluded.
 
-    issued_s: on rank 0's clock, from the header. arrived_s: when the input was complete here. cpu_s: CPU time
-    of the computing thread in the span; None where it says nothing (a GPU, an emulated stage). collective_s: part of
-    the span that sums over the stage's ranks took, waiting for one another included; None where nobody knows.
+    Attributes:
+        issued_s: on rank 0's clock, from the header.
+        arrived_s: time when the input was complete here.
+        cpu_s: CPU time of the computing thread in the span; None if it means nothing (a GPU, an emulated stage).
+        collective_s: part of the span that sums over the stage's ranks took, including the wait for each other; None if
+            it is unknown.
     """
 
     microbatch: int
@@ -150,9 +162,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first stage computed the head of a microbatch, from the rows that the last stage had left to it.
+    """The first stage computed the LM head of a microbatch, from the rows that the last stage sent.
 
-    arrived_s: when these were complete here. The rest is as in Compute.
+    The fields are as in Compute, except arrived_s: the time when the rows were complete here.
     """
 
     microbatch: int
@@ -164,7 +176,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class SendWait:
-    """The stage stood still from start_s to end_s because no send buffer was free."""
+    """The stage waited from start_s to end_s because no send buffer was free."""
 
     start_s: float
     end_s: float
@@ -172,7 +184,7 @@ class SendWait:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Rank 0: the result of a microbatch came back from the last stage, or its head was computed on the first."""
+    """Rank 0: the result of a microbatch came back from the last stage, or the first stage computed its LM head."""
 
     microbatch: int
     at_s: float
@@ -197,11 +209,13 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """Rank 0: a request is done; all that its latencies need.
+    """Rank 0: a request is done. It holds everything that the request's latencies need.
 
-    first_issue_s: its first chunk was issued; None if it never ran. first_token_s: None without output.
-    gaps_us: whole microseconds from each output token to the next, output_tokens - 1 of them, kept exactly:
-    they take no more room than the text of the microbatches that computed the tokens.
+    Attributes:
+        first_issue_s: time when its first chunk was issued; None if it never ran.
+        first_token_s: None without output.
+        gaps_us: whole microseconds from each output token to the next, output_tokens - 1 of them. They are kept
+            exactly, since they take no more room than the text of the microbatches that computed the tokens.
     """
 
     index: int
@@ -218,9 +232,11 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """No event after this one was written, except Totals and TraceEnd: the file holds the first part of a run.
+    """The end of the first part of a run. Only Totals and TraceEnd are written after it.
 
-    size: the file is as large as it may be. queue: events came faster than the disk took them.
+    Reasons:
+        size: the file has its largest size.
+        queue: events came faster than the disk took them.
     """
 
     reason: CutReason
@@ -230,8 +246,11 @@ class Cut:
 class Totals:
     """Rank 0: sums over the whole run, of which a trace may hold only the first part.
 
-    requests: input lines, refused ones included. failed: those that got an error. prompt_tokens, output_tokens: of the
-    completed ones. first_issue_s, last_result_s: the run window; None without a result.
+    Attributes:
+        requests: input lines, refused ones included.
+        failed: requests that got an error.
+        prompt_tokens, output_tokens: of the completed ones.
+        first_issue_s, last_result_s: the run window; None without a result.
     """
 
     microbatches: int
@@ -246,9 +265,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEnd:
-    """The last line of a file whose process ended in order. bytes_read: of the weights, at loading.
+    """The last line of a file whose process ended in order.
 
-    graph_hits, graph_misses: microbatches that a CUDA graph ran, and those that none fits; null without graphs.
+    Attributes:
+        bytes_read: bytes of the weights, at loading.
+        graph_hits: microbatches that a CUDA graph ran; null without graphs.
+        graph_misses: microbatches that no graph fits; null without graphs.
     """
 
     at_s: float
@@ -292,7 +314,7 @@ KINDS: dict[str, type[Event]] = {
     "end": TraceEnd,
 }
 
-# Keys of the fields that are written for every microbatch; the others go by their own name.
+# Keys of the fields that are written for every microbatch. The names of other fields are their keys.
 _SHORT = {
     "microbatch": "m",
     "at_s": "t",
@@ -313,7 +335,7 @@ _SHORT = {
 }
 
 
-# Beyond these no number is one that was written: int64, and integers that a float holds exactly.
+# Written numbers never exceed these limits: int64, and integers that a float holds exactly.
 _LARGEST_INT = 2**63 - 1
 _LARGEST_EXACT = 2**53
 
@@ -330,7 +352,7 @@ def _are_ints(value: object) -> bool:
     return type(value) is list and all(map(_is_int, value))
 
 
-# Whether a value read from JSON is one of a field of that type.
+# By type of a field: the check that a value read from JSON is legal for it.
 _LEGAL: dict[object, Callable[[object], bool]] = {
     int: _is_int,
     float: _is_number,
@@ -346,7 +368,14 @@ _LEGAL: dict[object, Callable[[object], bool]] = {
 
 
 class _Layout(NamedTuple):
-    """How one kind is written: its name, its fields, their keys and what values they take; the reader of all values."""
+    """The JSON form of one kind of event.
+
+    Attributes:
+        fields: names of the fields.
+        keys: their JSON keys.
+        legal: checks of their values.
+        values: reader of all values of an event.
+    """
 
     name: str
     fields: tuple[str, ...]
@@ -361,7 +390,7 @@ class _Layout(NamedTuple):
         keys = tuple(_SHORT.get(field, field) for field in names)
         types = get_type_hints(kind)
         legal = tuple(_LEGAL[types[one]] for one in names)
-        # Of one name attrgetter makes a value, and no tuple.
+        # For one name, attrgetter returns a value and not a tuple.
         values = attrgetter(*names) if len(names) > 1 else lambda event: (getattr(event, names[0]),)
         return cls(name, names, keys, frozenset(keys), legal, values)
 
@@ -371,13 +400,13 @@ _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def encode(event: Event) -> str:
-    """One line without its newline, ASCII. Raises ValueError for a time that is not finite."""
+    """Return one line without its newline, ASCII. Raises ValueError for a time that is not finite."""
     layout = _LAYOUTS[type(event)]
     return _to_json({"e": layout.name, **dict(zip(layout.keys, layout.values(event), strict=True))})
 
 
 def decode(line: str | bytes) -> Event:
-    """The inverse of `encode`. Raises InputError for anything that `encode` does not write."""
+    """Return the event of a line that `encode` wrote. Raises InputError for any other line."""
     try:
         data: Any = json.loads(line)
     except ValueError as error:
@@ -400,7 +429,7 @@ def decode(line: str | bytes) -> Event:
     for field, key, legal in zip(layout.fields, layout.keys, layout.legal, strict=True):
         value = data[key]
         if not legal(value):
-            raise InputError(f"trace event {name!r} has {value!r:.40} as {key!r} ({field}), which is none")
+            raise InputError(f"trace event {name!r} has {value!r:.40} as {key!r} ({field}), which is not legal")
         values[field] = tuple(value) if type(value) is list else value
     build: Callable[..., Event] = kind
     return build(**values)

@@ -1,8 +1,11 @@
 """Latencies of finished requests, by the definitions of vLLM's benchmarks.
 
-ttft_s: arrival to first token. e2el_s: arrival to last token. tpot_s: (e2el - ttft) / (output tokens - 1), for
-outputs of two tokens or more. itl_s: each gap between neighbouring tokens, of all requests together. Failed
-requests have no latencies.
+    ttft_s   arrival to first token
+    e2el_s   arrival to last token
+    tpot_s   (e2el - ttft) / (output tokens - 1), for outputs of at least two tokens
+    itl_s    each gap between neighbouring tokens, of all requests together
+
+Failed requests have no latencies.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from sarathi_pp.trace.events import RequestFinished
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of a series, in its unit; all None for an empty one."""
+    """Mean and percentiles of a series, in its unit. All are None if the series is empty."""
 
     mean: float | None
     p50: float | None
@@ -35,12 +38,19 @@ class Spread:
 
     @classmethod
     def of_counts(cls, counts: Mapping[int, int], unit: float) -> Spread:
-        """The same of whole numbers of a unit, each with how often it is there: a run has many, and few different."""
+        """Return the spread of whole numbers of a unit. A run has many of them, but few different ones.
+
+        Args:
+            counts: how often each number occurs.
+            unit: size of 1 in the result.
+        """
         total = sum(counts.values())
         if not total:
             return cls(None, None, None, None)
         numbers = sorted(counts)
-        last = list(accumulate(counts[number] for number in numbers))  # one beyond its last place in the series
+        last = list(
+            accumulate(counts[number] for number in numbers)
+        )  # for each number, one past its last place in the series
 
         def at(percent: float) -> float:
             place = (total - 1) * percent / 100
@@ -52,7 +62,7 @@ class Spread:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of a sorted, non-empty series; linear between its members, as numpy has it."""
+    """Return a percentile of a sorted, non-empty series, linear between its members as in numpy."""
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
@@ -61,9 +71,10 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestLatency:
-    """Latencies of one request, in seconds from its arrival; None where there were too few tokens.
+    """Latencies of one request, in seconds from its arrival; None if there were too few tokens.
 
-    queue_s: until its first chunk was issued.
+    Attributes:
+        queue_s: until its first chunk was issued.
     """
 
     queue_s: float | None
@@ -83,7 +94,7 @@ class RequestLatency:
 
 
 def latency_spreads(requests: Iterable[RequestFinished]) -> dict[str, Spread]:
-    """Keys ttft_s, tpot_s, itl_s, e2el_s, of the requests that did not fail."""
+    """Return the spreads of ttft_s, tpot_s, itl_s and e2el_s over the requests that did not fail."""
     succeeded = [request for request in requests if request.finish_reason != "error"]
     gaps_us: Counter[int] = Counter()
     for request in succeeded:
@@ -98,7 +109,7 @@ def latency_spreads(requests: Iterable[RequestFinished]) -> dict[str, Spread]:
 
 
 def latency_series(requests: Iterable[RequestFinished]) -> dict[str, list[float]]:
-    """The same keys: every value there is."""
+    """Return every value of these latencies, with the same keys as `latency_spreads`."""
     succeeded = [request for request in requests if request.finish_reason != "error"]
     return {**_of_requests(succeeded), "itl_s": [gap_us * 1e-6 for one in succeeded for gap_us in one.gaps_us]}
 

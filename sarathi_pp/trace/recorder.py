@@ -1,14 +1,14 @@
-"""Writing a trace without slowing down what it traces, and reading it back.
+"""Write a trace without slowing down the run, and read it back.
 
-`record` appends to a deque: no lock, no I/O, no encoding; an event that takes time to make may be given as a call that
-makes it. A daemon thread makes, encodes and writes what has gathered, twice a second, in whole lines. A process that is
-killed loses the last half second and leaves a file whose last line may be torn; `read_trace` skips that line.
+`record` appends to a deque: no lock, no I/O, no encoding. If an event takes time to make, a function that makes it can
+be given instead. Twice per second a daemon thread makes, encodes and writes the collected events, in whole lines. If a
+process is killed, the last half second is lost and the last line of the file may be torn. `read_trace` skips that line.
 
-Disk and memory are bounded, however long the run: when a file has its largest size, or the writer falls too far behind,
-the trace ends with a Cut. What follows it are the sums and the end of the run.
+Disk and memory use have limits, however long the run is. If a file has its largest size, or the writer falls too far
+behind, the trace ends with a Cut. Only the sums and the end of the run follow it.
 
     TraceStart  events of the first part  Cut  .......................  Totals  TraceEnd
-                                               no event of the others
+                                               no event of the later parts
 """
 
 from __future__ import annotations
@@ -23,37 +23,40 @@ from typing import Self
 from sarathi_pp.errors import InputError, MissingError, OutputError
 from sarathi_pp.trace.events import Cut, Event, Totals, TraceEnd, decode, encode
 
-# Each write gives up the interpreter lock. So few lines apart, the computing thread waits well under a
-# millisecond for it, not the 5 ms after which Python would take it from a thread that only encodes.
+# Each write releases the interpreter lock. With few lines between writes, the computing thread waits well under a
+# millisecond for it. From a thread that only encodes, Python would take the lock after 5 ms.
 _LINES_PER_WRITE = 64
-# Making an event, a printed schedule above all, takes up to 0.1 ms. The lock is given up after each, unless many wait:
-# the computing thread may keep it for 5 ms each time.
+# An event takes up to 0.1 ms to make, above all a printed schedule. The lock is released after each. If many events
+# wait, it is released less often, because the computing thread may keep it for 5 ms each time.
 _BREATH_S = 1e-4
-_EVENTS_PER_BREATH = 1 / 64  # of those that wait
-# Events that wait in memory, each maybe with its microbatch. From the smaller number on the writer does not sleep.
+_EVENTS_PER_BREATH = 1 / 64  # share of the waiting events
+# Events that wait in memory, each maybe with its microbatch. From the smaller number on, the writer does not sleep.
 _MANY_WAITING = 4_096
 MOST_WAITING = 16_384
-# For the writer to make room; only a disk that stands still takes that long.
+# Time for the writer to make room. Only a disk that does not respond takes that long.
 _PATIENCE_S = 1.0
-# Bytes of a trace. On rank 0 these are some 16 million decoded tokens, of which a report takes half a minute.
+# Most bytes of a trace. On rank 0 they are about 16 million decoded tokens, for which a report takes half a minute.
 MOST_BYTES = 256 * 2**20
-# These are written in any case.
+# These are always written.
 _ALWAYS = (Totals, TraceEnd)
 
 
 def trace_name(stage: int, num_stages: int) -> str:
-    """File name of one stage's trace in an attempt's directory."""
+    """Return the file name of one stage's trace in an attempt's directory."""
     return f"trace-{stage:05d}-of-{num_stages:05d}.jsonl"
 
 
 class Recorder:
-    """One trace file being written. Thread-safe; use as a context manager or call `close`.
+    """One trace file that is being written. It is thread-safe. Use it as a context manager or call `close`.
 
-    The file must not exist: a trace belongs to one process. Raises OutputError if it cannot be created.
-    A later failure to write (a full disk) drops events, never the run; `close` raises OutputError for it.
+    The file must not exist, since a trace belongs to one process. If writing fails later (a full disk), events are
+    dropped and the run continues. `close` then raises OutputError.
 
     Args:
         most_bytes: size of the file after which the trace is cut.
+
+    Raises:
+        OutputError: the file cannot be created.
     """
 
     def __init__(self, path: Path, *, flush_interval_s: float = 0.5, most_bytes: int = MOST_BYTES) -> None:
@@ -61,12 +64,12 @@ class Recorder:
         self._flush_interval_s = flush_interval_s
         self._events: deque[Event | Callable[[], Event]] = deque()
         self._left_bytes = most_bytes
-        self._full = False  # nothing more is taken in
-        self._cut = False  # nothing more is written
+        self._full = False  # no more events are accepted
+        self._cut = False  # no more events are written
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._roomy = threading.Event()
-        self._unbreathed = 0  # events since the lock was given up
+        self._unbreathed = 0  # events since the lock was released
         self._failure: Exception | None = None
         try:
             self._file = path.open("xb", buffering=0)
@@ -76,14 +79,20 @@ class Recorder:
         self._writer.start()
 
     def record(self, event: Event | Callable[[], Event]) -> None:
-        """An event, or what makes it, of values that no longer change; called on another thread, once."""
+        """Record an event, or a function that makes it from values that no longer change.
+
+        Another thread calls it once.
+        """
         if self._full or len(self._events) >= _MANY_WAITING:
             if not self._has_room(event):
                 return
         self._events.append(event)
 
     def _has_room(self, event: Event | Callable[[], Event]) -> bool:
-        """Hurry the writer, wait for it if too many events wait, and cut the trace if that does not help."""
+        """Return whether the event may be added.
+
+        Wake the writer, and wait for it if too many events wait. If that does not help, cut the trace.
+        """
         self._wake.set()
         if not self._full and len(self._events) >= MOST_WAITING:
             self._roomy.clear()
@@ -93,7 +102,7 @@ class Recorder:
         return not self._full or isinstance(event, _ALWAYS)
 
     def close(self) -> None:
-        """Writes what is left and ends the thread. A second call does nothing."""
+        """Write the remaining events and end the thread. A second call does nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -102,7 +111,7 @@ class Recorder:
         self._file.close()
         if self._failure is not None:
             raise OutputError(
-                f"the trace {self._path} is incomplete: {self._failure}; the answers are not affected, the figures are"
+                f"the trace {self._path} is incomplete: {self._failure}; the figures are affected, the answers are not"
             ) from self._failure
 
     def __enter__(self) -> Self:
@@ -121,7 +130,7 @@ class Recorder:
         self._write_gathered()
 
     def _write_gathered(self) -> None:
-        # Counted first: events recorded meanwhile wait for the next round, so a busy run cannot hold us here.
+        # Counted first: events recorded meanwhile wait for the next round, so a busy run cannot keep this loop going.
         remaining = len(self._events)
         while remaining:
             count = min(remaining, _LINES_PER_WRITE)
@@ -132,7 +141,7 @@ class Recorder:
             if self._failure is None:
                 try:
                     self._write(self._lines(gathered))
-                except Exception as error:  # whatever it is, the queue must not grow without end
+                except Exception as error:  # after any error the queue must not grow without end
                     self._failure = error
 
     def _lines(self, events: Iterable[Event | Callable[[], Event]]) -> Iterator[str]:
@@ -163,10 +172,13 @@ class Recorder:
 
 
 def read_trace(path: Path) -> Iterator[Event]:
-    """The events of one file, also while it is being written.
+    """Yield the events of one file, also while it is being written.
 
-    Raises MissingError if there is no such file, InputError naming the line that is no event. A last line
-    without its newline is what a killed process leaves, and is skipped.
+    A last line without its newline comes from a killed process, and is skipped.
+
+    Raises:
+        MissingError: there is no such file.
+        InputError: a line is no event. The message gives its number.
     """
     try:
         file = path.open("rb")

@@ -1,4 +1,7 @@
-"""Points in a device's work. A GPU runs behind the program that feeds it: when it came to one is told later."""
+"""Points in a device's work.
+
+A GPU works later than the program that feeds it. So the time of a point is known later too.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,23 @@ class Mark(Protocol):
     """A point in the device's work."""
 
     def at_s(self) -> float | None:
-        """When the device came to it, on this rank's clock; None while it has not. Never waits."""
+        """Return the time when the device reached this point, on this rank's clock; None before that. Never wait."""
         ...
 
     def wait(self) -> None:
-        """Until the device has come to it."""
+        """Wait until the device has reached this point."""
         ...
 
 
 class Timer(Protocol):
     def mark(self) -> Mark:
-        """The point behind all work that was given to the device so far."""
+        """Return the point after all work that the device was given so far."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostTimer:
-    """Where the program itself computes, work is done when it has been called."""
+    """The timer if the program itself computes: work is done when its call returns."""
 
     clock: Clock
 
@@ -38,7 +41,7 @@ class HostTimer:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A point in the work of the host, which is over."""
+    """A point in the work of the host, which is past."""
 
     seconds: float
 
@@ -46,4 +49,4 @@ class Instant:
         return self.seconds
 
     def wait(self) -> None:
-        """It is over already."""
+        """Return at once, since the point is past."""

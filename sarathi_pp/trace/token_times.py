@@ -1,4 +1,4 @@
-"""When one request's tokens came: gathered as it runs, turned into its RequestFinished at the end."""
+"""The times of one request's tokens: collected while it runs, turned into its RequestFinished at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sarathi_pp.trace.events import RequestFinished
 
 
 class TokenTimes:
-    """Seconds on the coordinator's clock."""
+    """The times of one request's tokens, in seconds on the coordinator's clock."""
 
     __slots__ = ("first_issue_s", "_first_token_s", "_last_token_s", "_gaps_us")
 
@@ -20,7 +20,7 @@ class TokenTimes:
         self._gaps_us = array("q")
 
     def issued(self, at_s: float) -> None:
-        """A chunk was issued; the first one counts, also where a later one computes the first tokens again."""
+        """Record that a chunk was issued. The first one counts, also if a later one computes the first tokens again."""
         if self.first_issue_s is None:
             self.first_issue_s = at_s
 

@@ -47,18 +47,18 @@ if TYPE_CHECKING:
 def run_profile(
     config: RunConfig, env: RankEnvironment | None, output: Path, display: Display, *, overwrite: bool
 ) -> int:
-    """Run one rank of a calibration; rank 0 writes the profile. Returns the exit code of this process.
+    """Run one rank of a calibration, and return the exit code of this process. Rank 0 writes the profile.
 
     Args:
-        overwrite: the run directory may replace that of an earlier run. It is deleted at the end unless the
-            configuration names one.
+        overwrite: the run directory may replace that of an earlier run. If the configuration names no run directory,
+            it is deleted at the end.
     """
     env, config = env or RankEnvironment(), calibration_config(config)
     try:
         config, model_dir, profile, facts = open_model(config)
     except SarathiError as error:
         return refuse(error, env, config.join_timeout_s, display)
-    # Inside the launcher's own directory if there is one, which it removes: a rank that fails does not tidy up.
+    # In the launcher's own directory, if there is one. The launcher removes it, and a failed rank would not.
     private = Path(env.store).parent if env.store else None
     with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:
         run_dir = RunDirectory(config.run_dir or Path(scratch) / "run")
@@ -86,12 +86,12 @@ def run_profile(
 
 
 def calibration_config(config: RunConfig) -> RunConfig:
-    """Return the run that measures, for the run that is to be profiled."""
+    """Return the configuration of the run that measures the stages of this run."""
     return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None, head="last")
 
 
 def _answer(rank: Rank, display: Display) -> None:
-    """Answer the requests of the timetable, which are token ids and need no tokenizer."""
+    """Answer the requests of the timetable. They are token ids and need no tokenizer."""
     run, facts = rank.run, rank.checked.facts
     rank.checked.run_dir.begin(rank.describe())
     rows = _rows(run, facts)
@@ -114,7 +114,12 @@ def _rows(run: ResolvedRun, facts: ModelFacts) -> list[Row]:
 
 
 def _write_profile(run: ResolvedRun, facts: ModelFacts, traces: Sequence[Path], output: Path) -> dict[str, Any]:
-    """Fold the traces and write the profile; returns what is shown of it. Raises as `measure`, and OutputError."""
+    """Fold the traces, and write the profile. Return it with the facts that are shown.
+
+    Raises:
+        ConfigError: see `measure`.
+        OutputError: the profile cannot be written.
+    """
     dtype: torch.dtype = getattr(torch, run.dtype)
     warm_up = make_timetable(limits_of(run), run.seed).warm_up
     measurement = measure([list(read_trace(trace)) for trace in traces], warm_up, facts.hidden_size * dtype.itemsize)
@@ -159,7 +164,10 @@ def _profile(run: ResolvedRun, facts: ModelFacts, measurement: Measurement, dtyp
 
 
 class _Discard:
-    """Nobody wants these answers; but a model whose logits are not finite has not been measured."""
+    """A sink that discards the answers.
+
+    It raises for a failed request, because a model whose logits are not finite has not been measured.
+    """
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
         pass

@@ -2,10 +2,10 @@
 
     t = a0 + a1 * tiles(n) + a2 * sum(x*L + x*x/2) + a3 * sum(KV) + (a4 + head_s) * decodes
 
-One stage at a time: least squares on relative errors, coefficients of at least 0, spans that do not fit the others
-given less weight in a few rounds (Huber's loss), so that what else the machine did for a moment does not count. That
-fit lies below the mean where times vary, by about twice their relative variance; so each stage is scaled at the end to
-take as long in all as was measured.
+Each stage is fitted separately, by least squares on relative errors, with coefficients of at least 0. Spans that do
+not fit the others get less weight in a few rounds (Huber's loss). So short disturbances of the machine do not count. If
+times vary, that fit is below the mean by about twice their relative variance. So each stage is scaled at the end, and
+its modelled total equals the measured one.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink
 from sarathi_pp.sim.pipeline import Link, Links
 
-# Shapes without stages: plain proportionality, then those that linear layers may have instead.
+# Shapes without stages: plain proportionality, then the other shapes that linear layers may have.
 _PLAIN = CostModel(1, ())
 _RIDGES = tuple(CostModel(1, (), ridge) for ridge in (4, 8, 12, 16))
 _TILES = tuple(CostModel(tile, ()) for tile in (16, 32, 64, 128, 256))
-# A shape must fit better than a simpler one by this factor: with noise some tile always does, a little, and takes the
-# place of what a microbatch costs by itself. A stage of a CPU has 5 ms of that without a tile and nothing with one of
-# 16, which fits because a few tokens wait for the weights; told so, `balanced` makes four times as many microbatches.
+# A shape must fit better than a simpler one by this factor. With noise, some tile always fits a little better, and
+# replaces the fixed cost of a microbatch. On a CPU, the fixed cost of a stage is 5 ms without a tile, and 0 with a tile
+# of 16. That tile fits because a few tokens wait for the weights. With it, `balanced` makes four times the number of
+# microbatches.
 _GAIN = 0.9
-# An error that is none.
+# Errors up to this count as none.
 _EXACT = 1e-9
-# Fewer microbatches than this say nothing about five coefficients.
+# Fewer microbatches are not enough for five coefficients.
 _LEAST_SPANS = 8
-# More than this say nothing new.
+# More microbatches add nothing new.
 _MOST_SPANS = 4096
 _ROUNDS = 12
-# From the smallest of all transfers as the latency to one that no longer moves.
+# Rounds to find the latency. It starts as the shortest transfer, and no longer changes in the end.
 _LINK_ROUNDS = 4
-# Huber's: errors beyond this many standard deviations count linearly.
+# Huber's constant: errors beyond this number of standard deviations count linearly.
 _OUTLYING = 1.345
-# Standard deviations at which a stage's total cuts spans off. With 2, a spread of 30 % would lose 1.6 % of it, with 3
-# 0.4 %; where 6 % of the spans take five times as long, 3 lets the total grow by 0.6 %, 5 by 1 %, no bound by 25 %.
+# Number of standard deviations at which spans are cut for a stage's total. If times spread by 30 %, a limit of 2 loses
+# 1.6 % of the total, and 3 loses 0.4 %. In another case, 6 % of the spans take five times as long. Then the total grows
+# by 0.6 % with a limit of 3, by 1 % with 5, and by 25 % without a limit.
 _MOST_OFF = 3.0
-# The median of |x| over a normal x is this share of its standard deviation.
+# The standard deviation of a normal x is this multiple of the median of |x|.
 MEDIAN_TO_SIGMA = 1.4826
 
-# Links faster than this are not worth telling apart: JSON has no infinity.
+# Limit of measured rates. Faster links need not be distinguished, and JSON has no infinity.
 _MOST_BYTES_PER_S = 1e15
 
 _PREFILL_CHUNK = re.compile(r"s(\d+)(?:\.\d+)?:(\d+)\+(\d+)")
@@ -60,22 +62,31 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """stage_errors: mean over spans of |modelled - measured| / measured. error: their mean over stages."""
+    """A fitted cost model and its error.
+
+    Attributes:
+        stage_errors: mean over the spans of |modelled - measured| / measured, for each stage.
+    """
 
     model: CostModel
     stage_errors: tuple[float, ...]
 
     @property
     def error(self) -> float:
+        """Mean of the stage errors."""
         return sum(self.stage_errors) / len(self.stage_errors)
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What microbatches asked and what they took.
+    """The loads of microbatches, and the times that they took.
 
-    sampled: rows drawn from by each. seconds: by stage, each a vector over the microbatches; a head counts on the last
-    one, wherever it was computed. layers: of the stages.
+    Attributes:
+        loads: load of each microbatch.
+        sampled: number of rows from which a token was drawn, per microbatch.
+        seconds: for each stage, a vector over the microbatches. An LM head counts on the last stage, even if the first
+            one computed it.
+        layers: [first, end) for each stage.
     """
 
     loads: Sequence[Load]
@@ -106,7 +117,7 @@ class Spans:
         return Spans(loads, self.sampled[mask], [seconds[mask] for seconds in self.seconds], self.layers)
 
     def ratios(self, model: CostModel) -> list[Vector]:
-        """Modelled over measured seconds, by stage."""
+        """Return modelled over measured seconds, by stage."""
         return [
             np.array([model.seconds(stage, load) for load in self.loads]) / seconds
             for stage, seconds in enumerate(self.seconds)
@@ -114,9 +125,9 @@ class Spans:
 
 
 def fit_cost(timeline: Timeline) -> Fit | None:
-    """The model of one run, for its own report. None for a run with fewer than 8 microbatches.
+    """Return the cost model of one run, for its own report; None if it has fewer than 8 microbatches.
 
-    Coefficients of what never varied are as good as arbitrary: the model interpolates within what the run has seen.
+    A coefficient is almost arbitrary if its factor never varied. So the model is valid only for loads like the run's.
     """
     if timeline.num_returned < _LEAST_SPANS:
         return None
@@ -125,12 +136,12 @@ def fit_cost(timeline: Timeline) -> Fit | None:
 
 
 def assess(model: CostModel, spans: Spans) -> Fit:
-    """How far a model is off on these spans."""
+    """Return a model with its errors on these spans."""
     return Fit(model, tuple(float(np.abs(ratios - 1).mean()) for ratios in spans.ratios(model)))
 
 
 def fit_spans(spans: Spans) -> CostModel:
-    """The plain model, or that with the ridge or the tile that fits best, where it fits better by enough."""
+    """Return the plain model, or one with the best ridge or tile, if that fits better by enough."""
     stride = -(-len(spans.loads) // _MOST_SPANS)
     spans = spans.chosen(np.arange(len(spans.loads)) % stride == 0)
     shape = _PLAIN
@@ -147,16 +158,25 @@ def fit_spans(spans: Spans) -> CostModel:
 
 
 def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> EdgeLink:
-    """One link for all edges between neighbouring stages. A single stage has none.
+    """Return one link for all edges between neighbouring stages. A single stage has no such edge.
 
-    counted: the microbatches to go by. row_bytes: one token's activations.
+    Args:
+        counted: microbatches that count.
+        row_bytes: size of one token's activations.
     """
     edges = [edge.chosen(counted) for edge in _forward_edges(timeline, row_bytes, len(counted))]
     return _fit_edge(_Transfers.joined(edges)) if edges else EdgeLink(0.0, _MOST_BYTES_PER_S)
 
 
 def measure_links(timeline: Timeline, counted: Mask, row_bytes: int) -> list[EdgeLink]:
-    """Each edge by itself, the return edge last: over that nothing goes that takes long, so all of it is latency."""
+    """Return one link per edge, the return edge last.
+
+    The messages of the return edge are small, so their time is all latency.
+
+    Args:
+        counted: microbatches that count.
+        row_bytes: size of one token's activations.
+    """
     forward = [_fit_edge(edge.chosen(counted)) for edge in _forward_edges(timeline, row_bytes, len(counted))]
     ends = np.array(timeline.stages[-1].ends[: len(counted)])
     back = np.array(timeline.back_s()[: len(counted)]) - ends
@@ -164,7 +184,10 @@ def measure_links(timeline: Timeline, counted: Mask, row_bytes: int) -> list[Edg
 
 
 def measure_host(timeline: Timeline, counted: Mask) -> float:
-    """Seconds that a stage lets pass before it computes what is there: sends, reads and prepares. The median."""
+    """Return the median seconds from the time when a stage could start a microbatch until it computes.
+
+    The stage sends, reads and prepares in this time.
+    """
     gaps = []
     for stage in timeline.stages:
         arrived, starts, ends = (np.array(of[: len(counted)]) for of in (stage.arrived, stage.starts, stage.ends))
@@ -174,15 +197,22 @@ def measure_host(timeline: Timeline, counted: Mask) -> float:
 
 
 def fit_links(timeline: Timeline) -> Links:
-    """The links of one run, by tokens, whatever one of them weighs. Each by itself: those between hosts are slow."""
+    """Return the links of one run, one per edge, because edges between hosts are slow.
+
+    Rates are in tokens per second, whatever the size of a token's activations is.
+    """
     found = measure_links(timeline, np.ones(timeline.num_returned, dtype=bool), row_bytes=1)
     return tuple(Link(fit.latency_s, fit.bytes_per_s, token_bytes=1) for fit in found)
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """What crossed an edge, by microbatch, in order. seconds: from the end of its compute until it had arrived.
-    after_s: from its arrival back to that of the one before; infinite for the first.
+    """The transfers over one edge, in the order of microbatches.
+
+    Attributes:
+        sizes: bytes.
+        seconds: from the end of the compute span until the arrival.
+        after_s: from the previous arrival until this one; infinite for the first transfer.
     """
 
     sizes: Vector
@@ -208,9 +238,11 @@ def _forward_edges(timeline: Timeline, row_bytes: int, count: int) -> list[_Tran
 
 
 def _fit_edge(transfers: _Transfers) -> EdgeLink:
-    """A message that found the link taken says how long it took it up itself: from the arrival before to its own.
+    """Fit the latency and the rate of an edge.
 
-    Which ones did is known once the latency is: those that were ready before the one before them had left the link.
+    A message that finds the link busy occupies it from the previous arrival until its own. It finds the link busy if it
+    was ready before the previous message had left the link. To decide this, the latency must be known. So latency and
+    rate are fitted in rounds.
     """
     latency_s = float(transfers.seconds.min(initial=np.inf))
     rate = 0.0
@@ -222,19 +254,19 @@ def _fit_edge(transfers: _Transfers) -> EdgeLink:
 
 
 def _prompts_ended(text: str, prompts: dict[int, int]) -> int:
-    """Prefill chunks of a printed microbatch that reach the end of their prompt, and so draw a token."""
+    """Return the number of prefill chunks in a printed microbatch that end their prompt, and so draw a token."""
     return sum(int(b) + int(n) == prompts.get(int(s)) for s, b, n in _PREFILL_CHUNK.findall(text))
 
 
 def _seconds(stage: StageTimeline, count: int) -> Vector:
-    """Span lengths; a span too short for the clock counts as one of its ticks."""
+    """Return span lengths. A span that is too short for the clock counts as one tick."""
     lengths = np.array(stage.ends[:count]) - np.array(stage.starts[:count])
     positive: Vector = np.maximum(lengths, 1e-9)
     return positive
 
 
 def _fit_shape(shape: CostModel, spans: Spans) -> tuple[float, list[StageCost]]:
-    """Mean error, and the stages with all that a decode costs in a4."""
+    """Return the mean error and the stages, whose a4 holds the whole cost of a decode."""
     design = np.array([shape.row(load) for load in spans.loads])
     stages, errors = [], []
     for layers, seconds in zip(spans.layers, spans.seconds, strict=True):
@@ -246,9 +278,9 @@ def _fit_shape(shape: CostModel, spans: Spans) -> tuple[float, list[StageCost]]:
 
 
 def _to_total(shape: CostModel, stage: StageCost, loads: Sequence[Load], seconds: Vector) -> StageCost:
-    """The stage with all coefficients changed alike, so that its spans add up to the measured ones.
+    """Return the stage with all coefficients scaled alike, so that its spans add up to the measured ones.
 
-    A span further off than three standard deviations counts as that far off: the rest is a disturbance, not the stage.
+    A span that is off by more than three standard deviations counts as off by three. The excess is a disturbance.
     """
     model = replace(shape, stages=(stage,))
     modelled = np.array([model.seconds(0, load) for load in loads])
@@ -260,19 +292,19 @@ def _to_total(shape: CostModel, stage: StageCost, loads: Sequence[Load], seconds
 
 
 def without_outliers(off: Vector) -> Vector:
-    """Errors around 0, those beyond three standard deviations cut to as much."""
+    """Return errors around 0, clipped to three standard deviations."""
     bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
     return off.clip(-bound, bound)
 
 
 def _robust_relative(design: Vector, seconds: Vector) -> Vector:
-    """The same on relative errors."""
+    """Return the coefficients that `_robust` finds for relative errors."""
     return _robust(design / seconds[:, None], np.ones(len(seconds)))
 
 
 def _robust(design: Vector, target: Vector) -> Vector:
-    """Coefficients c of at least 0 for which design @ c is nearly the target, by Huber's loss."""
-    # Columns differ by many orders of magnitude: on one scale the solver stops where it should.
+    """Return coefficients c of at least 0 for which design @ c is nearly the target, by Huber's loss."""
+    # Columns differ by many orders of magnitude. On a common scale, the solver stops at the right point.
     scale = np.maximum(design.max(axis=0), 1e-30)
     scaled = design / scale
     least = max(1e-9 * float(np.abs(target).max()), 1e-30)
@@ -287,10 +319,10 @@ def _robust(design: Vector, target: Vector) -> Vector:
 
 
 def _with_head(stages: list[StageCost], spans: Spans) -> tuple[StageCost, ...]:
-    """The last stage's cost of a decode, parted into its layers' and the head's.
+    """Return the stages, with the last stage's cost of a decode divided between its layers and the LM head.
 
-    Layers cost there what they cost on the other stages. A single stage is asked for prompts that end without a decode,
-    which draw a token too; where none did, nothing can be told.
+    Layers cost the same there as on the other stages. For a single stage, prompts that end in a microbatch without
+    decodes give the LM head's cost, because they draw a token too. If there are none, that cost is 0.
     """
     *others, last = stages
     if others:
@@ -302,7 +334,7 @@ def _with_head(stages: list[StageCost], spans: Spans) -> tuple[StageCost, ...]:
 
 
 def _sampled_row_s(stage: StageCost, spans: Spans) -> float:
-    """What a drawn token costs beside everything else, from the microbatches without decodes."""
+    """Return the extra seconds of a drawn token, from the microbatches without decodes."""
     alone = np.array([load.decodes == 0 for load in spans.loads])
     prefills = spans.chosen(alone)
     if not prefills.sampled.any():

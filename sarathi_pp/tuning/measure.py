@@ -1,7 +1,7 @@
-"""What the spans of a calibration run say of the machine: traces -> spans -> cost model, jitter, drift, links.
+"""The measurement of a machine by a calibration run: traces -> spans -> cost model, jitter, drift, links.
 
-Every fifth microbatch is kept from the fit and used to say how far it is off. On a CPU that others use too, a span ends
-late because its thread was not running: there the thread's own CPU time is what the stage took.
+Every fifth microbatch is kept from the fit, and gives the fit's error. If other programs use the CPU too, a span may
+end late because its thread was not running. Then the thread's own CPU time counts as the time of the stage.
 """
 
 from __future__ import annotations
@@ -30,24 +30,33 @@ from sarathi_pp.tuning.fit import (
 )
 
 _HELD_OUT = 5
-# Below this share of its span the computing thread was kept from a core.
+# With a smaller share of CPU time in its span, the computing thread had to wait for a core.
 _OWN_CORE = 0.9
-# Equal microbatches: the same counts, modelled times this close, and no more than so many microbatches apart.
+# Microbatches are equal if their counts are the same, their modelled times differ by less than _EQUAL, and their
+# distance is at most _NEAR.
 _EQUAL = 0.02
 _NEAR = 8
-# Seconds in which the correlation of a stage's speed may fall to 1/e, and beyond which two spans say nothing of it.
+# Candidates for the seconds in which the correlation of a stage's speed falls to 1/e. Two spans that are more than
+# _FAR_S apart do not count.
 _DRIFTS_S = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 _FAR_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a calibration run says.
+    """The result of a calibration run.
 
-    fit: the cost model and its error over the microbatches kept from it, of which there are `held_out`.
-    microbatches: measured ones. disturbed: share of spans in which the thread did not have a core of its own; None
-    where that was not recorded. throughput: prompt tokens of a microbatch, and tokens a second on the slowest stage.
-    link: one for all edges; links: each by itself, empty for a single stage. host_s: see Profile.
+    Attributes:
+        fit: the cost model, and its error over the microbatches that were kept from the fit.
+        microbatches: number of measured microbatches.
+        held_out: number of microbatches that were kept from the fit.
+        disturbed: share of the spans in which the thread had no core of its own; None if it was not recorded.
+        jitter_cv: see Profile.
+        drift: see Profile.
+        link: one link for all edges.
+        links: one link per edge; empty for a single stage.
+        host_s: see Profile.
+        throughput: pairs of a microbatch's prompt tokens and the tokens per second on the slowest stage.
     """
 
     fit: Fit
@@ -63,10 +72,14 @@ class Measurement:
 
 
 def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> Measurement:
-    """Fold the traces of a calibration, one a stage.
+    """Fold the traces of a calibration, one per stage.
 
-    warm_up: microbatches, from the first, that count for nothing. row_bytes: one token's activations.
-    Raises ConfigError where there are too few microbatches to fit anything.
+    Args:
+        warm_up: number of first microbatches that do not count.
+        row_bytes: size of one token's activations.
+
+    Raises:
+        ConfigError: there are too few microbatches to fit a cost model.
     """
     timeline = Timeline.read(traces)
     spans = Spans.of(timeline)
@@ -75,7 +88,7 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
     held_out = counted & (position % _HELD_OUT == _HELD_OUT - 1)
     if (counted & ~held_out).sum() < 2 * _HELD_OUT or not held_out.any():
         raise ConfigError(
-            f"{counted.sum()} microbatches fitted in, too few to fit a cost model: there is room for hardly any tokens."
+            f"{counted.sum()} microbatches were measured, too few to fit a cost model: there is room for few tokens."
             "\n  try  a larger --kv-cache-memory, --max-num-seqs or --max-model-len"
         )
     own_cores, disturbed = _own_cores(spans, traces)
@@ -98,11 +111,13 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
 
 
 def _own_cores(spans: Spans, traces: Sequence[Sequence[Event]]) -> tuple[Spans, float | None]:
-    """The spans as they would be on cores of their own, and the share of them that were not.
+    """Return the spans as they would be on cores of their own, and the share of disturbed spans.
 
-    A thread that computes without a break has as much CPU time as its span is long, or, among others of its stage, a
-    share of it that is much the same in all undisturbed spans. In a sum over the ranks of its stage it waits for them,
-    so what those took stays as it was.
+    The CPU time of a thread that computes without a break equals its span. If its stage has several threads, its CPU
+    time is a share of the span. This share is nearly the same in all undisturbed spans. In a sum over the ranks of its
+    stage, the thread waits for the other ranks. So the time of such sums stays as it was.
+
+    If a span has no CPU time, all spans stay as they are, and the share is None.
     """
     seconds, shares = [], []
     for stage_s, trace in zip(spans.seconds, _by_stage(traces), strict=True):
@@ -119,7 +134,7 @@ def _own_cores(spans: Spans, traces: Sequence[Sequence[Event]]) -> tuple[Spans, 
 
 
 def _by_stage(traces: Sequence[Sequence[Event]]) -> list[list[Compute]]:
-    """Compute spans of each trace, in order of microbatch; traces are in order of stage."""
+    """Return the compute spans of each trace in the order of microbatches. Traces are in the order of stages."""
     return [
         sorted((event for event in trace if isinstance(event, Compute)), key=lambda span: span.microbatch)
         for trace in traces
@@ -127,10 +142,11 @@ def _by_stage(traces: Sequence[Sequence[Event]]) -> list[list[Compute]]:
 
 
 def _jitter(model: CostModel, spans: Spans) -> float:
-    """Coefficient of variation of equal microbatches: the usual difference of two of them, by a stage's own error.
+    """Return the coefficient of variation of equal microbatches: the usual difference of two, by a stage's own errors.
 
-    Of near ones, so that a machine that slows down is no jitter; medians, so that a few disturbed spans are none, and
-    by the time that they took: small ones vary most, and a stage that waits for one waits for little.
+    Only near microbatches are compared, so that a machine that slows down does not count as jitter. The median is used,
+    so that a few disturbed spans do not count. It is weighted by time: small microbatches vary most, and a stage that
+    waits for one does not wait long.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, load in enumerate(spans.loads):
@@ -152,17 +168,17 @@ def _jitter(model: CostModel, spans: Spans) -> float:
 
 
 def _modelled(model: CostModel, spans: Spans) -> list[Vector]:
-    """Seconds of each span, by stage."""
+    """Return the modelled seconds of all spans, by stage."""
     return [ratios * seconds for ratios, seconds in zip(spans.ratios(model), spans.seconds, strict=True)]
 
 
 def _own_errors(model: CostModel, spans: Spans) -> list[Vector]:
-    """By how much of the modelled time each span took longer than others of its stage, less what the same microbatch
-    took longer on all stages.
+    """Return the own error of each span, by stage, as a share of the modelled time.
 
-    That is the model's error for such a microbatch, or the machine's speed where it moves slowly: it makes no stage
-    wait for another, and on two cores of a virtual machine it is most of what spans vary by. A single stage has nobody
-    to share with, and keeps both.
+    It is the extra time of a span compared with the other spans of its stage. The extra time that the same microbatch
+    took on all stages is taken off. That part is the model's error for such a microbatch, or a slow change of the
+    machine's speed. It makes no stage wait for another. On two cores of a virtual machine, it is most of the variation
+    of spans. A single stage has no other stage to compare with, and keeps both parts.
     """
     errors = []
     for ratios in spans.ratios(model):
@@ -171,7 +187,7 @@ def _own_errors(model: CostModel, spans: Spans) -> list[Vector]:
     if len(errors) == 1:
         return errors
     shared = np.mean(errors, axis=0)
-    taken_out = (1 - 1 / len(errors)) ** 0.5  # of each stage's own, a part is in the mean
+    taken_out = (1 - 1 / len(errors)) ** 0.5  # the mean contains a part of each stage's own error
     return [(off - shared) / taken_out for off in errors]
 
 
@@ -182,10 +198,13 @@ def _weighted_median(values: Vector, weights: Vector) -> float:
 
 
 def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) -> Drift:
-    """How the stages' speed moves, by how their own errors on their spans go together in time.
+    """Return the drift of the stages' speed, from the correlation of their own errors over time.
 
-    starts_s: of the spans, by stage. Two spans of like load err together because the model is off for both, so only
-    pairs of unlike ones count, by the time that they took; the timetable has shuffled them.
+    Two spans of equal loads have similar errors, because the model is off for both. So only pairs of different loads
+    count, weighted by their time. The timetable has shuffled the loads.
+
+    Args:
+        starts_s: start of each span, by stage.
     """
     sizes = np.array([(load.prefill_tokens, load.decodes) for load in spans.loads])
     unlike = np.triu((sizes[:, None] != sizes[None]).any(axis=2), 1)
@@ -208,7 +227,7 @@ def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) ->
 
 
 def _throughput(model: CostModel, spans: Spans) -> tuple[tuple[int, float], ...]:
-    """Measured tokens a second of prompt tokens alone, their attention taken off, by size."""
+    """Return the measured tokens per second of microbatches without decodes, without attention, by size."""
     rates: dict[int, list[float]] = {}
     for index, load in enumerate(spans.loads):
         if load.decodes:

@@ -1,4 +1,4 @@
-"""What a workload asks of a pipeline, and how long it takes there."""
+"""The demand of a workload on a pipeline, and the prediction of its time there."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import Workload
 
-# Enough to fill the pipeline many times over; ten thousand would take a minute.
+# Enough to fill the pipeline many times. Ten thousand would take a minute.
 _MOST_REQUESTS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A workload as far as a prediction asks.
+    """The sums over a workload that a prediction needs.
 
-    prompt_tokens, decodes: in all; the first token of an output comes with its prompt and is no decode.
-    pair_tokens: sum of x*x/2 over the prompts. key_tokens: sum over the decodes of the tokens that each reads.
+    Attributes:
+        decodes: without the first token of each output, which comes with its prompt and is not a decode.
+        pair_tokens: sum of x*x/2 over the prompts.
+        key_tokens: sum over the decodes of the tokens that each reads.
     """
 
     num_requests: int
@@ -41,17 +43,17 @@ class Demand:
         return cls(workload.num_requests, prompt_tokens, decodes, pair_tokens, key_tokens)
 
     def decodes_at_once(self, run: ResolvedRun) -> float:
-        """Decodes a microbatch while as many requests run as there are, as may, and as fit the KV cache."""
+        """Return the decodes per microbatch if all requests run that max_num_seqs and the KV cache allow."""
         fitting = run.num_pages * run.page_size / self.mean_tokens
         return max(1.0, min(run.max_num_seqs, self.num_requests, fitting) / run.num_stages)
 
     @property
     def mean_tokens(self) -> float:
-        """KV tokens of a request, half of its output counted, since outputs grow."""
+        """KV tokens of an average request. Half of its output counts, because outputs grow."""
         return (self.prompt_tokens + self.decodes / 2) / self.num_requests
 
     def load(self, prefill: float, decodes: float) -> Load:
-        """A microbatch of so many tokens of average depth."""
+        """Return the load of a microbatch with these prefill tokens and decodes, at their average depth."""
         attention = self.pair_tokens / self.prompt_tokens * prefill
         context = self.key_tokens / self.decodes * decodes if self.decodes else 0.0
         return Load(round(prefill), attention, round(decodes), round(context))
@@ -59,7 +61,12 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """microbatches, wall_s: of the whole workload."""
+    """The expected result of a run.
+
+    Attributes:
+        wall_s: time of the whole workload.
+        microbatches: number for the whole workload.
+    """
 
     wall_s: float
     bubble_ratio: float
@@ -68,10 +75,12 @@ class Prediction:
 
 
 def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Prediction:
-    """How the run's policy does on the profile's stages, simulated.
+    """Simulate the run's policy on the profile's stages.
 
-    Of a long workload the first requests are, and the rest is taken to go on like them. Raises ConfigError where it
-    has requests that do not fit.
+    Only the first requests of a long workload are simulated. The others are assumed to be like them.
+
+    Raises:
+        ConfigError: the workload has requests that do not fit.
     """
     sample = replace(workload, num_requests=min(workload.num_requests, _MOST_REQUESTS))
     experiment = Experiment(

@@ -79,7 +79,7 @@ class ByteStreamReceiver:
                 self.ended = True
                 break
             if not isinstance(frame, Fragment) or payload is None:
-                raise ProtocolError(f"a {type(frame).__name__} where texts travel")
+                raise ProtocolError(f"a {type(frame).__name__} came on an edge for texts")
             self._fragments.append(payload.numpy().tobytes())
             message.release()
             if frame.last:

@@ -1,7 +1,7 @@
-"""What a stage needs of the wire, and the in-process channel that stands in for it.
+"""The interface of the wire that stages use, and an in-process channel with this interface.
 
-A sender has a bounded number of send buffers: `reserve` waits for one (the recorded state `send_wait`), `send`
-then never blocks. A receiver hands out messages in order; `release` gives a message's buffer back.
+A sender has a limited number of send buffers. `reserve` waits for one (the recorded state `send_wait`), and `send` then
+never blocks. A receiver hands out messages in order. `release` gives a message's buffer back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.codec import Frame, Goodbye
 
-# How the names of threads begin that may be inside a transfer.
+# Start of the names of threads that may be inside a transfer.
 COMMUNICATING = "transfer "
 
 Payload = TypeVar("Payload")
@@ -24,19 +24,19 @@ Sent = TypeVar("Sent", contravariant=True)
 
 
 def edge_buffers(inflight: int) -> int:
-    """Messages for which an edge has room: all microbatches in flight, and a goodbye."""
+    """Return the messages for which an edge has room: all microbatches in flight, and a goodbye."""
     return inflight + 1
 
 
 class Clock(Protocol):
-    """Seconds on this host's clock, see trace/clock.py, which the wire does not import."""
+    """Seconds on this host's clock. See trace/clock.py, which the wire does not import."""
 
     def now(self) -> float: ...
     def sleep(self, seconds: float) -> None: ...
 
 
 class Landing(Protocol):
-    """A point in a device's work, see trace.timer.Mark."""
+    """A point in a device's work. See trace.timer.Mark."""
 
     def at_s(self) -> float | None: ...
     def wait(self) -> None: ...
@@ -44,10 +44,13 @@ class Landing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Message(Generic[Payload]):
-    """One frame and its payload. arrived_s: this rank's clock when it was complete here.
+    """One frame and its payload.
 
-    release: call once, when the payload is no longer read. landed: the point in a device's work at which the payload
-    is complete, if it comes by an NCCL channel and later than the frame.
+    Attributes:
+        arrived_s: time when the message was complete here, on this rank's clock.
+        release: call it once, when the payload is no longer read.
+        landed: the point in a device's work at which the payload is complete. It is set if the payload comes by an NCCL
+            channel, later than the frame.
     """
 
     frame: Frame
@@ -59,24 +62,24 @@ class Message(Generic[Payload]):
 
 class Sender(Protocol[Sent]):
     def reserve(self) -> None:
-        """Wait until a send buffer is free. Raises what ended the edge, if it has ended."""
+        """Wait until a send buffer is free. Raises the error that ended the edge, if it has ended."""
 
     def send(self, frame: Frame, payload: Sent | None = None) -> None:
-        """Hand over one frame, with a buffer reserved before."""
+        """Send one frame, with a buffer that was reserved before."""
 
     def close(self) -> None:
-        """Say goodbye, wait until everything is sent."""
+        """Say goodbye, and wait until everything is sent."""
 
 
 class Receiver(Protocol[Payload]):
     def receive(self, timeout_s: float | None = None) -> Message[Payload] | None:
-        """The next message, or None when none came within timeout_s. Raises what ended the edge."""
+        """Return the next message, or None if none comes within timeout_s. Raises the error that ended the edge."""
 
     def close(self) -> None: ...
 
 
 class NoSender(Generic[Payload]):
-    """The way out of a stage whose output another rank sends as well."""
+    """The sender of a stage whose output another rank sends too. It does nothing."""
 
     def reserve(self) -> None: ...
 
@@ -86,19 +89,21 @@ class NoSender(Generic[Payload]):
 
 
 class NumberCheck:
-    """Frames of an edge are counted; any but the next one is refused."""
+    """The count of frames on an edge. Any frame but the next one is refused."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def check(self, number: int) -> None:
         if number != self._next:
-            raise ProtocolError(f"frame {number} came where {self._next} was due: repeated, lost or out of order")
+            raise ProtocolError(
+                f"frame {number} came instead of {self._next}: a frame is repeated, lost or out of order"
+            )
         self._next += 1
 
 
 class QueueChannel(Generic[Payload]):
-    """Both ends of an edge inside one process. Frames pass through the codec, payloads by reference."""
+    """Both ends of an edge inside one process. Frames pass through the codec, payloads pass by reference."""
 
     def __init__(self, clock: Clock, num_buffers: int) -> None:
         self._clock = clock

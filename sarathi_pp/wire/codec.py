@@ -1,14 +1,13 @@
-"""Frames on a stage edge: one fixed head, one body of flat numbers, the payload behind it.
+"""Frames on a stage edge: one fixed head, one body of flat numbers, then the payload.
 
     head   magic 4s | version u16 | kind u16 | number u64 | body u32 | payload u64 | crc32 u32
     body   u32 integers | u32 reals | int64 ... | float64 ...
     gap    zeros to the next multiple of 64
-    payload   activations, raw, in the model's dtype, or a piece of a text; behind it a trailer u64
+    payload   activations, raw, in the model's dtype, or a piece of a text; after it a trailer u64
 
-`number` counts the frames of an edge, so a repeated, lost or reordered frame is seen. The checksum covers
-head and body; the payload's length is in the head, the trailer shows that it came whole, its bits are TCP's.
-Little-endian throughout.
-decode(encode(x)) == x, and any other bytes raise ProtocolError.
+`number` counts the frames of an edge, so a repeated, lost or reordered frame is noticed. The checksum covers head and
+body. The payload's length is in the head, and the trailer shows that all of it came. TCP protects the payload's bits.
+All numbers are little-endian. decode(encode(x)) == x, and any other bytes raise ProtocolError.
 """
 
 from __future__ import annotations
@@ -30,20 +29,22 @@ ALIGNMENT = 64
 _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
-# Of a chunk: whether it is a decode, and whether a token is drawn behind it.
+# The bits of a chunk's flags: it is a decode, and a token is drawn after it.
 _FLAGS = frozenset(range(4))
 _TRAILER = struct.Struct("<Q")
 TRAILER_BYTES = _TRAILER.size
-# Of memory that nothing was written to yet the number is 0.
+# Untouched memory holds 0. With this mark, no trailer of a frame is 0.
 _TRAILER_MARK = 0x5350505754524C52
 HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchFrame:
-    """A microbatch on its way through the stages; each adds a time that it computed. See StepResult.
+    """A microbatch on its way through the stages. Each stage adds a time that it computed. See StepResult.
 
-    bad: sequences of it whose activations are not finite, with the stage that noticed it first. short: see StepResult.
+    Attributes:
+        bad: sequences whose activations are not finite, each with the first stage that noticed it.
+        short: see StepResult.
     """
 
     microbatch: MicroBatch
@@ -54,8 +55,10 @@ class MicroBatchFrame:
 
 @dataclass(frozen=True, slots=True)
 class HeadFrame:
-    """A microbatch behind the last stage, without its head: its payload is what that takes, a row for each token that
-    is drawn. The rest is as in MicroBatchFrame.
+    """A microbatch after the last stage, without its LM head.
+
+    The payload is the input of the LM head, one row per token that is drawn. The other fields are as in
+    MicroBatchFrame.
     """
 
     index: int
@@ -70,10 +73,12 @@ class HeadFrame:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The sender is alive.
+    """The message that the sender is alive.
 
-    progress: microbatches that it has finished. busy: it has one in hand. steps: layers that it has computed so far,
-    which moves inside of a microbatch too.
+    Attributes:
+        progress: microbatches that it has finished.
+        busy: it computes one now.
+        steps: layers that it has computed so far. This number grows inside a microbatch too.
     """
 
     progress: int
@@ -83,7 +88,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of a text, which is its payload."""
+    """A piece of a text, which is the frame's payload."""
 
     last: bool  # the text ends with it
 
@@ -100,7 +105,7 @@ Numbers = tuple[Sequence[int], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A decoded frame and where its payload lies in the message."""
+    """A decoded frame, and the position of its payload in the message."""
 
     frame: Frame
     number: int
@@ -113,7 +118,7 @@ def payload_start(body_bytes: int) -> int:
 
 
 def encode(frame: Frame, number: int, payload_bytes: int = 0) -> bytes:
-    """Everything of the message before the payload, padded to where the payload starts."""
+    """Return everything of the message before the payload, padded to the payload's start."""
     kind, (integers, reals) = _flatten(frame)
     body = _COUNTS.pack(len(integers), len(reals)) + struct.pack(f"<{len(integers)}q{len(reals)}d", *integers, *reals)
     head = _HEAD.pack(MAGIC, VERSION, kind, number, len(body), payload_bytes)
@@ -122,15 +127,16 @@ def encode(frame: Frame, number: int, payload_bytes: int = 0) -> bytes:
 
 
 def trailer(number: int) -> bytes:
-    """What follows the payload of a frame, where it has one.
+    """Return the bytes that follow the payload of a frame.
 
-    A receiver is not told where a message ends: behind one that was cut stands what an earlier one has left.
+    A receiver does not know the length of a message. After a message that was cut, the buffer still holds an earlier
+    one.
     """
     return _TRAILER.pack(number ^ _TRAILER_MARK)
 
 
 def decode(message: memoryview | bytes) -> Envelope:
-    """The frame at the start of a message. Raises ProtocolError saying what does not fit."""
+    """Return the frame at the start of a message. Raises ProtocolError with the part that does not fit."""
     view = memoryview(message)
     if len(view) < HEAD_BYTES:
         raise ProtocolError(f"a message of {len(view)} bytes is shorter than a head of {HEAD_BYTES}")
@@ -138,7 +144,7 @@ def decode(message: memoryview | bytes) -> Envelope:
     if magic != MAGIC:
         raise ProtocolError(f"a message starts with {bytes(magic)!r} instead of {MAGIC!r}")
     if version != VERSION:
-        raise ProtocolError(f"the peer speaks wire version {version}, this rank {VERSION}: install one version on all")
+        raise ProtocolError(f"the peer speaks wire version {version}, this rank {VERSION}: install one version on both")
     start = payload_start(body_bytes)
     end = start + payload_bytes
     if end + _TRAILER.size * (payload_bytes > 0) > len(view):
@@ -215,12 +221,12 @@ def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Fram
 
 
 def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
-    """Counts, then the chunks by column, which takes a third of the time that chunk by chunk does:
+    """Return counts, then the chunks by column. That takes a third of the time that chunk by chunk takes:
 
     integers   index | short | head on first | chunks | freed | bad | sequence, stage of each bad one | sequence ... |
-               epoch ... | start ... | num_tokens ... | flags ... | token ids of each ... | new pages of each ... |
+               epoch ... | start ... | num_tokens ... | flags ... | number of token ids ... | number of new pages ... |
                freed ids | all token ids | all new pages | position ... | top_k ... | seed ...
-    reals      issued_s | stages | microbatch, seconds of each | temperature ... | top_p ... | min_p ...
+    reals      issued_s | stages | microbatch, seconds per stage | temperature ... | top_p ... | min_p ...
     """
     m = frame.microbatch
     reals = [m.issued_s, float(len(frame.stage_times)), *chain.from_iterable(frame.stage_times)]
@@ -245,7 +251,10 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
 
 
 def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> MicroBatchFrame:
-    """Cut by the counts first: where they say in all what is there, each column was as long as it had to be."""
+    """Restore a frame by cutting the numbers with the counts.
+
+    If the counts add up to all the numbers, each column has the right length.
+    """
     index, short, head_on_first, num_chunks, num_freed, num_bad = integers[:6]
     if min(num_chunks, num_freed, num_bad) < 0:
         raise ValueError(f"{num_chunks} chunks, {num_freed} freed and {num_bad} bad sequences")
@@ -254,9 +263,9 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     sequences, epochs, starts, num_tokens, flags, num_ids, num_pages = _columns(integers, at, 7, num_chunks)
     at += 7 * num_chunks
     if min(num_ids, default=0) < 0 or min(num_pages, default=0) < 0:
-        raise ValueError("a chunk of fewer tokens or pages than none")
+        raise ValueError("a chunk has a negative number of tokens or pages")
     if not _FLAGS.issuperset(flags):
-        raise ValueError("flags that there are not")
+        raise ValueError("a chunk has unknown flags")
     freed = integers[at : at + num_freed]
     at += num_freed
     token_ids, at = _cut(integers, at, num_ids)
@@ -265,7 +274,9 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     num_rows = sum(drawn)
     num_times = 2 * reals[1]
     if not num_times >= 0 or len(integers) != at + 3 * num_rows or len(reals) != 2 + num_times + 3 * num_rows:
-        raise ValueError(f"{len(integers)} integers and {len(reals)} reals, not {at} and {num_times + 2} and the rows'")
+        raise ValueError(
+            f"{len(integers)} integers and {len(reals)} reals; expected {at} and {num_times + 2}, and 3 per sampled row"
+        )
     first = len(reals) - 3 * num_rows
     positions, top_ks, seeds = _columns(integers, at, 3, num_rows)
     temperatures, top_ps, min_ps = _columns(reals, first, 3, num_rows)
@@ -284,7 +295,7 @@ def _columns(numbers: Sequence[Number], start: int, count: int, length: int) -> 
 
 
 def _cut(numbers: Sequence[int], start: int, counts: Sequence[int]) -> tuple[list[tuple[int, ...]], int]:
-    """As many after one another as each count says, and where they end."""
+    """Cut consecutive pieces with the lengths in `counts`. Return them and the position after the last."""
     pieces = []
     for count in counts:
         pieces.append(tuple(numbers[start : start + count]) if count else ())
@@ -299,7 +310,7 @@ def _pairs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def _stage_times(reals: Sequence[float]) -> tuple[StageTime, ...]:
     pairs = zip(reals[::2], reals[1::2], strict=True)
     if not all(microbatch.is_integer() for microbatch in reals[::2]):
-        raise ValueError("a time of no microbatch")
+        raise ValueError("a stage time whose microbatch is not an integer")
     return tuple(StageTime(int(microbatch), seconds) for microbatch, seconds in pairs)
 
 
@@ -314,14 +325,18 @@ def _expect(legal: bool, what: str) -> None:
         raise ValueError(what)
 
 
-# Of a frame with next to no numbers: a fragment, a heartbeat, a goodbye.
+# Size of a frame with few numbers: a fragment, a heartbeat, a goodbye.
 SMALL_FRAME_BYTES = payload_start(_COUNTS.size + 8 * 3)
 
 
 def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int) -> int:
-    """The largest legal message of a run, but for its payload: what receivers post ahead and senders assert.
+    """Return the size of the largest legal message of a run, without its payload.
 
-    max_tokens, max_seqs: of one microbatch and over the pipeline.
+    Receivers post buffers for it in advance, and senders assert it.
+
+    Args:
+        max_tokens: of one microbatch.
+        max_seqs: over the pipeline.
     """
     chunks = min(max_tokens, max_seqs)
     pages = -(-max_tokens // page_size) + chunks

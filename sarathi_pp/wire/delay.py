@@ -1,4 +1,4 @@
-"""A link that is slower than the real one: what has arrived is handed out so much later."""
+"""A link that is slower than the real one: messages are handed out some time after they arrive."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sarathi_pp.wire.channel import Clock, Message, Payload, Receiver
 
 
 class DelayedReceiver(Generic[Payload]):
-    """Another receiver's messages, each no earlier than `added_s` after it arrived there: that is when it arrives here.
+    """A receiver that hands out another receiver's messages `added_s` later. That is when they arrive here.
 
-    Messages wait beside each other, as on a long line, and not one after the other. Who sends is watched by the other
-    receiver, so that silence is no later found than without.
+    Messages wait at the same time, as on a long line, and not one after the other. The other receiver watches the
+    sender, so silence is noticed as early as without the delay.
     """
 
     def __init__(self, receiver: Receiver[Payload], added_s: float, clock: Clock) -> None:

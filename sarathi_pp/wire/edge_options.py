@@ -10,7 +10,7 @@ from sarathi_pp.wire.channel import Clock
 from sarathi_pp.wire.stage_progress import StageProgress
 
 _HEARTBEAT_S = 1.0
-# Per time for which a peer may be silent, so that one late heartbeat is no loss.
+# Heartbeats in the time for which a peer may be silent, so that one late heartbeat is no loss.
 _NUM_HEARTBEATS = 3
 
 
@@ -21,14 +21,17 @@ class LossListener(Protocol):
 
 
 class IgnoreLosses:
-    """Does nothing. Losing one of several replicas ends no process: the next read or write on that edge raises."""
+    """A listener that does nothing. Losing one of several replicas does not end the process.
+
+    The next read or write on that edge raises.
+    """
 
     def report_loss(self, error: SarathiError) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeOptions:
-    """Everything that edges need to know besides what they carry."""
+    """Everything that edges need to know, except what they carry."""
 
     clock: Clock
     progress: StageProgress  # heartbeats report it
@@ -37,10 +40,10 @@ class EdgeOptions:
 
     @property
     def heartbeat_s(self) -> float:
-        """A sender that has sent nothing for this long sends a heartbeat."""
+        """Seconds without a message after which a sender sends a heartbeat."""
         return heartbeat_s(self.peer_timeout_s)
 
 
 def heartbeat_s(peer_timeout_s: float) -> float:
-    """Return how often a rank sends heartbeats if its peers may be silent for `peer_timeout_s`."""
+    """Return the seconds between heartbeats of a rank whose peers accept silence for `peer_timeout_s`."""
     return min(_HEARTBEAT_S, peer_timeout_s / _NUM_HEARTBEATS)

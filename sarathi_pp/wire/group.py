@@ -1,7 +1,7 @@
-"""Communicators that belong to whoever made them.
+"""Communicators of one part of a program, not of the whole process.
 
-torch keeps one default process group for each process and refuses a second one. A program may have two pipelines at
-once, or a pipeline next to a process group of its own. So a group is made from its backend directly: only its own ranks
+torch keeps one default process group per process and refuses a second one. But a program may have two pipelines at
+once, or a pipeline next to a process group of its own. So a group is made from its backend directly. Only its own ranks
 take part in making it, and it is in none of torch's tables.
 """
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _FOR_EVER = timedelta(days=365)
-# Backends that were not closed. Letting go of one waits for its operations, for ever if the other rank is stopped.
+# Backends that were not closed. Releasing one waits for its operations, forever if the other rank is stopped.
 _open: set[Any] = set()
 
 
@@ -72,12 +72,12 @@ class Group:
         _open.add(self._backend)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Transfer:
-        """Begin to send; the tensor must stay as it is until then."""
+        """Start to send. The tensor must not change until the transfer is done."""
         transfer: Transfer = self._backend.send([tensor], rank, 0)
         return transfer
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
-        """Begin to receive into the tensor."""
+        """Start to receive into the tensor."""
         transfer: Transfer = self._backend.recv([tensor], rank, 0)
         return transfer
 
@@ -95,7 +95,7 @@ class Group:
 
     @contextmanager
     def gathering(self, tensor: torch.Tensor) -> Iterator[Gathering]:
-        """Start an all-gather without a timeout. Wait inside until it is complete; an exception abandons it."""
+        """Start an all-gather without a timeout. Wait inside until it is complete. An exception abandons it."""
         options = AllgatherOptions()
         options.timeout = _FOR_EVER
         gathering = self._start_gathering(tensor, options)
@@ -111,6 +111,6 @@ class Group:
         return Gathering(self._backend.allgather([parts], [tensor], options), parts)
 
     def close(self) -> None:
-        """Let go of connections to devices; those over sockets end with the object."""
+        """Close connections to devices. Connections over sockets end with the object."""
         self._backend.shutdown()
         _open.discard(self._backend)

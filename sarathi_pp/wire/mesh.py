@@ -1,9 +1,9 @@
-"""Which rank does what: replicas of a pipeline, stages of a replica, shards of a stage.
+"""The ranks of a run: replicas of a pipeline, stages of a replica, shards of a stage.
 
     replica 0   (stage 0: shards 0 1) (stage 1: shards 2 3)        replica 1   (stage 0: shards 4 5) ...
 
 Replicas share the requests, stages share the layers, and the shards of a stage share each layer. Ranks of one host are
-neighbours, whatever numbers a launcher gave them: so as few edges as possible go from host to host.
+neighbours, whatever numbers a launcher gave them. So as few edges as possible go from host to host.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mesh:
         """Return this mesh with ranks of one host as neighbours.
 
         Args:
-            hosts: of each rank. They follow in the order of their first ranks.
+            hosts: the host of each rank. Hosts follow in the order of their first ranks.
         """
         first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
         return replace(self, ranks=tuple(sorted(range(self.size), key=lambda rank: (first[hosts[rank]], rank))))
@@ -77,7 +77,7 @@ class Mesh:
         return tuple(self.rank(replica, stage, shard) for shard in range(self.shards))
 
     def title(self, rank: int) -> str:
-        """Return what messages call a rank."""
+        """Return the name of a rank in messages to the user."""
         coordinate = self.coordinate(rank)
         shard = f"shard {coordinate.shard} of " if self.shards > 1 else ""
         replica = f" of replica {coordinate.replica}" if self.replicas > 1 else ""

@@ -1,4 +1,4 @@
-"""A message as edges carry it: a frame, and behind it its activations, in the bytes of a buffer that both ends know.
+"""A message on an edge: a frame, then its activations, in the bytes of a buffer that both ends know.
 
 | frame, padded | activations | trailer |     see wire/codec.py
 """
@@ -18,9 +18,9 @@ from sarathi_pp.wire.codec import Envelope, Fragment, Frame, HeadFrame, MicroBat
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Activations as an edge carries them: up to max_tokens rows of row_shape, on this rank's device.
+    """The activations that an edge carries: up to max_tokens rows of row_shape, on this rank's device.
 
-    Of an edge of texts, the largest fragment. Where nothing but frames travels rows are empty.
+    On an edge of texts, this is the largest fragment. If only frames travel, rows are empty.
     """
 
     max_tokens: int
@@ -36,13 +36,17 @@ class Payloads:
         return num_tokens * math.prod(self.row_shape) * self.dtype.itemsize
 
     def max_bytes(self, frame_bytes: int) -> int:
-        """Of the largest legal message; frame_bytes: of its frame."""
+        """Return the size of the largest legal message. `frame_bytes` is the size of its frame."""
         return frame_bytes + self.num_bytes(self.max_tokens) + codec.TRAILER_BYTES
 
     def rows(self, frame: Frame, behind: memoryview) -> torch.Tensor | None:
-        """The activations as (rows, *row_shape): of the bytes behind the frame a view on CPU and a copy on devices.
+        """Return the activations as (rows, *row_shape), or None if there are none.
 
-        None where there are none. Raises ProtocolError where the frame announces others.
+        Args:
+            behind: the bytes after the frame. On CPU the result is a view of them, on devices a copy.
+
+        Raises:
+            ProtocolError: the frame announces another number of rows.
         """
         announced = announced_rows(frame)
         expected = self.num_bytes(announced)
@@ -55,20 +59,20 @@ class Payloads:
 
 
 def announced_rows(frame: Frame) -> int:
-    """Rows of activations that belong to a frame."""
+    """Return the number of rows of activations that belong to a frame."""
     if isinstance(frame, MicroBatchFrame):
         return frame.microbatch.num_tokens
     return frame.num_rows if isinstance(frame, HeadFrame) else 0
 
 
 def write(buffer: torch.Tensor, frame: Frame, number: int, payload: torch.Tensor | None) -> int:
-    """Fill a buffer of bytes; how many of them the message has. Raises ProtocolError where it does not fit."""
+    """Write a message into a buffer of bytes. Return its size. Raises ProtocolError if it does not fit."""
     payload_bytes = 0 if payload is None else payload.numel() * payload.element_size()
     head = codec.encode(frame, number, payload_bytes)
     end = len(head) + payload_bytes
     size = end + (codec.TRAILER_BYTES if payload_bytes else 0)
     if size > buffer.numel():
-        raise ProtocolError(f"a message of {size} bytes, where {buffer.numel()} are legal")
+        raise ProtocolError(f"a message of {size} bytes; at most {buffer.numel()} are legal")
     to = buffer.data_ptr()
     ctypes.memmove(to, head, len(head))
     if payload is not None and payload_bytes:
@@ -81,21 +85,21 @@ def write(buffer: torch.Tensor, frame: Frame, number: int, payload: torch.Tensor
 
 
 def bytes_of(buffer: torch.Tensor) -> memoryview:
-    """The same memory, for `read`: made once for each buffer."""
+    """Return the same memory as bytes for `read`. Call it once per buffer."""
     return memoryview(buffer.numpy())  # type: ignore[arg-type]
 
 
 def copied(behind: memoryview) -> torch.Tensor:
-    """Bytes as a tensor of their own."""
+    """Copy bytes into a new tensor."""
     return torch.frombuffer(bytearray(behind), dtype=torch.uint8) if behind else torch.empty(0, dtype=torch.uint8)
 
 
 def read(buffer: memoryview) -> tuple[Envelope, memoryview]:
-    """What lies in a buffer: the frame, and the bytes behind it. Raises ProtocolError for what is none."""
+    """Return the frame in a buffer and the bytes after it. Raises ProtocolError if there is no frame."""
     envelope = codec.decode(buffer)
     behind = buffer[envelope.payload_start : envelope.payload_start + envelope.payload_bytes]
     if behind and not isinstance(envelope.frame, (MicroBatchFrame, HeadFrame, Fragment)):
-        raise ProtocolError(f"a {type(envelope.frame).__name__} with {len(behind)} bytes of payload")
+        raise ProtocolError(f"a {type(envelope.frame).__name__} has {len(behind)} bytes of payload, not 0")
     return envelope, behind
 
 

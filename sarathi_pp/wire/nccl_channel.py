@@ -6,11 +6,11 @@
     receiving rank   channel                      [ receive 0 ]  [ receive 1 ]
                      computing                                [ microbatch 0 ][ microbatch 1 ]
 
-Transfers are launched on a CUDA stream of their own. The stream waits for what they need; the program does not. So
+Transfers are launched on a CUDA stream of their own. That stream waits for what they need, and the program does not. So
 frames arrive before the activations, and a stage launches a microbatch before its input is there.
 
-NCCL has no tags: only the order matches a send with its receive, so both ends launch transfers in the order of the
-frames. A NCCL kernel holds its stream until the other end takes part. So each edge has its own communicator, and a
+NCCL has no tags: only the order matches a send with its receive. So both ends launch transfers in the order of the
+frames. An NCCL kernel holds its stream until the other end takes part. So each edge has its own communicator, and a
 receive is launched only when its frame has come.
 """
 
@@ -49,7 +49,7 @@ class SideStream(Protocol):
 class NcclChannel:
     """One end of the device transfers of an edge.
 
-    Only the computing thread uses a sending end. A receiving end launches receives on its own thread; the computing
+    Only the computing thread uses a sending end. A receiving end launches receives on its own thread. The computing
     thread admits them.
 
     Args:
@@ -61,7 +61,7 @@ class NcclChannel:
         self._group = group
         self._peer = peer
         self._stream = stream
-        # With their rows, whose memory must not be reused before they have left.
+        # Each with its rows, whose memory must not be reused before they have left.
         self._leaving: deque[tuple[Landing, torch.Tensor]] = deque()
 
     def connect(self, device: torch.device, *, sending: bool) -> Landing:

@@ -1,11 +1,11 @@
-"""Which directed edges a run has, in the one order in which every rank sets them up.
+"""The directed edges of a run, in the one order in which every rank sets them up.
 
-    0 -> 1 -> 2 -> ... -> P-1     activations, behind their microbatch's header: from shard to like shard
+    0 -> 1 -> 2 -> ... -> P-1     activations, after their microbatch's header: from each shard to the same shard
     ^-----------------------'     token ids (the return edge), to the rank that leads the replica
     leader -> shards 1, 2 ...     headers, to the other shards of its stage
     rank 0 <-> other leaders      requests and their answers
 
-One communicator per directed edge and one order per edge: no two messages can ever be matched crosswise.
+Each directed edge has one communicator and one order, so no two messages can ever be matched crosswise.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def forward_edges(mesh: Mesh) -> Edges:
 
 
 def upstream(mesh: Mesh, coordinate: Coordinate) -> int:
-    """Return the rank from which microbatches come; on a leader results, from the last stage, which may be its own."""
+    """Return the rank from which microbatches come. A leader gets results from the last stage, which may be its own."""
     if coordinate.stage > 0:
         return mesh.rank(coordinate.replica, coordinate.stage - 1, coordinate.shard)
     return mesh.rank(coordinate.replica, 0 if coordinate.shard else mesh.stages - 1)
 
 
 def downstream(mesh: Mesh, coordinate: Coordinate) -> int | None:
-    """Return the rank to which microbatches go. Of the last stage one shard alone sends the results to the leader."""
+    """Return the rank to which microbatches go. Only one shard of the last stage sends the results to the leader."""
     if coordinate.stage < mesh.stages - 1:
         return mesh.rank(coordinate.replica, coordinate.stage + 1, coordinate.shard)
     return None if coordinate.shard else mesh.leader(coordinate.replica)

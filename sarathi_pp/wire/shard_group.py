@@ -10,10 +10,14 @@ from sarathi_pp.wire.torch_channel import peer_lost
 
 
 class ShardGroup:
-    """This rank's part in it: shard `index` of `size`. All of them call alike, in the same order.
+    """This rank's part in its stage: shard `index` of `size`. All shards make the same calls in the same order.
 
-    others: names of the other ranks, for messages. group: a communicator of all of them, whose timeout is how long one
-    may be silent. spent_s: seconds that this rank has spent in sums, waiting for the others included.
+    Args:
+        others: names of the other ranks, for messages to the user.
+        group: a communicator of all shards, whose timeout is how long one may be silent.
+
+    Attributes:
+        spent_s: seconds that this rank has spent in sums, including the wait for the others.
     """
 
     def __init__(self, index: int, size: int, others: tuple[str, ...], group: Group, clock: Clock) -> None:
@@ -25,10 +29,10 @@ class ShardGroup:
         self._clock = clock
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every shard's x: the same bits on all. Raises PeerLostError.
+        """Return the sum of every shard's x: the same bits on all. Raises PeerLostError.
 
-        On CPU what a row gets depends on that row alone: gloo's own sum of three or more adds them in an order that
-        depends on the place in the tensor.
+        On CPU the result of a row depends on that row alone. gloo's own sum of three or more adds them in an order that
+        depends on the position in the tensor. So it is not used for these.
         """
         begin_s = self._clock.now()
         in_order = self.size > 2 and x.device.type == "cpu"

@@ -5,15 +5,15 @@
                       --- slot 1, filled at t --->                         a Unix socket
                       <-- slot 1 is free ---------
 
-Whoever waits for a message waits in the kernel for its own socket: nothing but the thread that computes need wake up
-for it, where over torch.distributed three threads do, one after the other. A message lies in its slot as it would
-travel, see wire/message.py. Saying that a slot is full, and hearing it, are system calls, which order what either side
-has written and reads: no fences are needed here.
+The receiver of a message waits in the kernel for its own socket. Only the computing thread wakes up for it. Over
+torch.distributed, three threads wake up one after the other. A message is in its slot as it would travel, see
+wire/message.py. Both sides send and receive "slot is full" and "slot is free" by system calls. These order the writes
+and reads of both sides, so no fences are needed here.
 
-Sockets find each other by abstract names, which are of one network namespace: who can reach the other shares its
-memory, and ranks that cannot, on whatever host, have the other edge. Neither names nor memory outlive the processes.
-An edge of torch_channel stays open at the same time. It carries heartbeats and a goodbye, and notices a peer that is
-lost or hangs.
+Sockets find each other by abstract names, which are valid in one network namespace. Ranks that can reach each other
+share memory. Ranks that cannot, on any host, have the other kind of edge. Neither names nor memory outlive the
+processes. An edge of torch_channel stays open at the same time. It carries heartbeats and a goodbye, and notices a peer
+that is lost or hangs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from sarathi_pp.wire.codec import Frame, Goodbye
 from sarathi_pp.wire.edge_options import LossListener
 from sarathi_pp.wire.message import Payloads, bytes_of, read, write
 
-# What is said over the socket, each a datagram: which slot is filled, since when on the host's clock; which is free.
+# Datagrams on the socket: the slot that is filled and the time of that on the host's clock, the slot that is free, and
+# the number and size of the slots.
 _FILLED = struct.Struct("<Id")
 _FREED = struct.Struct("<I")
 _SHAPE = struct.Struct("<IQ")
 # SO_PEERCRED: pid, uid, gid.
 _CREDENTIALS = struct.Struct("iII")
 _CONNECT_S = 5.0
-# More than this many slots, and the socket might not hold what is said of all of them: kernels take at least 256.
+# With more slots, the socket might not hold the datagrams of all of them: kernels take at least 256.
 MAX_SLOTS = 128
 
 
@@ -54,10 +55,10 @@ class Heartbeats(Protocol):
 
 
 class SlotListener:
-    """Where the receiving rank of an edge listens for the sending one.
+    """The listener of an edge's receiving rank, for the sending rank.
 
     Attributes:
-        name: an abstract socket name, which the sending rank connects to.
+        name: an abstract socket name, to which the sending rank connects.
 
     Raises:
         OSError: this host has no such sockets.
@@ -90,9 +91,9 @@ class SlotListener:
 
 
 def connect(name: str) -> socket.socket | None:
-    """Connect to the listener of that name; None if no process of this user listens there, as seen from here."""
+    """Connect to the listener of that name. Return None if this process can reach no listener of this user."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Any process may see the name and connect, and the kernel waits when too many have.
+    # Any process may see the name and connect. If too many have, the kernel waits.
     end.settimeout(_CONNECT_S)
     try:
         end.connect(f"\0{name}")
@@ -119,7 +120,7 @@ def can_share() -> bool:
 
 
 def _is_ours(end: socket.socket) -> bool:
-    """Return whether the other end is a process of this user: any process may use an abstract name."""
+    """Return whether the other end is a process of this user, since any process may use an abstract name."""
     _, uid, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(uid == os.geteuid())
 
@@ -127,12 +128,12 @@ def _is_ours(end: socket.socket) -> bool:
 class SlotConnection:
     """The socket between both ends of an edge, and the error that ended the edge.
 
-    The edge of heartbeats between the same two ranks is opened with it as its listener.
+    The edge of heartbeats between the same two ranks is opened with it as its LossListener.
 
     Args:
-        end: connected to the other one. Close it only after both ends have closed: the kernel resets a connection
-            that is closed with something unread.
-        losses: hears how the edge ended.
+        end: socket that is connected to the other end. Close it only after both ends have closed. The kernel resets a
+            connection that is closed with unread data.
+        losses: gets the error that ended the edge.
     """
 
     def __init__(self, end: socket.socket, peer_name: str, losses: LossListener) -> None:
@@ -140,22 +141,22 @@ class SlotConnection:
         self.peer_name = peer_name
         self.failure: SarathiError | None = None
         self._losses = losses
-        # No timeout of the socket's own: setting one would be a system call per wait.
+        # The socket has no timeout of its own: setting one would be a system call per wait.
         end.settimeout(None)
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
 
     def report_loss(self, error: SarathiError) -> None:
-        """End the edge. The thread of the heartbeats calls it too; a thread that waits for the socket wakes up."""
+        """End the edge. The heartbeat thread calls this too. A thread that waits for the socket wakes up."""
         self.failure = error
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._losses.report_loss(error)
 
     def share_slots(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
-        """Make memory and share it with the other end; returns what `take_slots` returns there.
+        """Make memory and share it with the other end. Return what `take_slots` returns there.
 
-        It is untouched until used, so a large bound costs no memory.
+        The memory is untouched until used, so a large size costs no memory.
 
         Raises:
             CapacityError: there is no memory.
@@ -174,10 +175,11 @@ class SlotConnection:
             os.close(memory)
 
     def take_slots(self, num_slots: int, slot_bytes: int, timeout_s: float) -> torch.Tensor:
-        """Map the memory that the other end shares: (num_slots, slot_bytes) uint8, a slot being whole pages.
+        """Map the memory that the other end shares: (num_slots, slot_bytes) uint8. Each slot has whole memory pages.
 
         Raises:
-            PeerLostError, ProtocolError: it shares none within timeout_s, or other memory than that.
+            PeerLostError: it shares no memory within timeout_s.
+            ProtocolError: it shares other memory than that.
         """
         slot_bytes = _whole_pages(slot_bytes)
         self._socket.settimeout(timeout_s)
@@ -191,9 +193,9 @@ class SlotConnection:
             raise self.ended()
         try:
             if len(said) != _SHAPE.size or len(descriptors) != 1:
-                raise self.broken(f"shares {len(descriptors)} memories in {len(said)} bytes")
+                raise self.broken(f"shares {len(descriptors)} file descriptors in a datagram of {len(said)} bytes")
             if (found := _SHAPE.unpack(said)) != (num_slots, slot_bytes):
-                raise self.broken(f"shares {found} slots and bytes of each, not {num_slots, slot_bytes}")
+                raise self.broken(f"shares memory of (slots, bytes per slot) {found}, not {num_slots, slot_bytes}")
             return _map(descriptors[0], num_slots, slot_bytes)
         except OSError as error:
             raise _no_room(num_slots, slot_bytes) from error
@@ -213,22 +215,23 @@ class SlotConnection:
         if not datagram:
             raise self.ended()
         if len(datagram) != form.size:
-            raise self.broken(f"said {len(datagram)} bytes where {form.size} are legal")
+            raise self.broken(f"sent a datagram of {len(datagram)} bytes, not {form.size}")
         return form.unpack(datagram)
 
     def _receive(self, size: int, timeout_s: float | None) -> bytes:
-        """Raises BlockingIOError if nothing comes in time."""
+        """Receive one datagram. Raises BlockingIOError if none comes in time."""
         if timeout_s:
             self._readable.poll(math.ceil(1000 * max(0.0, timeout_s)))
         flags = 0 if timeout_s is None else socket.MSG_DONTWAIT
         try:
             return self._socket.recv(size, flags)
         except ConnectionResetError:
-            # The other end left without reading everything. The kernel says so once, before what that end had sent.
+            # The other end left without reading everything. The kernel reports this once, before the data that end had
+            # sent.
             return self._socket.recv(size, flags)
 
     def send(self, datagram: bytes) -> None:
-        """Send, or do nothing if the other end has left: the next receive raises."""
+        """Send a datagram. If the other end has left, do nothing: the next receive raises."""
         with suppress(OSError):
             self._socket.send(datagram)
 
@@ -244,13 +247,13 @@ class SlotConnection:
 
 
 class SharedSender:
-    """The sending end; a Sender. One thread uses it.
+    """The sending end, which is a Sender. Only one thread uses it.
 
     Args:
         connection: to the receiving end, which makes the memory.
         heartbeats: this rank's end of the edge of heartbeats, closed with this one.
-        num_slots, slot_bytes: of the memory.
-        timeout_s: how long the receiving end may take to share it. See `SlotConnection.take_slots`.
+        num_slots, slot_bytes: shape of the memory.
+        timeout_s: how long the receiving end may take to share the memory. See `SlotConnection.take_slots`.
     """
 
     def __init__(
@@ -293,7 +296,7 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end; a Receiver. It makes the messages' memory. One thread uses it.
+    """The receiving end, which is a Receiver. It makes the memory for messages. Only one thread uses it.
 
     Args:
         connection: to the sending end.
@@ -329,7 +332,7 @@ class SharedReceiver:
         slot, filled_s = int(said[0]), said[1]
         if slot >= len(self._slots):
             raise self._connection.broken(f"filled slot {slot} of {len(self._slots)}")
-        # What was there before it was asked for was so from the moment on in which it was filled.
+        # If a message was there before this call, it arrived when its slot was filled.
         arrived_s = self._clock.now() if waited else filled_s
         try:
             return self._message(slot, arrived_s)
@@ -356,6 +359,6 @@ def _whole_pages(size: int) -> int:
 
 
 def _map(memory: int, num_slots: int, slot_bytes: int) -> torch.Tensor:
-    """(num_slots, slot_bytes) uint8."""
+    """Map the memory as (num_slots, slot_bytes) uint8."""
     mapped = mmap.mmap(memory, num_slots * slot_bytes)
     return torch.frombuffer(mapped, dtype=torch.uint8).view(num_slots, slot_bytes)

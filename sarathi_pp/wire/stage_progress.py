@@ -15,10 +15,10 @@ class CountsLayers(Protocol):
 
 
 class StageProgress:
-    """Counts the microbatches that a stage has finished.
+    """The count of the microbatches that a stage has finished.
 
-    It is made before the edges and before the stage runner: the runner counts, and senders report it on their own
-    threads, so that the other end can tell a slow stage from one that hangs.
+    It is made before the edges and before the stage runner. The runner counts, and senders report the count on their
+    own threads. So the other end can distinguish a slow stage from one that hangs.
 
     Args:
         stage: counts its layers itself.
@@ -30,5 +30,5 @@ class StageProgress:
         self.busy = False  # it computes a microbatch now
 
     def heartbeat(self) -> Heartbeat:
-        """Return what a heartbeat says now."""
+        """Return a heartbeat with the present counts."""
         return Heartbeat(self.num_done, self.busy, self._stage.steps)

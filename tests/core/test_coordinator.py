@@ -285,7 +285,7 @@ def test_results_out_of_order_are_refused():
     coordinator.submit(Request(0, (1, 2, 3, 4), SamplingParams(seed=0)))
     coordinator.next_microbatch()
     coordinator.next_microbatch()
-    with pytest.raises(AssertionError, match="was due"):
+    with pytest.raises(AssertionError, match="came instead of"):
         coordinator.complete(StepResult(1))
 
 

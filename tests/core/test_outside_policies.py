@@ -188,7 +188,8 @@ def test_an_installed_policy_is_found_by_the_name_that_it_registers(folder):
 def test_a_name_of_two_distributions_is_refused_unless_both_mean_the_same(folder):
     install(folder, "one", mine="mine_of_test:Mine", same="mine_of_test:Mine")
     install(folder, "two", mine="mine_of_test:Half", same="mine_of_test:Mine")
-    says = "the name stands for mine_of_test:Mine of one and mine_of_test:Half of two; give .* as module:Class"
+    owners = "mine_of_test:Mine of one and mine_of_test:Half of two"
+    says = f"several policies have this name: {owners}; give .* as module:Class"
     with pytest.raises(ConfigError, match=f"--policy mine: {says}"):
         parse_policy("mine")
     assert parse_policy("same").kind.__name__ == "Mine"

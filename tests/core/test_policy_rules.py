@@ -37,23 +37,23 @@ SPOILT = {
     "fewer": (lambda grants, view: first(grants, num_tokens=-1), "granted -1 tokens of"),
     "more than known": (
         lambda grants, view: first(grants, num_tokens=grants[0].sequence.remaining + 1),
-        r"granted \d+ tokens of .*; it has \d+ to grant and",
+        r"granted \d+ tokens of .*; .* has \d+ tokens to grant and",
     ),
-    "half a token": (lambda grants, view: first(grants, num_tokens=0.5), "granted 0.5 tokens of .*takes integers"),
+    "half a token": (lambda grants, view: first(grants, num_tokens=0.5), "granted 0.5 tokens of .*must be integers"),
     "a real number": (lambda grants, view: first(grants, num_tokens=1.0), "granted 1.0 tokens of"),
     "an overlap too long": (
         lambda grants, view: first(grants, overlap=grants[0].sequence.issued + 1),
         r"with an overlap of \d+; .* \d+ to repeat",
     ),
     "an overlap below zero": (lambda grants, view: first(grants, overlap=-1), "with an overlap of -1"),
-    "twice": (lambda grants, view: [*grants, grants[0]._replace(num_tokens=1)], "twice; legal is one grant"),
+    "twice": (lambda grants, view: [*grants, grants[0]._replace(num_tokens=1)], "twice; a sequence has one grant"),
     "a stranger": (
         lambda grants, view: [Grant(Sequence(Request(99, (1,) * 5, PARAMS)), 1)],
-        "legal are sequences of the view",
+        "it may grant only sequences of its view",
     ),
     "a copy": (
         lambda grants, view: [Grant(Sequence(Request(grants[0].sequence.index, (1,) * 5, PARAMS)), 1)],
-        "legal are sequences of the view",
+        "it may grant only sequences of its view",
     ),
 }
 
@@ -137,9 +137,9 @@ def test_a_sequence_that_has_no_seat_is_none_to_grant():
     for index in range(4):
         coordinator.submit(Request(index, (1,) * 5, PARAMS))
     assert str(coordinator.next_microbatch()) == "m0[s0:0+5 s1:0+5 s2:0+5]"
-    with pytest.raises(PolicyError, match="granted 1 tokens of .*; it has 0 to grant"):
+    with pytest.raises(PolicyError, match="granted 1 tokens of .*; .* has 0 tokens to grant"):
         coordinator.next_microbatch()  # its next token is in flight
     known[0] = coordinator._waiting[0]
-    with pytest.raises(PolicyError, match="legal are sequences of the view"):
+    with pytest.raises(PolicyError, match="it may grant only sequences of its view"):
         coordinator.next_microbatch()
     coordinator.complete(StepResult(0))

@@ -51,20 +51,24 @@ def said(plane: ControlPlane, error: RuntimeError, other: int | None = None) -> 
 
 
 def test_those_that_have_not_come_are_named():
-    assert said(waiting(1), TIMED_OUT).startswith("no word from stage 0 (rank 0) and stage 3 (rank 3) within 5 s")
+    assert said(waiting(1), TIMED_OUT).startswith(
+        "received nothing from stage 0 (rank 0) and stage 3 (rank 3) within 5 s"
+    )
 
 
 def test_a_store_whose_holder_is_stopped_is_not_waited_for(monkeypatch):
     """Its `check` would never return, and the rank would never end."""
     monkeypatch.setattr(control_plane, "_STORE_ANSWER_S", 0.1)
     began_s = time.monotonic()
-    assert said(waiting(1, stopped=True), TIMED_OUT).startswith("no word from another rank within 5 s")
+    assert said(waiting(1, stopped=True), TIMED_OUT).startswith("received nothing from another rank within 5 s")
     assert time.monotonic() - began_s < patient(10.0)
 
 
 def test_of_two_ends_the_other_one_is_named():
-    assert said(waiting(0), TIMED_OUT, 2).startswith("no word from stage 2 (rank 2) within")
-    assert said(waiting(1), TIMED_OUT, 0).startswith("no word from stage 0 (rank 0) or a rank that it waits for within")
+    assert said(waiting(0), TIMED_OUT, 2).startswith("received nothing from stage 2 (rank 2) within")
+    assert said(waiting(1), TIMED_OUT, 0).startswith(
+        "received nothing from stage 0 (rank 0) or a rank that it waits for within"
+    )
 
 
 def test_a_closed_connection_is_no_silence():

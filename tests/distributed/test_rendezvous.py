@@ -81,7 +81,7 @@ def test_a_store_that_falls_silent_is_not_waited_for(rank, monkeypatch):
             store = TCPStore("127.0.0.1", int(holder.stdout.readline()), is_master=False, wait_for_workers=False)
             holder.send_signal(signal.SIGSTOP)
             began_s = time.monotonic()
-            with pytest.raises(ConfigError, match=f"rank {rank} of 2: the store in which ranks meet has not answered"):
+            with pytest.raises(ConfigError, match=f"rank {rank} of 2: the rendezvous store has not answered"):
                 rendezvous(store, rank, 2, SystemClock().now() + SOON_S, SystemClock(), LOOPBACK)
             assert time.monotonic() - began_s < patient(SOON_S + 3 * 5.0)
         finally:
@@ -90,7 +90,7 @@ def test_a_store_that_falls_silent_is_not_waited_for(rank, monkeypatch):
 
 def test_without_rank_0_the_others_say_so():
     future = start(HashStore(), 3, [2], SOON_S)[2]
-    assert "rank 2 of 3 was not met by rank 0 within --join-timeout" in str(future.exception())
+    assert "rank 2 of 3 got no answer from rank 0 within --join-timeout" in str(future.exception())
 
 
 @pytest.mark.parametrize("strangers", [[1], [2], [1, 2]])
@@ -104,7 +104,7 @@ def test_ranks_of_another_number_are_refused_by_all(strangers):
     says = "was started as one of 3 ranks, rank 0 as one of 2; start all with the same number"
     for future in (first, *others):
         assert isinstance(future.exception(), ConfigError)
-        assert says in str(future.exception()) or "was not met by rank 0" in str(future.exception())
+        assert says in str(future.exception()) or "got no answer from rank 0" in str(future.exception())
     assert says in str(first.exception()) and any(says in str(future.exception()) for future in others)
 
 

@@ -62,7 +62,7 @@ def test_what_is_sent_is_what_is_read(message):
 
 @given(st.binary() | st.text().map(str.encode) | messages.map(lambda message: encode(message)[:-1]))
 def test_anything_else_is_refused(text):
-    with pytest.raises(ProtocolError, match="is no message"):
+    with pytest.raises(ProtocolError, match="is not a message"):
         decode(text)
 
 

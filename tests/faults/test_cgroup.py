@@ -61,7 +61,7 @@ def test_budgets_and_threads_are_of_the_cgroup(inside: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
     found = {one["name"]: one["detail"] for one in json.loads(done.stdout)["findings"] if one["topic"] == "host"}
     cpus = len(os.sched_getaffinity(0))
-    assert f"threads: {min(cpus, 2)} of a stage alone, 1 of two each" in found["cores"]
+    assert f"threads: {min(cpus, 2)} for a single stage, 1 for each of two stages" in found["cores"]
     assert (", of which a cgroup allows 1.5;" in found["cores"]) == (cpus > 1.5)
     numbers = re.fullmatch(
         r"([\d.]+) GiB free in the memory of cgroup \S+; KV pages of a stage get ([\d.]+) GiB", found["memory"]

@@ -194,7 +194,7 @@ def test_an_output_inside_of_the_run_directory_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     process = start(tmp_path, str(tmp_path / "run" / "out.jsonl"))
     said = process.communicate(timeout=patient(60))[1]
-    assert process.returncode == 2 and "lies in the run directory" in said, said
+    assert process.returncode == 2 and "is in the run directory" in said, said
     assert not (tmp_path / "run" / "out.jsonl").exists()
 
 

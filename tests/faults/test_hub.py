@@ -55,7 +55,8 @@ def test_a_model_is_fetched_once_and_then_needs_no_hub(stages, files, model):
 def expect_one_line(code: int, said: str) -> None:
     assert code == 66, said
     line = said.strip().splitlines()[-1]
-    assert line.startswith(f"MissingError: --model {NAME} is no directory here and could not be fetched from the Hub (")
+    why = "is not a local directory and could not be fetched from the Hub ("
+    assert line.startswith(f"MissingError: --model {NAME} {why}")
     assert "give a directory, or check the name, the network and `hf auth login`" in line
     assert "Traceback" not in said and said.count("MissingError") == 1
 

@@ -190,7 +190,7 @@ def test_one_agent_of_torchrun_on_each_host_makes_one_run(hosts, files, emulated
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (0, "1 of 2 ranks have come within --join-timeout, missing: 1; were all started"),
+        (0, "1 of 2 ranks have come within --join-timeout, missing: 1; start all ranks"),
         (1, "rank 1 of 2 could not reach MASTER_ADDR=127.0.0.1"),
     ],
 )
@@ -224,7 +224,7 @@ def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, emulated
         other.stdout.readline()
         for address, message in (
             (ADDRESSES[0], "another process listens there; give another MASTER_PORT"),
-            (ADDRESSES[1], "that is no address of rank 0's host; give one that all ranks reach"),
+            (ADDRESSES[1], "that is not an address of rank 0's host; give one that all ranks reach"),
         ):
             with started(files, emulated, {0: on}, **{**MEET, "MASTER_ADDR": address}) as ranks:
                 said = ranks.end()

@@ -237,11 +237,11 @@ def test_another_question_is_refused_with_what_is_different(stages, finished, em
     before = finished.output.read_bytes()
     code, said = generate(finished, emulated, "--resume", "--max-new-tokens", "5", "--seed", "1", "--stages", stages)
     assert code == 2
-    assert "answers something else: seed was 0 and is 1; max_new_tokens was 4 and is 5; name another" in said
+    assert "was written by a different run: seed was 0 and is 1; max_new_tokens was 4 and is 5; name another" in said
     assert finished.output.read_bytes() == before
     finished.write_prompts([(5, 6)])
     assert (
-        "something else: the input file was changed; name"
+        "different run: the input file was changed; name"
         in generate(finished, emulated, "--resume", "--max-new-tokens", "4")[1]
     )
     assert finished.output.read_bytes() == before
@@ -290,7 +290,7 @@ def test_a_run_directory_belongs_to_one_output(emulated, tmp_path):
     shared = ("--run-dir", str(tmp_path / "shared"), "--max-new-tokens", "4", "--ignore-eos")
     assert generate(files["one"], emulated, *shared) == (0, "")
     code, said = generate(files["two"], emulated, *shared, "--resume")
-    assert code == 2 and "shared is that of ../one/out.jsonl, not of ../two/out.jsonl" in said
+    assert code == 2 and "shared belongs to ../one/out.jsonl, not to ../two/out.jsonl" in said
     assert generate(files["two"], emulated, *shared, "--resume", "--force") == (0, "")
     first = files["one"].output.read_text()
     shutil.copy(files["two"].input, files["one"].input)
@@ -313,7 +313,7 @@ def test_an_output_that_was_moved_with_its_run_directory_is_gone_on_with(finishe
 def test_without_a_run_json_nobody_knows_what_the_output_answers(finished, emulated):
     (finished.run / "run.json").unlink()
     code, said = generate(finished, emulated, "--resume", "--max-new-tokens", "4")
-    assert code == 2 and "run.json does not tell what" in said
+    assert code == 2 and "run.json does not record what" in said
 
 
 def test_errors_count_until_they_are_run_again(model, tmp_path):
@@ -359,10 +359,10 @@ def test_strict_refuses_a_file_with_a_bad_line_before_anything_runs(stages, emul
     files.input.write_text('{"id": 1, "prompt_token_ids": [5]}\n{nonsense\n{"id": 1, "prompt_token_ids": [6]}\n')
     code, said = generate(files, emulated, "--strict", "--stages", stages)
     assert code == 65
-    assert "of 3 rows 2 cannot run: line 2: " in said and "line 3: id 1 is already that of line 1" in said
+    assert "2 of 3 lines cannot run: line 2: " in said and "line 3: id 1 is already that of line 1" in said
     assert not files.output.exists() and not files.run.exists()
     code, said = generate(files, emulated, "--stages", stages, "--max-new-tokens", "1")
-    assert code == 3 and said.count("of 3 rows 2 cannot run") == 1
+    assert code == 3 and said.count("2 of 3 lines cannot run") == 1
     assert len(files.output.read_text().splitlines()) == 3
 
 
@@ -373,7 +373,7 @@ def test_strict_looks_at_sampling_values_too(wrong, emulated, tmp_path):
     named = wrong.partition(":")[0]
     code, said = generate(files, emulated, "--strict")
     assert code == 65 and re.search(
-        f"of 2 rows 1 cannot run: line 2: {named} has a value that is not legal; it must be", said
+        f"1 of 2 lines cannot run: line 2: {named} has a value that is not legal; it must be", said
     ), said
     assert not files.output.exists()
 

@@ -68,7 +68,7 @@ def test_a_layer_longer_than_the_timeout_is_no_reason_to_start_again_and_again(t
     assert done.returncode == 2 == files.exit_code(), done.stderr
     assert done.stderr.count("a stage was lost: restart") == 1
     assert "in one layer of its microbatch 0 for more than 1 s" in done.stderr
-    assert "The start before ended like this too" in done.stderr and "larger --peer-timeout" in done.stderr
+    assert "The previous start ended in the same way" in done.stderr and "larger --peer-timeout" in done.stderr
     assert took_s < 3 * 2 * (10 + PEER_TIMEOUT_S), "two starts, and a timeout each"
 
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_gone_on_with_is_not_restarted(name, emulated, tmp_path):
     os.mkfifo(place)
     command = (*COMMAND, *files.options(emulated, "--quiet", "--stages", "2", "--max-restarts", "1"))
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
-    assert done.returncode == 2 and "a stream cannot be gone on with" in done.stderr, done.stderr
+    assert done.returncode == 2 and "a stream cannot be resumed" in done.stderr, done.stderr
     assert not files.run.exists()
 
 

@@ -158,7 +158,7 @@ def test_a_job_that_may_not_be_queued_again_says_so_and_keeps_its_code(tmp_path:
         tell_step(job, signal.SIGUSR1)
         code, said = job.end()
     assert (code, slurm.requeued()) == (75, []), said
-    assert "not queued again; --resume goes on with it" in said
+    assert "cannot queue the job again; submit it with --resume" in said
 
 
 def test_a_job_that_would_end_the_same_way_again_is_not_queued_again(tmp_path: Path) -> None:

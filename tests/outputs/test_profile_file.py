@@ -28,5 +28,5 @@ def test_what_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> Non
     assert path.read_text() == "dear figures"
     with pytest.raises(ConfigError, match="is a directory"):
         check_profile_output(tmp_path, overwrite=True)
-    with pytest.raises(OutputError, match="no directory"):
+    with pytest.raises(OutputError, match="not a directory"):
         check_profile_output(tmp_path / "none" / "profile.json", overwrite=False)

@@ -138,7 +138,10 @@ def test_overwrite_removes_nothing_that_no_run_wrote(name, tmp_path):
     leave_a_run(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ConfigError, match="is no run's"), RunDirectory.claim(tmp_path, overwrite=True):
+    with (
+        pytest.raises(ConfigError, match="was not written by sarathi-pp"),
+        RunDirectory.claim(tmp_path, overwrite=True),
+    ):
         pass
     assert (tmp_path / name).read_text() == "mine" and (tmp_path / "run.json").exists()
 
@@ -146,7 +149,7 @@ def test_overwrite_removes_nothing_that_no_run_wrote(name, tmp_path):
 def test_a_file_is_no_run_directory(tmp_path):
     path = tmp_path / "file"
     path.write_text("mine")
-    for overwrite, says in ((False, "exists"), (True, "is no run's")):
+    for overwrite, says in ((False, "exists"), (True, "was not written by sarathi-pp")):
         with pytest.raises(ConfigError, match=says), RunDirectory.claim(path, overwrite=overwrite):
             pass
     assert path.read_text() == "mine"
@@ -265,6 +268,15 @@ def test_what_a_killed_thread_was_writing_is_in_nobodys_way(tmp_path):
     (tmp_path / "exit_code").write_text("75\n")
     (tmp_path / ".exit_code.0123456789abcdef.part").touch()
     RunDirectory.check(tmp_path, overwrite=False)
+
+
+def test_a_code_that_another_rank_is_writing_is_no_run(tmp_path):
+    """Rank 1 refuses to take part, and rank 0 checks the directory at that moment."""
+    (tmp_path / ".exit_code.0123456789abcdef.part").touch()
+    RunDirectory.check(tmp_path, overwrite=False)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="exists"):
+        RunDirectory.check(tmp_path, overwrite=False)
 
 
 def test_a_refusal_leaves_its_code_where_it_takes_no_runs_place(tmp_path):

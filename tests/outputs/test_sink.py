@@ -174,8 +174,8 @@ def test_what_is_refused_before_anything_runs(tmp_path):
     refused(ConfigError, tmp_path / "link", "same file as --input")
     refused(ConfigError, output, "--overwrite", "new")
     refused(ConfigError, "-", "needs an --output file", "resume")
-    refused(ConfigError, "/dev/null", "is no file", "resume")
-    refused(OutputError, tmp_path / "no" / "out", "there is no directory")
+    refused(ConfigError, "/dev/null", "is not a file", "resume")
+    refused(OutputError, tmp_path / "no" / "out", "does not exist; make it first")
     for path in ("-", "/dev/null", str(tmp_path / "new"), str(output)):
         check_output(path, "-", "replace" if path == str(output) else "new")
     for path in (tmp_path / "new", output):

@@ -24,7 +24,7 @@ def ended_with(folder, attempt, error):
 def test_what_fails_at_the_start_again_is_no_75_any_more(kind, tmp_path):
     assert ended_with(tmp_path, 0, kind("first", at_start=True)) == (75, "first")
     code, said = ended_with(tmp_path, 1, kind("second", at_start=True))
-    assert code == 2 and said == "second. The start before ended like this too, so another one will not help"
+    assert code == 2 and said == "second. The previous start ended in the same way, so another one will not help"
 
 
 @pytest.mark.parametrize("between", [PeerLostError("killed"), MemoryLostError("later"), StalledError("later")])

@@ -76,7 +76,7 @@ def test_requests_are_drawn_when_they_are_asked_for():
         ("poisson:rate=1,poisson:rate=9,zipf", "rate is given twice, 1 and 9; leave one of them out"),
         ("fixed:n=3,n=5", "n is given twice, 3 and 5; leave one of them out"),
         ("then:poisson:rate=2,fixed:n=3+fixed:n=4", "poisson:rate=2,fixed:n=3 has arrivals of its own"),
-        ("then:fixed:n=3+poisson:rate=2,fixed:n=4", "in front of it all: poisson:rate=2,then:..."),
+        ("then:fixed:n=3+poisson:rate=2,fixed:n=4", "before all parts: poisson:rate=2,then:..."),
         ("then:fixed:n=3+then:poisson:rate=2,fixed:n=4", "has arrivals of its own"),
     ],
 )

@@ -76,7 +76,7 @@ def test_short_keys_do_not_collide() -> None:
         ('{"e":"send_wait","b":1.0,"f":2.0,"g":3}', "has the keys"),
         ('{"e":"send_wait","b"', "not a line of JSON"),
         ("[1, 2]", "not a trace event"),
-        ('{"e":"send_wait","b":1.0,"f":"soon"}', r"'send_wait' has 'soon' as 'f' \(end_s\), which is none"),
+        ('{"e":"send_wait","b":1.0,"f":"soon"}', r"'send_wait' has 'soon' as 'f' \(end_s\), which is not legal"),
         ('{"e":"send_wait","b":1.0,"f":NaN}', "has nan as 'f'"),
         ('{"e":"send_wait","b":1e999,"f":2}', "has inf as 'b'"),
         ('{"e":"send_wait","b":true,"f":2}', "has True as 'b'"),

@@ -222,13 +222,13 @@ def test_measured_throughput_has_no_attention_in_it() -> None:
 def test_too_little_room_to_measure_is_said() -> None:
     tiny = Limits(1, 2048, 1, 4, 1, 4, 1)
     traces, warm_up = traces_of(CostModel(1, TRUE.stages[:1]), limits=tiny)
-    with pytest.raises(ConfigError, match="microbatches fitted in, too few.*\n.*--kv-cache-memory"):
+    with pytest.raises(ConfigError, match="microbatches were measured, too few.*\n.*--kv-cache-memory"):
         measure([trace[:40] for trace in traces], warm_up, 8)
 
 
 def test_a_run_without_a_single_microbatch_is_too_little_too() -> None:
     traces, warm_up = traces_of(CostModel(1, TRUE.stages[:1]), limits=Limits(1, 2048, 1, 4, 1, 4, 1))
-    with pytest.raises(ConfigError, match="0 microbatches fitted in, too few"):
+    with pytest.raises(ConfigError, match="0 microbatches were measured, too few"):
         measure([[event for event in trace if isinstance(event, TraceStart)] for trace in traces], warm_up, 8)
 
 

@@ -56,5 +56,5 @@ def test_anything_but_a_fragment_is_refused():
     _, receiver, channel = byte_stream()
     channel.reserve()
     channel.send(Heartbeat(0, False))
-    with pytest.raises(ProtocolError, match="a Heartbeat where texts travel"):
+    with pytest.raises(ProtocolError, match="a Heartbeat came on an edge for texts"):
         receiver.read(0)

@@ -36,7 +36,7 @@ def test_reserve_waits_for_a_released_buffer():
 def test_repeated_and_lost_frames_are_refused(number):
     check = NumberCheck()
     check.check(0)
-    with pytest.raises(ProtocolError, match="1 was due"):
+    with pytest.raises(ProtocolError, match="came instead of 1"):
         check.check(number)
 
 

@@ -231,7 +231,7 @@ def test_a_message_is_handed_out_before_its_rows_have_landed(device):
     ("message", "says"),
     [
         (codec.encode(frame_of(3), 0, 12) + bytes(12) + codec.trailer(0), "12 bytes of activations, not 0"),
-        (codec.encode(frame_of(33), 0), "has 33 rows; 32 are legal"),
+        (codec.encode(frame_of(33), 0), "has 33 rows; at most 32 are legal"),
     ],
     ids=["behind the frame", "too many"],
 )

@@ -279,8 +279,8 @@ def test_what_is_not_the_message_that_was_written_ends_the_edge(tamper, says, pa
     ("said", "says"),
     [
         (struct.pack("<Id", SLOTS, 0.0), f"filled slot {SLOTS} of {SLOTS}"),
-        (b"x", "said 1 bytes where 12 are legal"),
-        (bytes(13), "said 13 bytes where 12 are legal"),
+        (b"x", "sent a datagram of 1 bytes, not 12"),
+        (bytes(13), "sent a datagram of 13 bytes, not 12"),
         (struct.pack("<Id", 1, 0.0), "a message starts with"),
     ],
     ids=["no such slot", "short", "long", "nothing in it"],
@@ -299,7 +299,7 @@ def test_what_no_sender_says_ends_the_edge(said, says, pair):
         ([struct.pack("<I", SLOTS)], f"freed slot {SLOTS}, which it does not hold"),
         ([struct.pack("<I", 1)], "freed slot 1, which it does not hold"),
         ([struct.pack("<I", SLOTS - 1)] * 2, f"freed slot {SLOTS - 1}, which it does not hold"),
-        ([b"12345"], "said 5 bytes where 4 are legal"),
+        ([b"12345"], "sent a datagram of 5 bytes, not 4"),
     ],
     ids=["no such slot", "never filled", "twice", "long"],
 )

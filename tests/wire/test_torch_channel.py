@@ -200,16 +200,16 @@ ROWS = bytes(3 * 4)
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([BEAT, BEAT], "frame 0 came where 1 was due"),
-        ([BEAT, codec.encode(Goodbye(), 2)], "frame 2 came where 1 was due"),
+        ([BEAT, BEAT], "frame 0 came instead of 1"),
+        ([BEAT, codec.encode(Goodbye(), 2)], "frame 2 came instead of 1"),
         ([BEAT, microbatch(1, ROWS)[:40]], "checksum mismatch"),
         ([BEAT, microbatch(1, bytes(3 * 2))], "6 bytes of activations, not 12"),
         ([BEAT, microbatch(1, bytes(4 * 4))], "16 bytes of activations, not 12"),
         ([BEAT, microbatch(1, ROWS), microbatch(2, ROWS)[:-12]], "frame 2: its payload of 12 bytes was cut"),
-        ([BEAT, codec.encode(Goodbye(), 1, 8) + bytes(8) + codec.trailer(1)], "a Goodbye with 8 bytes of payload"),
+        ([BEAT, codec.encode(Goodbye(), 1, 8) + bytes(8) + codec.trailer(1)], "a Goodbye has 8 bytes of payload"),
         (
             [BEAT, codec.encode(Heartbeat(0, False), 1, 8) + bytes(8) + codec.trailer(1)],
-            "a Heartbeat with 8 bytes of payload",
+            "a Heartbeat has 8 bytes of payload",
         ),
         ([BEAT, codec.encode(Goodbye(), 1, 5000)], "in a buffer of 4104"),
         ([BEAT, bytes(64)], "a message starts with"),
@@ -273,5 +273,5 @@ def test_a_message_that_the_peer_would_not_take_is_not_sent(peer):
     """gloo would abort the process that has posted too short a receive."""
     sender = a_sender(peer, 1, Heartbeat(0, False))
     sender.reserve()
-    with pytest.raises(ProtocolError, match="where 4104 are legal"):
+    with pytest.raises(ProtocolError, match="at most 4104 are legal"):
         sender.send(Goodbye(), torch.zeros(4096))

@@ -1,22 +1,23 @@
-"""Attention of few rows of a sequence over paged keys and values: one compiled pass that reads every page in its place.
+"""Attention of few rows of a sequence over paged keys and values: one compiled pass that reads every page in place.
 
-For each tile, which is a row or some consecutive ones of a sequence, three steps over the pages of the sequence:
+A tile is one row or some consecutive rows of a sequence. Each tile takes three steps over the pages of its sequence:
 
     scores    every head's products with the keys, and the largest per head
     weights   softmax in place, with the soft cap and the sinks
     sums      the values, weighted
 
-Pages are walked in order with all heads of a page together, because that is how they lie in memory, and the
-next page is asked for while this one is worked on: a decode is a read of its KV, and pages lie scattered, so
-without that the processor waits for each of them. It is asked to come to the second-level cache, which has more lines
+Pages are walked in order with all heads of a page together, because they are stored in that order. The next page is
+prefetched while this one is computed. A decode is a read of its KV, and pages are scattered in memory. Without
+prefetching, the processor would wait for each of them. Pages come to the second-level cache, which can have more lines
 under way than the first.
 
-Measured on one core of a Zen 4, 700 keys of 8 KV heads of 64 channels: bfloat16 in attention_decode_simd.py 83 us per
-row and layer, which is 17 GB/s, 142 by way of the first-level cache and 137 without asking; float32 217 against 284. On
-a Zen 5 gathering the pages for torch's products takes 330 to 400 us for 763 keys.
+Measured on one core of a Zen 4, with 700 keys of 8 KV heads of 64 channels. bfloat16 in attention_decode_simd.py takes
+83 us per row and layer, which is 17 GB/s. It takes 142 us by way of the first-level cache and 137 us without
+prefetching. float32 takes 217 us against 284 us. On a Zen 5, gathering the pages for torch's products takes 330 to 400
+us for 763 keys.
 
-Products and sums are float32 for every dtype. Operations may be reordered, NaN and infinity stay what they are. What a
-row gets depends on nothing but the row: neither on its tile nor on any other.
+Products and sums are float32 for every dtype. Operations may be reordered, but NaN and infinity stay what they are. The
+result of a row depends on nothing but the row: neither on its tile nor on any other.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
 def scratch_floats(count: int, end: int, num_heads: int, head_dim: int) -> int:
-    """Scratch for a tile, see `compile_kernel`: queries, sums, largest scores, scores."""
+    """Return the float32 values of scratch for a tile, see `compile_kernel`: queries, sums, largest scores, scores."""
     return count * num_heads * (2 * head_dim + 1 + end + count)
 
 
@@ -79,7 +80,7 @@ def _fetch(first, num_bytes):  # type: ignore[no-untyped-def]
 
 @inlined
 def _score_block(kind, keys, low, high, query, scores, top, head_dim):  # type: ignore[no-untyped-def]
-    """One query head against keys [low, high) of a page; returns the largest product so far."""
+    """Multiply one query head with keys [low, high) of a page, and return the largest product so far."""
     for token in range(low, high):
         dot = _FLOAT(0)
         for channel in range(head_dim):
@@ -92,7 +93,7 @@ def _score_block(kind, keys, low, high, query, scores, top, head_dim):  # type: 
 
 @inlined
 def _to_weights(scores, count, top, scaling, softcap, sink):  # type: ignore[no-untyped-def]
-    """Softmax of `count` products; softcap 0 and sink -inf are none."""
+    """Turn `count` products into softmax weights. softcap 0 and sink -inf mean none."""
     top *= scaling
     if softcap > 0:
         top = _FLOAT(np.tanh(top / softcap)) * softcap
@@ -116,7 +117,7 @@ def _to_weights(scores, count, top, scaling, softcap, sink):  # type: ignore[no-
 
 @inlined
 def _sum_block(kind, values, low, high, weights, out, head_dim):  # type: ignore[no-untyped-def]
-    """Add a page's values [low, high), weighted. What lies outside may never have been written."""
+    """Add a page's weighted values [low, high). Values outside may never have been written."""
     token = low
     while token + _UNROLL <= high:
         for channel in range(head_dim):
@@ -135,17 +136,24 @@ def _sum_block(kind, values, low, high, weights, out, head_dim):  # type: ignore
 
 @functools.cache
 def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
-    """The kernel for one dtype (FLOAT32, BFLOAT16, FLOAT16) and shape; `group` query heads share a KV head.
+    """Return the kernel for one dtype (FLOAT32, BFLOAT16, FLOAT16) and shape. `group` query heads share a KV head.
 
-    kernel(query, row_step, head_step, keys, values, num_kv_heads, places, counts, pages, tables, ends, window, scaling,
-           softcap, sinks, scratch, out, begin, stop)
+        kernel(query, row_step, head_step, keys, values, num_kv_heads, places, counts, pages, tables, ends, window,
+            scaling,
+               softcap, sinks, scratch, out, begin, stop)
 
-    Works on tiles [begin, stop) and holds no lock of the interpreter. Addresses, and integers that are int64. Tile t is
-    rows [places[t], places[t] + counts[t]) of the microbatch: of query (T, H, D), whose rows and heads lie so many
-    elements apart, and of out (T, H, D), contiguous. keys, values: of one layer, (num_pages, num_kv_heads, page_size,
-    D). pages: all tiles' page ids, those of tile t from tables[t] on. Its first row sees the keys before ends[t], each
-    further one another one; with a window other than 0 only so many of them, the last. scratch: the most that
-    `scratch_floats` says of a tile. softcap 0: none; sinks: (H,) float32, -inf for none.
+    The kernel computes tiles [begin, stop) without the interpreter's lock. Arrays are given by address, and integer
+    arrays are int64. Tile t is rows [places[t], places[t] + counts[t]) of the microbatch.
+
+        query           (T, H, D), with rows row_step and heads head_step elements apart
+        keys, values    of one layer, (num_pages, num_kv_heads, page_size, D)
+        pages           page ids of all tiles; those of tile t start at tables[t]
+        ends            the first row of tile t sees the keys before ends[t], and each further row sees one more
+        window          most keys that a row sees, the last ones; 0 for all
+        softcap         0 for none
+        sinks           (H,) float32, -inf for none
+        scratch         the most that `scratch_floats` returns for a tile
+        out             (T, H, D), contiguous
     """
     item = 4 if kind == FLOAT32 else 2
     head_bytes = head_dim * 4

@@ -1,8 +1,8 @@
 """Attention of single rows over paged bfloat16 keys and values, with SIMD products.
 
-The steps of attention_decode.py, with products of bfloat16 pairs: sixteen tokens' scores at once, and weighted values
-of two tokens and several heads at once. Weights are rounded to bfloat16 as in attention_prefill.py; scores, the softmax
-and sums are float32.
+The steps are those of attention_decode.py, with products of bfloat16 pairs. The scores of sixteen tokens are computed
+at once, and so are the weighted values of two tokens and several heads. Weights are rounded to bfloat16 as in
+attention_prefill.py. Scores, the softmax and sums are float32.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ Kernel = Callable[..., None]
 
 _FLOAT = np.float32
 _LOG2_E = _FLOAT(1.4426950408889634)
-# How far ahead lines are asked for, about: memory has time to answer, and the first-level cache has room for them.
+# Approximate distance at which lines are prefetched. Memory has time to answer, and the first-level cache has room.
 _AHEAD_BYTES = 6144
-# Registers for sums, of 32.
+# Registers for sums, out of 32.
 _MOST_SUMS = 16
 
 
 def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
-    """Scratch that a kernel needs for rows of up to that many keys: sums, totals, largest scores, scores, weights."""
+    """Return the float32 values of scratch for rows of up to most_keys keys.
+
+    These are sums, totals, largest scores, scores and weights.
+    """
     return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16)) + _MOST_SUMS
 
 
 def _distance(size: int) -> int:
-    """How many bytes ahead is asked for where `size` of them are read at a time: whole ones, so that none of them runs
-    over the end of a page, behind which another sequence's may lie. Not of large ones, which are rarely the last.
+    """Return how many bytes ahead to prefetch if `size` bytes are read at a time.
+
+    It is a multiple of `size`. So no prefetch crosses the end of a page, after which another sequence's page may
+    follow. Large sizes are an exception, since they are rarely the last of a page.
     """
     return max(1, _AHEAD_BYTES // size) * size if size <= 2 * _AHEAD_BYTES else _AHEAD_BYTES
 
 
 @inlined
 def _ahead(page, following, offset, distance, page_bytes):  # type: ignore[no-untyped-def]
-    """Where what is read `distance` bytes behind an offset in a page lies, in this page or in the one that follows."""
+    """Return the address `distance` bytes after an offset in a page, in this page or in the one that follows."""
     there = offset + distance
     return page + there if there < page_bytes else following + min(there - page_bytes, offset)
 
@@ -50,11 +55,18 @@ def _ahead(page, following, offset, distance, page_bytes):  # type: ignore[no-un
 def _weigh(  # type: ignore[no-untyped-def]
     heads, scores, weights, step, low, high, width, scaling, softcap, sinks, tops, totals
 ):
-    """Scores [0, width) of several heads to weights, 0 outside [low, high), and their totals. The scores are used up.
+    """Turn scores [0, width) of several heads into weights, 0 outside [low, high), and sum up each head's weights.
 
-    heads: a literal. Scores and weights of heads are `step` apart. sinks: of each, -inf for none. tops: scratch.
+    The scores are used up.
+
+    Args:
+        heads: a literal.
+        step: elements between the scores of two heads, and between their weights.
+        sinks: one per head, -inf for none.
+        tops: scratch.
+        totals: the sums.
     """
-    slope = _FLOAT(1) if softcap > 0 else scaling * _LOG2_E  # of what is capped nothing is left to scale
+    slope = _FLOAT(1) if softcap > 0 else scaling * _LOG2_E  # capped scores are already scaled
     for head in range(heads):
         here = scores + head * step * 4
         if softcap > 0:
@@ -73,12 +85,12 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
-    """The kernel for heads of a multiple of 32 channels and pages of a multiple of 16 tokens.
+    """Return the kernel for heads of a multiple of 32 channels and pages of a multiple of 16 tokens.
 
-    kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling,
-           softcap, sinks, scratch, out, begin, stop)
+        kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling,
+               softcap, sinks, scratch, out, begin, stop)
 
-    See attention_decode.compile_kernel, for tiles of one row; queries, keys, values and outputs are bfloat16.
+    See attention_decode.compile_kernel. Tiles have one row. Queries, keys, values and outputs are bfloat16.
     """
     lines = head_dim // 32
     at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))
@@ -99,7 +111,7 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
             end = load_index(ends, row)
             first = max(end - window, 0) if window else 0
             first_page, last_page = first // page_size, (end - 1) // page_size
-            # A window may begin anywhere in its page; and a weight may be read together with the one behind it.
+            # A window may begin anywhere in its page, and a weight may be read together with the next one.
             width = (last_page + 2) * page_size + 16
             weights = scores + num_heads * width * 4
             origin, filled = first_page * page_size, (last_page + 1 - first_page) * page_size + 16
@@ -126,7 +138,7 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
             for index in range(first_page, last_page + 1):
                 page = values + load_index(table, index) * page_bytes
                 following = values + load_index(table, min(index + 1, last_page)) * page_bytes
-                # What lies outside may never have been written: not even a weight of 0 makes NaN nothing.
+                # Values outside may never have been written, and even a weight of 0 times NaN is NaN.
                 low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
                 pairs = (high - low) // 2
                 for kv_head in range(num_kv_heads):

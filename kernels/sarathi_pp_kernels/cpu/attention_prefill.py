@@ -6,13 +6,13 @@ all rows and all query heads that share it:
     keys     panels of 16 tokens, a line for each pair of channels        scores = queries x panels
     values   panels of 16 channels, a line for each pair of tokens        sums = weights x panels
 
-Then tiles of six rows go through scores, softmax and sums. What a row has so far (its largest score, the sum of its
-weights, its weighted values) is kept between blocks and scaled down when a larger score comes (the online softmax of
-FlashAttention, arXiv 2205.14135, section 3.1), so scratch is bounded whatever the context. Queries, keys, values and
-weights are bfloat16 in the products, everything else is float32.
+Then tiles of six rows go through scores, softmax and sums. A row's state so far is its largest score, the sum of its
+weights and its weighted values. The state is kept between blocks and scaled down if a larger score comes. This is the
+online softmax of FlashAttention (arXiv 2205.14135, section 3.1), so scratch is limited whatever the context. Queries,
+keys, values and weights are bfloat16 in the products, and everything else is float32.
 
-Measured on one core of a Zen 5, 16 heads and 8 KV heads of 64 channels, 256 rows behind 512 keys: 1.76 ms a layer, at
-73 % of the rate of the linear layers' products; torch's products (sdpa.py) take 4.9.
+Measured on one core of a Zen 5, with 16 heads and 8 KV heads of 64 channels, 256 rows after 512 keys. It takes 1.76 ms
+per layer, at 73 % of the rate of the linear layers' products. torch's products (sdpa.py) take 4.9 ms.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _NONE = _FLOAT(-np.inf)
 _LOG2_E = _FLOAT(1.4426950408889634)
 TILE_ROWS = 6
 BLOCK_KEYS = 1024
-# Query heads of one KV head times rows for which states are kept at once.
+# Most states that are kept at once: query heads of one KV head, times rows.
 _MOST_STATES = 960
 
 
 def rows_at_once(group: int) -> int:
-    """Rows of a chunk that go through the keys together."""
+    """Return the rows of a chunk that go through the keys together."""
     return max(_MOST_STATES // group // TILE_ROWS, 1) * TILE_ROWS
 
 
 def scratch_floats(rows: int, group: int, head_dim: int) -> int:
-    """Scratch that `attend` needs for chunks of up to that many rows."""
+    """Return the float32 values of scratch that `attend` needs for chunks of up to `rows` rows."""
     rows = min(-(-rows // TILE_ROWS) * TILE_ROWS, rows_at_once(group))
     laid_out = BLOCK_KEYS * head_dim  # keys and values, two to a word
     tile = TILE_ROWS * (BLOCK_KEYS + BLOCK_KEYS // 2 + head_dim)
@@ -56,7 +56,7 @@ def scratch_floats(rows: int, group: int, head_dim: int) -> int:
 
 @inlined
 def _lay_out_keys(keys, page, page_tokens, row_words, to):  # type: ignore[no-untyped-def]
-    """A page's keys of one head, (page_tokens, row_words) words, as page_tokens / 16 panels."""
+    """Lay out a page's keys of one head, (page_tokens, row_words) words, as page_tokens / 16 panels."""
     for panel in range(page_tokens // 16):
         words = panel * 16 * row_words
         transpose(keys + (page + words) * 4, row_words, 16, to + words * 4, 16, row_words)
@@ -64,7 +64,10 @@ def _lay_out_keys(keys, page, page_tokens, row_words, to):  # type: ignore[no-un
 
 @inlined
 def _lay_out_values(values, page, first, count, head_dim, to, panel_words):  # type: ignore[no-untyped-def]
-    """`count` tokens of a page's values, to go to lines first / 2 on of each channel panel; an odd one gets a zero."""
+    """Lay out `count` tokens of a page's values in each channel panel, from line first / 2 on.
+
+    A last token without a partner gets a zero.
+    """
     for token in range(0, count, 2):
         place = values + (page + token * head_dim) * 2
         pair(place, place + head_dim * 2, token + 1 < count, to + (first + token) * 32, panel_words, head_dim // 16)
@@ -72,7 +75,7 @@ def _lay_out_values(values, page, first, count, head_dim, to, panel_words):  # t
 
 @inlined
 def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, out_row):  # type: ignore[no-untyped-def]
-    """Six rows of x times panels side by side, in float32; four panels at a time, then two, then one."""
+    """Multiply six rows of x with adjacent panels, in float32: four panels at a time, then two, then one."""
     panel = 0
     while panel + 4 <= num_panels:
         weight, to = panels + panel * panel_words * 4, out + panel * 64
@@ -91,13 +94,19 @@ def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, o
 def _weigh_tile(  # type: ignore[no-untyped-def]
     scores, weights, width, first, block_end, window, scaling, softcap, states, totals, head_dim, scratch
 ):
-    """Scores of six rows to weights, what the rows have so far scaled down. The scores are used up.
+    """Turn scores of six rows into weights, and scale down the state that the rows have so far.
 
-    Scores and weights are BLOCK_KEYS apart. first: position of the first row, block_end: of the first key behind the
-    block, both counted from the first score on. states, totals: of the first row. scratch: 2 * TILE_ROWS float32.
+    The scores are used up. Rows of scores, and of weights, are BLOCK_KEYS apart.
+
+    Args:
+        first: position of the first row, counted from the first score on.
+        block_end: first key after the block, counted likewise.
+        states: states of the first row.
+        totals: weighted values of the first row.
+        scratch: 2 * TILE_ROWS float32.
     """
     tops, added = scratch, scratch + TILE_ROWS * 4
-    slope = _FLOAT(1) if softcap > 0 else scaling * _LOG2_E  # of what is capped nothing is left to scale
+    slope = _FLOAT(1) if softcap > 0 else scaling * _LOG2_E  # capped scores are already scaled
     for step in range(TILE_ROWS):
         low, high = _seen(first + step, block_end, window, width)
         here = scores + step * BLOCK_KEYS * 4
@@ -108,7 +117,7 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
     for step in range(TILE_ROWS):
         low, high = _seen(first + step, block_end, window, width)
         before = load_float(states, 2 * step)
-        # A row that sees nothing of the block has no largest score there: all is below any other.
+        # A row that sees no key of the block has only hidden scores there, which are below any other.
         top = max(before, load_float(tops, step) * slope) if low < high else max(before, _FLOAT(0))
         store_float(tops, step, top)
     weigh_lines(TILE_ROWS, scores, BLOCK_KEYS, weights, BLOCK_KEYS, width // 16, slope, tops, added)
@@ -125,7 +134,7 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
 
 @inlined
 def _seen(position, block_end, window, width):  # type: ignore[no-untyped-def]
-    """The keys [low, high) that a row sees of [0, width); none where they are not in order."""
+    """Return the keys [low, high) of [0, width) that a row sees. It sees none if low >= high."""
     low = min(max(position - window + 1, 0), width) if window else 0
     return low, max(min(position + 1, block_end, width), 0)
 
@@ -135,12 +144,23 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
     query, query_row, query_head, keys, values, num_kv_heads, group, head_dim, page_tokens, pages, start, num_rows,
     most_rows, first_head, end_head, scaling, softcap, window, sinks, scratch, out,
 ):  # fmt: skip
-    """Rows [start, start + num_rows) of one sequence, KV heads [first_head, end_head). Addresses are of bytes.
+    """Compute rows [start, start + num_rows) of one sequence for the KV heads [first_head, end_head).
 
-    query: bfloat16; row and head are that many words apart. keys, values: one layer's (num_pages, num_kv_heads,
-    page_tokens, head_dim) bfloat16. pages: int64. most_rows: that share keys laid out, `rows_at_once(group)`. window: 0
-    for none. softcap: 0 for none. sinks: float32 of each query head, -inf for none. scratch: `scratch_floats` float32.
-    out: (num_rows, num_kv_heads * group, head_dim) bfloat16. page_tokens and head_dim are multiples of 16.
+    Addresses count bytes. page_tokens and head_dim are multiples of 16.
+
+    Args:
+        query: bfloat16.
+        query_row: words between two rows of `query`.
+        query_head: words between two heads of `query`.
+        keys: of one layer, (num_pages, num_kv_heads, page_tokens, head_dim) bfloat16.
+        values: like keys.
+        pages: int64.
+        most_rows: rows that share keys laid out, `rows_at_once(group)`.
+        softcap: 0 for none.
+        window: 0 for none.
+        sinks: float32 of each query head, -inf for none.
+        scratch: `scratch_floats` float32.
+        out: (num_rows, num_kv_heads * group, head_dim) bfloat16.
     """
     words, num_heads = head_dim // 2, num_kv_heads * group
     panel_words = BLOCK_KEYS // 2 * 16  # of a channel panel of values
@@ -158,7 +178,7 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
         for begin in range(0, num_rows, most_rows):
             count = min(most_rows, num_rows - begin)
             height = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-            states = queries + group * height * words * 4  # of each row: largest, sum
+            states = queries + group * height * words * 4  # largest score and sum of each row
             totals = states + group * height * 8
             for member in range(group):
                 head = kv_head * group + member
@@ -174,7 +194,7 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
                         store_word(queries, at * words + word, load_word(query, source + word) if row < count else 0)
             seen_first = 0 if window == 0 else max(start + begin - window + 1, 0)
             end = start + begin + count
-            # Blocks begin where they do for every chunk, so that how a prompt is cut changes no bit of a row.
+            # Blocks begin at the same keys for every chunk, so the cuts of a prompt change no bit of a row.
             for block in range(seen_first // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
                 block_end = min(block + BLOCK_KEYS, end)
                 skip = max(seen_first - block, 0) // 32 * 32

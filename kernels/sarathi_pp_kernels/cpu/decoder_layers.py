@@ -1,7 +1,7 @@
 """All layers of a stage in one compiled call: Llama's decoder layers in bfloat16 on one thread.
 
-The same kernels run in the same order as if each layer called them from Python, so no bit differs. What is saved is
-what Python does between them. Everything is passed by address; DecoderLayersCall is the interface for tensors.
+The same kernels run in the same order as if each layer called them from Python, so no bit differs. This saves the work
+of Python between them. All arguments are passed by address. DecoderLayersCall is the interface for tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ LAYER = np.dtype(
 
 
 class Shape(NamedTuple):
-    """What all layers have in common. head_epsilon: of the norms of heads. most_rows: see `attend`."""
+    """The sizes that all layers have in common.
+
+    Attributes:
+        head_epsilon: epsilon of the norms of heads.
+        most_rows: see `attend`.
+    """
 
     hidden_size: int
     num_heads: int
@@ -47,9 +52,16 @@ class Shape(NamedTuple):
 class Microbatch(NamedTuple):
     """One microbatch: counts and addresses.
 
-    The addresses are those of int64 arrays, except cos and sin, (num_rows, head_dim) bfloat16, and sinks, (num_heads,)
-    float32. most_high_rows: see gemm.py. places, ends, tables: of each decode its row, its number of keys, and where
-    its page table begins in `pages`.
+    The addresses are those of int64 arrays, except cos, sin and sinks.
+
+    Attributes:
+        most_high_rows: see gemm.py.
+        cos: (num_rows, head_dim) bfloat16.
+        sin: like cos.
+        places: row of each decode.
+        ends: number of keys of each decode.
+        tables: index in `pages` at which the page table of each decode begins.
+        sinks: (num_heads,) float32.
     """
 
     num_rows: int
@@ -110,7 +122,7 @@ def _takes(*arguments: Any) -> Any:
 
 
 _I, _D, _F, _B = types.int64, types.float64, types.float32, types.boolean
-# The kernels of which a layer is made, by their arguments.
+# Arguments of the kernels of which a layer is made.
 _SIGNATURES = {
     "rms_norm": _takes(_I, _I, _I, _I, _I, _I, _D, _I),
     "add_rms_norm": _takes(_I, _I, _I, _I, _I, _I, _I, _D, _I),
@@ -127,7 +139,11 @@ _rms_norm, _add_rms_norm, _rotate_and_write, _silu_multiply, _lay_out, _multiply
 
 
 class Code(NamedTuple):
-    """Addresses of the kernels, in the order of their signatures. read: of decodes, made for a stage's heads."""
+    """Addresses of the kernels, in the order of their signatures.
+
+    Attributes:
+        read: kernel for decodes, made for a stage's heads.
+    """
 
     rms_norm: int
     add_rms_norm: int
@@ -152,7 +168,7 @@ def code_for(head_dim: int, group: int, page_size: int) -> Code:
 
 @inlined
 def _linear(code, x, num_rows, inputs, weight, bias, outputs, high, tiles, out):  # type: ignore[no-untyped-def]
-    """out = x @ weight.T + bias, see gemm.py."""
+    """Compute out = x @ weight.T + bias, see gemm.py."""
     pairs = inputs // 2
     _lay_out(code.lay_out, (x, tiles, num_rows, pairs, high))
     _multiply(code.multiply, (tiles, weight, bias, out, num_rows, pairs, 0, outputs // 16, outputs, high))
@@ -160,7 +176,7 @@ def _linear(code, x, num_rows, inputs, weight, bias, outputs, high, tiles, out):
 
 @inlined
 def _add(x, added, out, num_rows, width, scratch):  # type: ignore[no-untyped-def]
-    """out = x + added, each sum rounded once; `out` may be `added`."""
+    """Compute out = x + added. Each sum is rounded once. `out` may be `added`."""
     for row in range(num_rows):
         begin = row * width * 2
         for at in range(width):
@@ -174,10 +190,11 @@ def run_layers(layers, code, shape, microbatch, chunks, work, steps, x, out):  #
 
     Args:
         layers: an array of LAYER.
-        code: of `code_for` the stage's heads.
+        code: `code_for` the stage's heads.
         shape: a Shape.
         microbatch: a Microbatch.
-        chunks: (n, 4) int64, of each the first row, rows, start, and where its pages begin in `microbatch.pages`.
+        chunks: (n, 4) int64. For each chunk: first row, number of rows, start, and index in `microbatch.pages` of its
+            pages.
         work: a Work of addresses.
         steps: (1,) int64, incremented at each layer.
         x: address of (num_rows, hidden_size) bfloat16.

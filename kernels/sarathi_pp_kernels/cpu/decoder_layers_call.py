@@ -20,7 +20,7 @@ from sarathi_pp_kernels.cpu.attention_prefill import rows_at_once
 from sarathi_pp_kernels.cpu.decoder_layers import LAYER, Microbatch, Shape, Work, code_for, run_layers, work_bytes
 from sarathi_pp_kernels.cpu.gemm import packed_shape
 
-# Bytes by which memory grows: with the context of a decode, but not with every token.
+# Memory grows by this many bytes: it grows with the context of a decode, but not with every token.
 _STEP_BYTES = 1 << 20
 _NO_CHUNKS = np.zeros((0, 4), np.int64)
 
@@ -49,9 +49,9 @@ class DecoderLayersCall:
     """Llama's decoder layers over one KV shard. One thread at a time may call it.
 
     Args:
-        layers: at least one; all have the same shapes. Their tensors must stay where they are.
-        epsilon: of the norms before attention and MLP.
-        head_epsilon: of the norms of queries and keys.
+        layers: at least one. All have the same shapes. Their tensors must keep their addresses.
+        epsilon: epsilon of the norms before attention and MLP.
+        head_epsilon: epsilon of the norms of queries and keys.
         scaling: factor of the attention scores.
     """
 
@@ -103,15 +103,16 @@ class DecoderLayersCall:
             write_pages: (num_rows,) int64, page of each row's key and value.
             write_offsets: (num_rows,) int64, place in that page.
             pages: int64 page tables, one after the other.
-            chunks: of each its first row, its number of rows, the position of the first, and where its page table
-                begins in `pages`.
-            decodes: of each its row, its number of keys, and where its page table begins in `pages`.
+            chunks: for each chunk its first row, its number of rows, the position of the first row, and the index in
+                `pages` at which its page table begins.
+            decodes: for each decode its row, its number of keys, and the index in `pages` at which its page table
+                begins.
             most_high_rows: see gemm.py.
             steps: (1,) int64, incremented at each layer.
         """
         shape, num_rows = self._shape, write_pages.shape[0]
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-        # The kernel takes addresses and would not notice.
+        # The kernel takes addresses and would not notice wrong shapes.
         assert x.shape == (1, num_rows, shape.hidden_size), f"{x.shape}, {num_rows} rows"
         assert cos.shape == sin.shape == (1, num_rows, shape.head_dim), f"{cos.shape}, {sin.shape}"
         assert {x.dtype, cos.dtype, sin.dtype} == {torch.bfloat16}, f"{x.dtype}, {cos.dtype}, {sin.dtype}"
@@ -195,7 +196,7 @@ def _check(layer: DecoderLayer, shape: Shape) -> None:
 
 
 def _address(value: Tensor | int | None) -> int:
-    """Return what LAYER holds: a tensor's address, 0 for no tensor, and a number as it is."""
+    """Return the value for LAYER: a tensor's address, 0 for no tensor, or the number itself."""
     return value.data_ptr() if isinstance(value, Tensor) else value or 0
 
 

@@ -2,34 +2,36 @@
 
     weight (N, K)  ->  packed: N / 16 panels of K / 2 lines (simd/), read front to back in every call
 
-A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). Rows are first laid out in tiles, the
-words of a pair side by side. Then every panel is multiplied with every tile: sums stay in registers over all of K, x
-stays in the second-level cache, and each panel is read from memory once. There are two kinds of tiles. Both sum up a
-row in the same order, so neither the kind nor the other rows change a bit of it (with oneDNN their number does):
+A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). Rows are first laid out in tiles, with
+the words of a pair next to each other. Then every panel is multiplied with every tile. Sums stay in registers over all
+of K, x stays in the second-level cache, and each panel is read from memory once. There are two kinds of tiles. Both sum
+up a row in the same order, so neither the kind nor the other rows change a bit of it. (With oneDNN, the number of rows
+does.)
 
-    high    up to 28 rows by one panel: a product with few rows is the reading of a weight and little else, so all of
-            them go by at once, and lines are asked for well ahead
+    high    up to 28 rows by one panel: a product with few rows is the reading of a weight and little more, so all of
+            them pass at once, and lines are prefetched well ahead
     wide    up to 12 rows by two panels: fewer loads for each product
 
-A panel comes from memory once, for its first tile, and while the others go by nothing would be read. So where there are
-several they ask for the next panel between them, each for its part. On a Zen 4, six layers of the 298M model: 16 rows
-14.3 ms against 16.2, 32 rows 26.3 against 27.4 (least of six alternating runs of both); memory alone takes 9.3.
+A panel comes from memory once, for its first tile. While the other tiles pass, nothing would be read. So several tiles
+share the prefetching of the next panel, and each takes a part. On a Zen 4 with six layers of the 298M model, 16 rows
+take 14.3 ms against 16.2 ms. 32 rows take 26.3 ms against 27.4 ms (least of six alternating runs of both). Memory alone
+takes 9.3 ms.
 
-A lone tile of up to eight rows waits for memory alone, and asks for lines to come to the second-level cache, which has
-more of them under way than the first. On a Zen 4, eight layers of the 254M model: 4 rows 9.3 ms against 12.8 for high
-tiles, 10.0 against 10.8 for wide ones, 8 rows 10.6 against 11.5 (least of 16 alternating runs of both). Where computing
-takes as long as reading that is worth nothing, or costs 3 %.
+A lone tile of up to eight rows waits only for memory. It prefetches lines to the second-level cache, which can have
+more of them under way than the first. On a Zen 4 with eight layers of the 254M model, 4 rows take 9.3 ms against 12.8
+ms with high tiles. They take 10.0 ms against 10.8 ms with wide tiles. 8 rows take 10.6 ms against 11.5 ms (least of 16
+alternating runs of both). If computing takes as long as reading, this gains nothing or costs 3 %.
 
-Up to how many rows high tiles are the faster ones depends on the processor and on what memory gives: 112 on one Zen 5,
-4 or none on another, 4 on a Zen 4, whose high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So it is
-measured (packed_linear.py).
+The processor and its memory decide up to how many rows high tiles are the faster ones: 112 on one Zen 5, 4 or none on
+another, and 4 on a Zen 4. On that Zen 4, high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So the
+bound is measured (packed_linear.py).
 
-Heights come in steps of two, so that at most one row is computed for nothing: with steps of four 9 and 10 rows took
-15 % longer, 14 and 18 rows 8 and 9 % (Zen 5, wide tiles, eight layers of the 254M model).
+Heights come in steps of two, so that at most one row is computed for nothing. With steps of four, 9 and 10 rows took 15
+% longer, and 14 and 18 rows took 8 and 9 % longer (Zen 5, wide tiles, eight layers of the 254M model).
 
-Measured on one core of a Zen 5, 1024 -> 5632, beside oneDNN's packed product: 4 rows 276 us (359), 8 rows 294 (450),
-16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). On a Zen 4, 1024 -> 7424: 4 rows 0.71 ms (1.50),
-16 rows 1.40 (1.64), 32 rows 2.36 (2.62), 64 rows 4.5 (4.8), 256 rows 227 GFLOP/s (218).
+Measured on one core of a Zen 5, 1024 -> 5632, with the time of oneDNN's packed product in parentheses: 4 rows 276 us
+(359), 8 rows 294 (450), 16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). On a Zen 4, 1024 -> 7424: 4
+rows 0.71 ms (1.50), 16 rows 1.40 (1.64), 32 rows 2.36 (2.62), 64 rows 4.5 (4.8), 256 rows 227 GFLOP/s (218).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from sarathi_pp_kernels.cpu.simd.products import dot_tile
 from sarathi_pp_kernels.cpu.simd.transpose import transpose
 
 ROW_STEP = 2
-# Bytes by which lines are asked for where a panel goes by one tile alone: what memory takes is longer than a product.
+# Bytes ahead at which lines are prefetched if a panel meets only one tile: memory takes longer than a product.
 _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
 
 
@@ -55,7 +57,10 @@ def packed_shape(outputs: int, inputs: int) -> tuple[int, int, int]:
 
 @inlined
 def _high_tile(rows, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]  # noqa: C901
-    """Up to 28 rows by one panel. Registers are allotted when compiled, so there is one of each height."""
+    """Multiply up to 28 rows with one panel.
+
+    Registers are assigned at compile time, so each height has its own call.
+    """
     if rows == 2:
         dot_tile(2, 1, 2, 1, weight, 0, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 4:
@@ -88,7 +93,7 @@ def _high_tile(rows, weight, x, pairs, begin, out, outputs, ahead, ahead_step): 
 
 @inlined
 def _wide_tile(rows, alone, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]
-    """Up to 12 rows by two panels."""
+    """Multiply up to 12 rows with two panels."""
     if rows == 12:
         dot_tile(12, 2, 1, 1, weight, pairs * 16, x, 1, 12, pairs, begin, out, outputs, ahead, ahead_step)
     elif rows == 10:
@@ -118,7 +123,7 @@ def _in_steps(rows):  # type: ignore[no-untyped-def]
 
 @inlined
 def _height(num_rows, high):  # type: ignore[no-untyped-def]
-    """Rows of a tile: as few tiles as can be, of like height."""
+    """Return the rows of a tile: as few tiles as possible, of similar height."""
     most = 28 if high else 12
     count = (num_rows + most - 1) // most
     return _in_steps((num_rows + count - 1) // count)
@@ -126,7 +131,10 @@ def _height(num_rows, high):  # type: ignore[no-untyped-def]
 
 @compiled()
 def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
-    """x (num_rows, 2 * pairs) bfloat16, contiguous, to high or wide tiles: as large as padded_rows(num_rows) of it."""
+    """Lay out x (num_rows, 2 * pairs), contiguous bfloat16, in high or wide tiles.
+
+    They hold padded_rows(num_rows) rows.
+    """
     height = _height(num_rows, high)
     for row in range(0, num_rows, height):
         rows = min(height, _in_steps(num_rows - row))
@@ -135,10 +143,13 @@ def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
 
 @compiled()
 def multiply(tiles, packed, begin, out, num_rows, pairs, first, end, outputs, high):  # type: ignore[no-untyped-def]
-    """out[:, 16 * first : 16 * end] = x @ weight.T + begin. Addresses, everything contiguous.
+    """Compute out[:, 16 * first : 16 * end] = x @ weight.T + begin. Arrays are contiguous and given by address.
 
-    tiles: of x, laid out as high ones or wide. packed: the whole weight, see `packed_shape`. begin: (outputs,) float32.
-    out: (padded_rows(num_rows), outputs) bfloat16.
+    Args:
+        tiles: x, laid out in high or wide tiles.
+        packed: the whole weight, see `packed_shape`.
+        begin: (outputs,) float32.
+        out: (padded_rows(num_rows), outputs) bfloat16.
     """
     height, step = _height(num_rows, high), 1 if high else 2
     num_tiles = (num_rows + height - 1) // height
@@ -151,7 +162,7 @@ def multiply(tiles, packed, begin, out, num_rows, pairs, first, end, outputs, hi
             if num_tiles == 1:
                 ahead, ahead_step = weight + (_HIGH_AHEAD if high else _WIDE_AHEAD), 64
             else:
-                # All tiles together ask for the next panels, so that memory is read all the time.
+                # All tiles together prefetch the next panels, so that memory is read all the time.
                 ahead, ahead_step = weight + (step * pairs + tile * pairs // num_tiles) * 64, -(-64 // num_tiles)
             if high or panel + 1 == end:
                 _high_tile(rows, weight, there, pairs, start, here, outputs, ahead, ahead_step)

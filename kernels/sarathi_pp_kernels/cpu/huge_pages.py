@@ -1,7 +1,8 @@
-"""Memory for what is read whole at every microbatch, in pages of 2 MiB where Linux has them to give.
+"""Memory for weights, which every microbatch reads completely, in pages of 2 MiB if Linux has some.
 
-Weights in pages of 4 KiB are some ten thousand pages a stage: more than a core keeps the places of, so that each one is
-looked up again while weights are read, and what comes next, the program between two microbatches, has lost its own.
+In pages of 4 KiB, the weights of a stage are some ten thousand pages. A core cannot keep the addresses of all of them.
+So each one is looked up again while weights are read. After that, the program between two microbatches has lost the
+addresses of its own pages.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ _LARGE = 2 << 20
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As torch.empty on CPU. Only whole large pages are asked for, so that none is given out for a small rest."""
+    """Return memory as torch.empty on CPU does, in large pages if possible.
+
+    Only whole large pages are requested, so that none is used for a small remainder.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     try:
         memory = mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # no room: torch says so in the way that is looked for
+    except OSError:  # no room: torch raises the error that callers look for
         return torch.empty(shape, dtype=dtype)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % _LARGE
-    with suppress(OSError):  # a kernel built without them
+    with suppress(OSError):  # a Linux built without them
         memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes // _LARGE * _LARGE)
     return whole[first : first + num_bytes].view(dtype).view(shape)

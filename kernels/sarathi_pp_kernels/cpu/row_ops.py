@@ -1,8 +1,8 @@
-"""Passes over rows in bfloat16 on CPU: what a model does between its products, without a trip to memory for each step,
-and what greedy sampling does behind the last one.
+"""Passes over rows in bfloat16 on CPU: a model's steps between its products, and greedy sampling after the last one.
 
-Values are float32 within a step and rounded to bfloat16 where the model's own operations round. Addresses; widths are
-multiples of 16, but of logits; scratch holds one row of float32.
+One pass replaces a trip to memory for each step. Values are float32 within a step and are rounded to bfloat16 at the
+points at which the model's own operations round. Arrays are given by address. Widths are multiples of 16, except that
+of logits. Scratch holds one row of float32.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sarathi_pp_kernels.cpu.simd.memory import (
 from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 
 _FLOAT = np.float32
-# Of bfloat16: all but the sign, and infinity, beyond which is no number.
+# Of a bfloat16: all bits except the sign, and infinity. Larger values are NaN.
 _SIZE_BITS, _INFINITY = 0x7FFF, 0x7F80
 _BLOCK = 256
 
 
 @compiled()
 def silu_multiply(both, out, first, end, width):  # type: ignore[no-untyped-def]
-    """out[r] = silu(both[r, :width]) * both[r, width:] for the rows [first, end)."""
+    """Compute out[r] = silu(both[r, :width]) * both[r, width:] for the rows [first, end)."""
     for row in range(first, end):
         gate = both + row * width * 4
         silu_multiply_lines(gate, gate + width * 2, out + row * width * 2, width // 16)
@@ -39,7 +39,7 @@ def silu_multiply(both, out, first, end, width):  # type: ignore[no-untyped-def]
 
 @inlined
 def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-untyped-def]
-    """to = weight * (source / sqrt(mean(source * source) + epsilon)), one row; `to` may be `source`."""
+    """Compute to = weight * (source / sqrt(mean(source * source) + epsilon)) of one row. `to` may be `source`."""
     total = _FLOAT(0)
     for at in range(width):
         value = load_bf16(source, at)
@@ -55,7 +55,7 @@ def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-
 
 @inlined
 def _ordered(rows, at):  # type: ignore[no-untyped-def]
-    """A bfloat16 as a whole number, in the order of the values; zero has one, whatever its sign."""
+    """Return a bfloat16 as a whole number, in the order of the values. Zero has one number, whatever its sign."""
     half = np.int64(load_half(rows, at))
     size = half & _SIZE_BITS
     return size if half <= _SIZE_BITS else -size
@@ -63,9 +63,9 @@ def _ordered(rows, at):  # type: ignore[no-untyped-def]
 
 @compiled()
 def largest(rows, found, num_rows, width):  # type: ignore[no-untyped-def]
-    """found[r] = the lowest index of the largest value of row r, -1 where one is not finite. found: int64.
+    """Write to found[r] the lowest index of the largest value of row r, or -1 if a value is not finite. found is int64.
 
-    The largest value of each block is found with SIMD; then only one block is searched for its index.
+    The largest value of each block is found with SIMD. Then only one block is searched for its index.
     """
     for row in range(num_rows):
         begin = rows + row * width * 2
@@ -88,14 +88,14 @@ def largest(rows, found, num_rows, width):  # type: ignore[no-untyped-def]
 
 @compiled()
 def rms_norm(x, weight, out, first, end, width, epsilon, scratch):  # type: ignore[no-untyped-def]
-    """out[r] = weight * (x[r] / sqrt(mean(x[r] * x[r]) + epsilon)) for the rows [first, end)."""
+    """Compute out[r] = weight * (x[r] / sqrt(mean(x[r] * x[r]) + epsilon)) for the rows [first, end)."""
     for row in range(first, end):
         _normalise(x + row * width * 2, weight, out + row * width * 2, width, epsilon, scratch)
 
 
 @compiled()
 def add_rms_norm(x, added, weight, out, first, end, width, epsilon, scratch):  # type: ignore[no-untyped-def]
-    """added[r] += x[r] and then out[r] = rms_norm of that, for the rows [first, end)."""
+    """Compute added[r] += x[r] and then out[r] = rms_norm of that sum, for the rows [first, end)."""
     for row in range(first, end):
         source, total = x + row * width * 2, added + row * width * 2
         for at in range(width):
@@ -109,11 +109,19 @@ def rotate_and_write(  # type: ignore[no-untyped-def]
     rows, heads, kv_heads, head_dim, cos, sin, keys, values, pages, offsets, page_size, first, end, query_norm,
     key_norm, epsilon, scratch,
 ):  # fmt: skip
-    """Queries are rotated where they are; keys, rotated, and values go to their places in the pages.
+    """Rotate queries in place, and write rotated keys, and values, to their places in the pages.
 
-    rows: query, key and value heads of each row side by side. cos, sin: (T, head_dim). keys, values: one layer's, laid
-    out as in kv.py. pages, offsets: (T,) int64. head_dim: a multiple of 32. query_norm, key_norm: (head_dim,), the
-    weights of a norm of each head before it is rotated; 0 for none.
+    Args:
+        rows: query, key and value heads of each row, next to each other.
+        head_dim: a multiple of 32.
+        cos: (T, head_dim).
+        sin: like cos.
+        keys: of one layer, laid out as in kv.py.
+        values: like keys.
+        pages: (T,) int64.
+        offsets: (T,) int64.
+        query_norm: (head_dim,), weights of a norm of each head before it is rotated; 0 for none.
+        key_norm: like query_norm.
     """
     size = head_dim * 2
     for row in range(first, end):

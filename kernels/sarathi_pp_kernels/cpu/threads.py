@@ -42,7 +42,10 @@ def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def scratch_of_thread(num_words: int) -> Tensor:
-    """Return at least num_words int32, the calling thread's until its next call. New memory would cost page faults."""
+    """Return at least num_words int32, which belong to the calling thread until its next call.
+
+    New memory would cost page faults.
+    """
     held: Tensor | None = getattr(_of_thread, "scratch", None)
     if held is None or held.shape[0] < num_words:
         held = _of_thread.scratch = torch.empty(num_words, dtype=torch.int32)

@@ -1,17 +1,18 @@
-"""How the attention of one microbatch is cut into programs, on the host, once for all layers with the same window.
+"""The work of one microbatch's attention, cut into programs on the host, once for all layers with the same window.
 
-A tile is consecutive tokens of one sequence, times the query heads that share a KV head, one row each. What a tile
-reads, the keys that any of its rows sees, is cut into pieces of whole blocks where there are too few tiles to fill the
-device (Flash-Decoding, Dao et al. 2023), and a piece for one KV head is a program:
+A tile is consecutive tokens of one sequence, times the query heads that share a KV head, one row each. The keys of a
+tile are all keys that any of its rows sees. If there are too few tiles to fill the device, the keys are cut into pieces
+of whole blocks (Flash-Decoding, Dao et al. 2023). A piece for one KV head is a program:
 
                  keys of the sequence                       block_keys
     tile 0       |---- piece 0 ----|-- piece 1 --|          pieces of a tile begin at multiples of it
     tile 1       |---- piece 2 ----|---- piece 3 ----|      partial results, merged by a second kernel
     a decode     |-- piece 4 --|                            alone, so it writes the output itself
 
-Where blocks, pieces and tiles begin depends on the sequence's own tokens and on the keys a piece, which what else is in
-the microbatch decides; and so does whether rows are computed by the warps of a chunk's block, which add up a row's sums
-in another order than those of decodes alone. Chunks and decodes lie in one table: one launch.
+Blocks, pieces and tiles begin at points that depend on the sequence's own tokens and on the keys per piece. The other
+sequences of the microbatch decide the keys per piece. They also decide whether rows are computed by the warps of a
+chunk's block. These warps add up a row's sums in another order than those of decodes alone. Chunks and decodes are in
+one table: one launch.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# int32 columns of a piece: its tile's first row in the microbatch, tokens, and position of the first of them; where
-# the sequence's page table begins; the keys [first, end) it reads; its first partial row, or -1; 1 if it takes the
-# sinks, else 0.
+# int32 columns of a piece: its tile's first row in the microbatch, tokens, and position of the first of them; start of
+# the sequence's page table; the keys [first, end) it reads; its first partial row, or -1; 1 if it takes the sinks,
+# otherwise 0.
 PIECE_COLUMNS = 8
 # int32 columns of a merge: the tile's first row and tokens; the first partial row of its first piece; pieces.
 MERGE_COLUMNS = 4
 
-# Programs that a processor holds at once, and those with room for many rows, where it has 160 KiB of shared memory and
-# more (A100, H100). Others hold one of either kind: contexts are cut for two there all the same.
+# Programs that a processor holds at once, and those of them with room for many rows, if it has at least 160 KiB of
+# shared memory (A100, H100). Other processors hold one of either kind, but contexts are cut for two there as well.
 _PROGRAMS_PER_PROCESSOR = 2
 _LARGE_PROGRAMS_PER_PROCESSOR = 1
-# Fewer keys are not worth a merge: of a piece that reads so many, each row's partial result, written and read again, is
-# an eighth of the bytes of its keys and values.
+# Fewer keys are not worth a merge. In a piece that reads this many, each row's partial result, written and read again,
+# is an eighth of the bytes of its keys and values.
 _LEAST_KEYS_PER_ROW = 16
-# The least rows that tensor cores multiply.
+# The fewest rows that tensor cores multiply.
 _LEAST_ROWS = 16
 _INT_BYTES = 4
 _NUM_KEYS = attrgetter("num_keys")
@@ -48,7 +49,8 @@ _NUM_KEYS = attrgetter("num_keys")
 class Extent(NamedTuple):
     """Rows [first_row, first_row + num_tokens) of the microbatch: tokens [start, start + num_tokens) of one sequence.
 
-    first_page: where its page table begins in the microbatch's page tables, one after the other.
+    Attributes:
+        first_page: start of its page table in the microbatch's page tables, which follow one another.
     """
 
     first_row: int
@@ -59,8 +61,16 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What one program holds at once. Tiles of up to few_rows rows, decodes above all, leave less idle in blocks of
-    their own; all others have many_rows. A row is one token's one query head; group: of those share a KV head.
+    """The data that one program holds at once.
+
+    Tiles of up to few_rows rows, decodes above all, leave less idle in their own blocks. All other tiles have blocks of
+    many_rows. A row is one query head of one token.
+
+    Attributes:
+        group: query heads that share a KV head.
+        few_rows: rows of a small block.
+        many_rows: rows of a large block.
+        keys: keys of a block.
     """
 
     group: int
@@ -70,11 +80,14 @@ class Blocks:
 
     @classmethod
     def of(cls, group: int, head_dim: int, itemsize: int) -> Blocks:
-        """As large as 99 KiB of shared memory take with two blocks of keys and of values in it, and registers. There
-        are three of each where products read shared memory themselves, as on Hopper, which has more of it.
+        """Return blocks as large as 99 KiB of shared memory and the registers allow.
 
-        itemsize: bytes of a query, key or value. With 4 there are no tensor cores for IEEE products, whose factors then
-        lie in registers: more than 32 rows were seen to spill thousands of bytes.
+        Shared memory holds two blocks of keys and two of values. It holds three of each if products read shared memory
+        directly, as on Hopper, which has more of it.
+
+        Args:
+            itemsize: bytes of a query, key or value. With 4, tensor cores have no IEEE products, and the factors are in
+                registers. More than 32 rows were then seen to spill thousands of bytes.
         """
         few_rows = max(_LEAST_ROWS, power_of_two(group))
         dim = power_of_two(head_dim)
@@ -87,10 +100,15 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """The programs of one microbatch. pieces: (N, PIECE_COLUMNS), merges: (M, MERGE_COLUMNS), int32 on the device.
+    """The programs of one microbatch.
 
-    window: a row sees so many keys up to its own; None: all. partial_rows: of all split tiles' pieces.
-    most_merged_tokens: of a split tile. has_many: a tile has more than blocks.few_rows rows.
+    Attributes:
+        pieces: (N, PIECE_COLUMNS) int32 on the device.
+        merges: (M, MERGE_COLUMNS) int32 on the device.
+        window: number of keys that a row sees, up to its own; None for all.
+        partial_rows: partial rows of all pieces of split tiles.
+        most_merged_tokens: most tokens of a split tile.
+        has_many: a tile has more than blocks.few_rows rows.
     """
 
     pieces: Tensor
@@ -103,13 +121,18 @@ class AttentionWork:
 
     @property
     def most_rows(self) -> int:
-        """Of the blocks that its tiles need."""
+        """Most rows of the blocks that its tiles need."""
         return self.blocks.many_rows if self.has_many else self.blocks.few_rows
 
 
 class _Tile(NamedTuple):
-    """num_keys: from first_key, where the first block begins with a key that any row sees, to behind the last one.
-    rows: of its block. first_page: see Extent.
+    """One tile.
+
+    Attributes:
+        num_keys: keys from first_key to the last key that any row sees.
+        first_page: see Extent.
+        first_key: start of the first block with a key that any row sees.
+        rows: rows of its block.
     """
 
     num_keys: int
@@ -131,7 +154,11 @@ def cut_work(
     *,
     keys_per_piece: int | None = None,
 ) -> AttentionWork:
-    """The work of a microbatch, moved to the device in one copy. keys_per_piece: None chooses it."""
+    """Return the work of a microbatch, moved to the device in one copy.
+
+    Args:
+        keys_per_piece: None chooses it.
+    """
     cut = _cut(extents, blocks, window, num_kv_heads, num_processors, keys_per_piece)
     table = _moved(torch.frombuffer(cut.pieces + cut.merges, dtype=torch.int32), device)
     return AttentionWork(
@@ -173,8 +200,8 @@ class CapturableWork:
         is_large = longest * blocks.group > blocks.few_rows
         has_many = is_large and blocks.many_rows > blocks.few_rows
         rows = blocks.many_rows if has_many else blocks.few_rows
-        # A sequence's tiles are full but for its last. A tile that reads x shares of all keys has x + 1/2 pieces at
-        # most, and one below x = 3/2; so pieces are no more above the number of tiles than there are shares.
+        # All tiles of a sequence are full except its last. A tile that reads x shares of all keys has at most x + 1/2
+        # pieces, and one piece below x = 3/2. So pieces exceed tiles by at most the number of shares.
         tiles = num_seqs + (num_tokens // (rows // blocks.group) if is_large else 0)
         shares = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_kv_heads)
         self._num_pieces, self._num_merges = tiles + shares, min(tiles, shares)
@@ -187,14 +214,14 @@ class CapturableWork:
             self._table[end:].view(-1, MERGE_COLUMNS),
             blocks,
             window,
-            # The pieces of a tile that is split are at most 4/3 of its shares.
+            # The pieces of a split tile are at most 4/3 of its shares.
             partial_rows=4 * shares // 3 * rows,
             most_merged_tokens=min(rows // blocks.group, longest),
             has_many=has_many,
         )
 
     def load(self, extents: Sequence[Extent]) -> None:
-        """Replace the previous microbatch's work, when the device comes to it."""
+        """Write a microbatch's work over the previous one, when the device reaches this point."""
         work = self.work
         cut = _cut(extents, work.blocks, work.window, self._num_kv_heads, self._num_processors, None)
         pieces, merges = len(cut.pieces) // PIECE_COLUMNS, len(cut.merges) // MERGE_COLUMNS
@@ -209,7 +236,7 @@ class CapturableWork:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """See AttentionWork: pieces and merges as int32 numbers in a row."""
+    """The work as int32 numbers, one after the other. See AttentionWork."""
 
     pieces: array[int]
     merges: array[int]
@@ -226,12 +253,15 @@ def _cut(
     num_processors: int,
     keys_per_piece: int | None,
 ) -> _Cut:
-    """Between two microbatches, when the device has nothing else to do: in tuples and arrays, not in objects."""
+    """Cut the work of a microbatch, in tuples and arrays instead of objects.
+
+    It runs between two microbatches, when the device has no other work.
+    """
     assert extents, "a microbatch has sequences"
     tiles: list[_Tile] = []
     for extent in extents:
         tiles += _tiles(extent, blocks, window)
-    # Long ones first: what is begun last is then short, and the device is not left waiting for one program.
+    # Long ones first: the last ones to start are then short, and the device does not wait for one program.
     tiles.sort(key=_NUM_KEYS, reverse=True)
     has_many = any(tile.rows > blocks.few_rows for tile in tiles)
     programs = num_processors * (_LARGE_PROGRAMS_PER_PROCESSOR if has_many else _PROGRAMS_PER_PROCESSOR)
@@ -258,21 +288,24 @@ def _moved(host: Tensor, device: torch.device) -> Tensor:
 
 
 def _pinned(host: Tensor, device: torch.device) -> Tensor:
-    """From memory that is not pinned a copy to a device may wait for it."""
+    """Return the tensor in pinned memory. A copy from other memory to a device may wait for the device."""
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def equal_share(num_keys: int, num_kv_heads: int, num_programs: int) -> int:
-    """How many keys each of the programs reads that the device holds at once, for tiles that read so many together.
+    """Return how many keys each program reads if all programs that the device holds at once share the keys equally.
 
-    With pieces of about as many a long decode beside a chunk is cut as well, and where there are enough tiles of about
-    the same length nothing is.
+    With pieces of about this size, a long decode next to a chunk is cut as well. If there are enough tiles of about the
+    same length, none is cut.
+
+    Args:
+        num_keys: keys that all tiles read together.
     """
     return -(-num_keys * num_kv_heads // num_programs)
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is not less than `count`."""
+    """Return the least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
@@ -289,9 +322,10 @@ def _tiles(extent: Extent, blocks: Blocks, window: int | None) -> Iterator[_Tile
 
 
 def _step(num_keys: int, keys_per_piece: int, block_keys: int) -> int:
-    """How far apart a tile's pieces begin, which are about equal and none of them empty; num_keys or more: it is one.
+    """Return how far apart a tile's pieces begin. They are about equal and not empty. num_keys or more means one piece.
 
-    Their number is the nearest, not the next: a tile a little longer than others is not worth two pieces and a merge.
+    Their number is the nearest one, not the next: a tile that is a little longer than others is not worth two pieces
+    and a merge.
     """
     num_pieces = (2 * num_keys + keys_per_piece) // (2 * keys_per_piece)
     return num_keys if num_pieces <= 1 else -(-num_keys // (num_pieces * block_keys)) * block_keys

@@ -1,6 +1,6 @@
-"""The gate of a gated MLP: silu(gate) * up, of products that lie side by side.
+"""The gate of a gated MLP: silu(gate) * up, for two products that are next to each other.
 
-Rounded as the model's own two operations round: once behind silu, once behind the product.
+It rounds as the model's own two operations round: once after silu, once after the product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def silu_multiply(both: Tensor) -> Tensor:
-    """silu(both[..., :width]) * both[..., width:] for both (..., 2 * width), to (..., width)."""
+    """Return silu(both[..., :width]) * both[..., width:], (..., width), for both (..., 2 * width)."""
     both = both.contiguous()
     width = both.shape[-1] // 2
     assert both.shape[-1] == 2 * width, f"{both.shape[-1]} columns are no two halves"
@@ -26,7 +26,7 @@ def silu_multiply(both: Tensor) -> Tensor:
 
 
 def reference_silu_multiply(both: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """Compute the same in plain torch."""
     gate, up = both.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -39,7 +39,7 @@ def _gate_rows(both, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untype
     dtype = out.dtype.element_ty
     gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # never above 1, however large the gate
+    small = tl.exp(-tl.abs(gate))  # at most 1, however large the gate is
     share = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
     gated = (gate * share).to(dtype).to(tl.float32)
     tl.store(out + row * width + at, (gated * up).to(dtype), mask=inside)

@@ -1,7 +1,7 @@
-"""RMSNorm of rows, alone and behind the addition of a residual.
+"""RMSNorm of rows, alone and after the addition of a residual.
 
-Llama's rounding points: a row is normalised in float32, rounded to its dtype, multiplied by the weight, and rounded
-again. One program takes one row, which is in registers from its sum of squares on.
+It rounds at the same points as Llama: a row is normalised in float32, rounded to its dtype, multiplied by the weight,
+and rounded again. One program takes one row, which stays in registers from its sum of squares on.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """weight * x / sqrt(mean(x * x) + epsilon) for x (..., width); weight (width,) has its dtype."""
+    """Return weight * x / sqrt(mean(x * x) + epsilon) for x (..., width). weight (width,) has its dtype."""
     return _launch(x.contiguous(), None, weight, epsilon)
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """rms_norm of x + added, both (..., width); `added`, contiguous, becomes that sum."""
+    """Return rms_norm of x + added, both (..., width). `added`, contiguous, becomes that sum."""
     assert x.shape == added.shape and x.dtype == added.dtype, f"{x.dtype} {x.shape}, {added.dtype} {added.shape}"
     assert added.is_contiguous(), "the sum is written back"
     return _launch(x.contiguous(), added, weight, epsilon)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The same in plain torch."""
+    """Compute the same in plain torch."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def reference_add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The same in plain torch."""
+    """Compute the same in plain torch."""
     added += x
     return reference_rms_norm(added, weight, epsilon)
 
@@ -51,7 +51,7 @@ def _launch(x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> 
             epsilon,
             WIDTH=width,
             BLOCK=block,
-            # No number is in two warps, whatever the width: the sum is written where it was read.
+            # No number is in two warps, whatever the width is: the sum is written to the place that it was read from.
             num_warps=min(max(block // 512, 1), 8),
         )
     return out
@@ -64,7 +64,7 @@ def _norm_rows(x, added, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.co
     begin = tl.program_id(0).to(tl.int64) * WIDTH
     dtype = out.dtype.element_ty
     row = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)
-    # Before the sum, which it would otherwise wait for: loads stay on their side of a barrier.
+    # This load comes before the sum, which it would otherwise wait for: loads do not cross a barrier.
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         row += tl.load(added + begin + at, mask=inside, other=0.0).to(tl.float32)

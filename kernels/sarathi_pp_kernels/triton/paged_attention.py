@@ -1,6 +1,6 @@
 """Attention of a whole microbatch, prompt chunks and decodes together, over paged keys and values: one launch.
 
-A program is a piece of work for one KV head (attention_work.py): it holds the queries of a tile and walks over blocks
+A program is a piece of work for one KV head (attention_work.py). It holds the queries of a tile and walks over blocks
 of keys, wherever their pages are.
 
     tile        rows: token 0 head 0, token 0 head 1, ... token 1 head 0, ...    the heads that share the KV head
@@ -12,15 +12,15 @@ A block's products run while later blocks are on their way, at addresses that ar
 
     multiplied           block 0     1     2    ...
     keys and values of         2     3     4
-    page ids of                3     4     5    read by hand: loads that wait for loads are asked for late by Triton
+    page ids of                3     4     5    read explicitly: Triton requests loads late if they wait for loads
 
-The softmax is summed up while walking (FlashAttention-2, Dao 2023), the query heads that share a KV head are rows of
-the same product, pages are read in place (PagedAttention, Kwon et al. 2023), pieces of one tile are merged afterwards
-(Flash-Decoding, Dao et al. 2023), and one kernel serves rows of both kinds (as vLLM's unified attention does). Scores,
+The softmax is summed up while walking (FlashAttention-2, Dao 2023). The query heads that share a KV head are rows of
+the same product. Pages are read in place (PagedAttention, Kwon et al. 2023). Pieces of one tile are merged afterwards
+(Flash-Decoding, Dao et al. 2023). One kernel serves rows of both kinds, as vLLM's unified attention does. Scores,
 softmax and sums are float32. Products of float32 are IEEE products, not TF32. Weights are rounded to the dtype of the
-values, as everywhere else on a device.
+values, as everywhere on a device.
 
-What no row sees is never read: places in a page that were not written may hold NaN, and 0 times NaN is NaN.
+Keys that no row sees are never read: places in a page that were not written may hold NaN, and 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor
 from sarathi_pp_kernels.triton.attention_stages import LEAST_DIM, num_stages
 from sarathi_pp_kernels.triton.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, AttentionWork, Extent, power_of_two
 
-# Softmaxes are taken to base 2, which is what devices compute.
+# The softmax is computed to base 2, as devices do.
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # Pieces of a tile that a merging program reads at once.
 _BLOCK_PIECES = 16
@@ -53,11 +53,17 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """(T, H, D) rotated queries, whose keys and values are in their pages already, to outputs like them.
+    """Return the attention output of (T, H, D) rotated queries, in the same shape.
 
-    keys, values: (num_pages, num_kv_heads, page_size, D), contiguous. pages: (n,) int64. H is num_kv_heads times
-    work.blocks.group. scaling: above 0. softcap: scores become softcap * tanh(score / softcap). sinks: (H,), one more
-    logit per head, in the softmax's denominator alone.
+    The keys and values of the queries are in their pages already. H is num_kv_heads times work.blocks.group.
+
+    Args:
+        keys: (num_pages, num_kv_heads, page_size, D), contiguous.
+        values: like keys.
+        pages: (n,) int64.
+        scaling: above 0.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: (H,), one more logit per head, only in the softmax's denominator.
     """
     if query.stride(2) != 1:
         query = query.contiguous()
@@ -68,7 +74,8 @@ def paged_attention(
     assert keys.is_contiguous() and values.is_contiguous() and pages.dtype == torch.int64
     assert scaling > 0, f"the largest score is found before it is multiplied by {scaling}"
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    # Two and not halves of one: where a second half is not aligned to 16 bytes, it is another kernel to compile.
+    # These are two tensors and not halves of one. If a second half is not aligned to 16 bytes, another kernel is
+    # compiled.
     maxima = torch.empty((work.partial_rows, num_kv_heads), dtype=torch.float32, device=query.device)
     sums = torch.empty_like(maxima)
     weighted = torch.empty((work.partial_rows, num_kv_heads, head_dim), dtype=torch.float32, device=query.device)
@@ -134,7 +141,7 @@ def reference_paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same in plain torch and float64, one sequence after the other. Returns (T, H, D) float64."""
+    """Compute the same in plain torch and float64, one sequence after the other. Return (T, H, D) float64."""
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page_size, _ = keys.shape
     group = num_heads // num_kv_heads
@@ -165,7 +172,7 @@ def reference_paged_attention(
     return out
 
 
-# Where the page tables begin in a microbatch's table depends on its rows: each way would be a kernel to compile.
+# The start of the page tables in a microbatch's table depends on its rows: each alignment would compile another kernel.
 @triton.jit(do_not_specialize_on_alignment=["pages"])
 def _attend(
     query: tl.tensor,
@@ -196,15 +203,16 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """A program's piece, in a block of FEW_ROWS or MANY_ROWS rows. MANY_ROWS 0: no tile of the microbatch has more.
+    """Compute a program's piece in a block of FEW_ROWS or MANY_ROWS rows.
 
-    Scores to base 2 are products times score_factor, or cap_factor * tanh(products * score_factor). Programs begin in
-    the order of pieces, the longest first, in all KV heads.
+    MANY_ROWS is 0 if no tile of the microbatch has more. Scores to base 2 are products times score_factor, or
+    cap_factor * tanh(products * score_factor). Programs start in the order of pieces, the longest first, in all KV
+    heads.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     piece = pieces + tl.program_id(0) // num_kv_heads * COLUMNS
     num_tokens = tl.load(piece + 1)
-    # Two bodies of the same steps: a decode's few rows in the block of a chunk would multiply as long as all its rows.
+    # Two bodies of the same steps: in a chunk's block, a decode's few rows would multiply as long as all its rows.
     if MANY_ROWS == 0 or num_tokens * GROUP <= FEW_ROWS:
         _walk(
             query, token_stride, head_stride, keys, values, num_kv_heads, kv_head, pages, piece, sinks, maxima, sums,
@@ -248,7 +256,7 @@ def _walk(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> None:
-    """Sum up over a piece's keys for the BLOCK_ROWS rows of its tile; write outputs, or partial results."""
+    """Sum up over a piece's keys for the BLOCK_ROWS rows of its tile. Write outputs, or partial results."""
     first_row = tl.load(piece)
     num_tokens = tl.load(piece + 1)
     start = tl.load(piece + 2)
@@ -270,7 +278,7 @@ def _walk(
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     if sinks is not None:
-        # A key without value: what summing begins with, in one piece of each tile.
+        # A key without value: the sum starts with it, in one piece of each tile.
         takes_sinks = tl.load(piece + 7) != 0
         sink = tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) * _LOG2_E
         peak = tl.where(takes_sinks, sink, peak)
@@ -316,10 +324,10 @@ def _sum_up(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The rows' peak, the sum of their weights and that of their weighted values, over the keys [begin, end_key)."""
+    """Return the rows' peak, and the sums of their weights and weighted values, over the keys [begin, end_key)."""
     channel = tl.arange(0, BLOCK_DIM)
     summed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-    # Where the head lies in a page, and how far apart pages are.
+    # Place of the head in a page, and the distance of pages.
     inside = kv_head * (PAGE_SIZE * HEAD_DIM) + channel[None, :]
     page_step = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
     offset = tl.arange(0, BLOCK_KEYS)
@@ -341,7 +349,7 @@ def _sum_up(
         masked = scores
         if not whole:
             masked = tl.where(_seen(position - first, window, offset, HAS_WINDOW), scores, float("-inf"))
-        # Costs nothing, and Triton, which looks for them beside branches, finds that one product feeds the other.
+        # This costs nothing. Triton looks for products outside of branches, and so finds that one feeds the other.
         scores = tl.where(whole, scores, masked)
         peak, weights, shrink = _weights(peak, scores, 1.0 if HAS_SOFTCAP else score_factor)
         total = total * shrink + tl.sum(weights, 1)
@@ -355,7 +363,7 @@ def _sum_up(
 def _there(
     first: tl.tensor, end_key: tl.tensor, unseen: tl.tensor, offset: tl.tensor, HAS_WINDOW: tl.constexpr
 ) -> tl.tensor:
-    """(keys,), whether the piece has these keys of the block at `first` and any row sees them."""
+    """Return (keys,): whether the piece has these keys of the block at `first`, and any row sees them."""
     there = offset < end_key - first
     if HAS_WINDOW:
         there = there & (offset > unseen - first)
@@ -373,7 +381,7 @@ def _pages(
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> tl.tensor:
-    """Page ids of the block's keys, int32: one for each, or a single one where blocks do not cross pages."""
+    """Return int32 page ids of the block's keys: one for each, or a single one if blocks do not cross pages."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + first // PAGE_SIZE, mask=first < end_key, other=0)
     else:
@@ -395,7 +403,10 @@ def _places(
     HEAD_DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> tl.tensor:
-    """(keys,) int64: where the block's keys lie. Blocks begin at multiples of BLOCK_KEYS, and mostly so do pages."""
+    """Return (keys,) int64, the places of the block's keys.
+
+    Blocks begin at multiples of BLOCK_KEYS, and mostly pages do too.
+    """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         inside = first % PAGE_SIZE + offset
     elif BLOCK_KEYS % PAGE_SIZE == 0:
@@ -407,7 +418,10 @@ def _places(
 
 @triton.jit
 def _seen(position: tl.tensor, window: tl.tensor, offset: tl.tensor, HAS_WINDOW: tl.constexpr) -> tl.tensor:
-    """(rows, keys), whether a row at a position sees a key at an offset, both counted from the block's first key."""
+    """Return (rows, keys): whether a row at a position sees a key at an offset.
+
+    Both are counted from the block's first key.
+    """
     seen = offset[None, :] <= position[:, None]
     if HAS_WINDOW:
         seen = seen & (offset[None, :] > (position - window)[:, None])
@@ -416,13 +430,15 @@ def _seen(position: tl.tensor, window: tl.tensor, offset: tl.tensor, HAS_WINDOW:
 
 @triton.jit
 def _weights(peak: tl.tensor, scores: tl.tensor, factor: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """For scores (rows, keys), to base 2 once times the factor: the rows' peak with them, their weights, and what
-    weights until now shrink by.
+    """Return the rows' peak with these scores, their weights, and the factor for the weights until now.
 
-    The largest is found before it is multiplied: then products become part of the subtractions.
+    The largest score is found before it is multiplied. Then products become part of the subtractions.
+
+    Args:
+        scores: (rows, keys), to base 2 after multiplication with `factor`.
     """
     higher = tl.maximum(peak, tl.max(scores, 1) * factor)
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet: 0, not NaN
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # 0 for a row that has seen no key yet, not NaN
     return higher, tl.exp2(scores * factor - base[:, None]), tl.exp2(peak - base)
 
 
@@ -439,7 +455,7 @@ def _store_partial(
     channel: tl.tensor,
     HEAD_DIM: tl.constexpr,
 ) -> None:
-    """What merging takes of each live row, at its slot."""
+    """Store the results of each live row, which merging needs, at the row's slot."""
     tl.store(maxima + slot, peak, mask=live)
     tl.store(sums + slot, total, mask=live)
     held = live[:, None] & (channel < HEAD_DIM)[None, :]
@@ -460,7 +476,7 @@ def _merge(
     BLOCK_PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """The output of one row, a token's one head, from the partial results of its tile's pieces."""
+    """Compute the output of one row, one head of one token, from the partial results of its tile's pieces."""
     merge = merges + tl.program_id(0) * COLUMNS
     token = tl.program_id(1)
     head = tl.program_id(2)
@@ -498,7 +514,10 @@ def _merge(
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """To float32's last bits, which exp alone does not give near 0: there the series of the Cephes library's tanhf."""
+    """Return tanh to float32's last bits.
+
+    exp alone does not give these near 0. There it is the series of the Cephes library's tanhf.
+    """
     square = x * x
     series = -5.70498872745e-3 * square + 2.06390887954e-2
     series = series * square - 5.37397155531e-2

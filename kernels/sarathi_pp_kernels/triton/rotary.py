@@ -1,4 +1,4 @@
-"""What attention needs between its projections and its scores: heads normalised and rotated, keys and values in pages.
+"""The steps between projections and scores: heads are normalised and rotated, and keys and values go into pages.
 
 One program takes one KV head of one row: the query heads that share it, its key and its value. A head is held as two
 halves, because rotation mixes channel i with channel i + head_dim / 2:
@@ -6,8 +6,8 @@ halves, because rotation mixes channel i with channel i + head_dim / 2:
     a row of the product    q0 q1 q2 q3 | k0 k1 | v0 v1          4 query heads, 2 KV heads
     program (row, 1)              q2 q3      k1      v1
 
-Every value is rounded to the dtype where transformers' own modules round: behind the norm, behind its weight, behind
-either product of the rotation and behind their sum.
+Every value is rounded to the dtype at the points at which transformers' own modules round. These are after the norm,
+after its weight, after either product of the rotation and after their sum.
 """
 
 from __future__ import annotations
@@ -31,16 +31,25 @@ def rotate_and_write(
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """Rotates the queries where they are, puts rotated keys and values into their pages; returns queries (T, H, D).
+    """Rotate the queries in place, write rotated keys, and values, into their pages, and return queries (T, H, D).
 
-    qkv: (T, (H + 2 Hkv) * D), contiguous. cos, sin: (T, D). write_pages, write_offsets: (T,) int64, page of a row and
-    place in it. keys, values: (num_pages, Hkv, page_size, D). query_norm, key_norm: (D,), weights of an RMSNorm of each
-    head before it is rotated; both or none. All of one dtype but the indices.
+    All tensors have one dtype except the indices.
+
+    Args:
+        qkv: (T, (H + 2 Hkv) * D), contiguous.
+        cos: (T, D).
+        sin: (T, D).
+        write_pages: (T,) int64, page of a row.
+        write_offsets: (T,) int64, place in that page.
+        keys: (num_pages, Hkv, page_size, D).
+        values: like keys.
+        query_norm: (D,), weights of an RMSNorm of each head before it is rotated. Both norms or none are given.
+        key_norm: like query_norm.
     """
     num_rows, width = qkv.shape
     _, num_kv_heads, page_size, head_dim = keys.shape
     num_heads = width // head_dim - 2 * num_kv_heads
-    # Behind the kernel are addresses: nothing there would notice.
+    # The kernel takes addresses and would not notice wrong shapes.
     assert width == (num_heads + 2 * num_kv_heads) * head_dim and num_heads % num_kv_heads == 0, (
         f"{width} columns are not heads of {head_dim} with {num_kv_heads} KV heads"
     )
@@ -70,7 +79,7 @@ def rotate_and_write(
             HALF=head_dim // 2,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
             num_warps=1 if group * head_dim <= 512 else 4,
-            enable_fp_fusion=False,  # a product that is not rounded before it is added is not transformers'
+            enable_fp_fusion=False,  # transformers rounds a product before it is added
         )
     return qkv.view(num_rows, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
 
@@ -88,7 +97,7 @@ def reference_rotate_and_write(
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """The same in plain torch."""
+    """Compute the same in plain torch."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -108,7 +117,7 @@ def _reference_head(heads: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor
     return rotated
 
 
-# Where both begin in a microbatch's table depends on its rows: each way would be a kernel of its own to compile.
+# The start of both in a microbatch's table depends on its rows: each alignment would compile another kernel.
 @triton.jit(do_not_specialize_on_alignment=["write_pages", "write_offsets"])
 def _rotate_rows(  # type: ignore[no-untyped-def]
     qkv, cos, sin, write_pages, write_offsets, keys, values, query_norm, key_norm, epsilon, num_kv_heads, page_size,
@@ -133,7 +142,12 @@ def _rotate_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate_heads(source, to, inside, at, cos, sin, norm, epsilon, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Heads at `source`, the addresses of their lower halves, normed and rotated to `to`; at: channels of a half."""
+    """Rotate the heads at `source`, normed first, and write them to `to`.
+
+    Args:
+        source: addresses of the lower halves of the heads.
+        at: channels of a half.
+    """
     dtype = to.dtype.element_ty
     channel = at < HALF
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)

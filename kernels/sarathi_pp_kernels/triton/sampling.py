@@ -1,15 +1,15 @@
-"""Token ids drawn on the device: greedy, or by inverting the distribution that temperature and filters leave.
+"""Token ids drawn on the device: greedy, or by inverting the distribution after temperature and filters.
 
-Three launches, one program for each row in all of them, and nothing comes to the host between them:
+There are three launches, each with one program for each row. Nothing comes to the host between them:
 
-    _find_peaks     largest logit and its lowest id, -1 where a logit is not finite      all that greedy rows need
+    _find_peaks     largest logit and its lowest id, -1 if a logit is not finite         all that greedy rows need
     _weigh          weight exp((logit - peak) / temperature) of each token, 0 outside of top-k
     _invert         the lightest weight that top-p and min-p leave, then the cumulative weights in token id order
 
-No filter sorts. The edge of one is the smallest value such that all above it count less than the filter lets through:
-tokens for top-k, weight for top-p. It is searched for by bisection over the bits of the values, which are ordered as
-the values are. Bounds move to values that occur, so the search ends as soon as they meet, after about as many passes as
-it takes to tell neighbours apart. Weights and sums are float64.
+No filter sorts. The edge of a filter is the smallest value such that all values above it count less than the filter
+lets through: tokens for top-k, weight for top-p. It is found by bisection over the bits of the values, which are
+ordered like the values. Bounds move to values that occur, so the search ends as soon as they meet. That takes about as
+many passes as are needed to distinguish neighbours. Weights and sums are float64.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ _LONGEST_BLOCK = 4096
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Of (n, vocab) logits the token ids (n,) int64 of the largest, the lowest of equal ones; -1: one is not finite."""
+    """Return the token ids (n,) int64 of the largest of (n, vocab) logits.
+
+    It is the lowest id of equal logits, and -1 if a logit is not finite.
+    """
     return _find(logits.contiguous())[0]
 
 
 def drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Token ids (n,) int64 drawn from (n, vocab) logits; -1 where a logit is not finite.
+    """Return token ids (n,) int64 drawn from (n, vocab) logits; -1 if a logit is not finite.
 
-    parameters: (n, 5) float64 on the device of the logits, columns as named above. temperature 0: greedy. top_k 0, or
-    vocab and more, top_p 1 and min_p 0 keep every token. uniform: in [0, 1), where the distribution is inverted.
+    Args:
+        parameters: (n, 5) float64 on the device of the logits, with the columns above. temperature 0 is greedy. top_k
+            0, or at least vocab, top_p 1 and min_p 0 keep every token. uniform is in [0, 1): the point at which the
+            distribution is inverted.
     """
     num_rows, vocab = logits.shape
     assert parameters.shape == (num_rows, NUM_PARAMETERS) and parameters.dtype == torch.float64, parameters.shape
@@ -51,7 +56,7 @@ def drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
 
 
 def reference_drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
-    """The same in plain torch, by sorting."""
+    """Compute the same in plain torch, by sorting."""
     found = [_reference_row(row, *one) for row, one in zip(logits.double(), parameters.tolist(), strict=True)]
     return torch.tensor(found, dtype=torch.int64)
 
@@ -81,7 +86,7 @@ def _block(vocab: int) -> int:
 
 
 def _find(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids as of greedy_tokens, and the largest logit of each row, (n,) float32."""
+    """Return token ids as greedy_tokens does, and the largest logit of each row, (n,) float32."""
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -127,7 +132,7 @@ def _weigh(logits, peaks, tokens, parameters, weights, VOCAB: tl.constexpr, BLOC
             inside = first + at < VOCAB
             logit = tl.load(logits + first + at, mask=inside, other=0.0).to(tl.float32)
             score = _score(logit, peak, temperature)
-            # Scores and not logits are compared: logits that division makes equal are a tie.
+            # Scores and not logits are compared, because logits that division makes equal are a tie.
             tl.store(weights + row * VOCAB + first + at, tl.where(score < edge, 0.0, tl.exp(score)), mask=inside)
 
 
@@ -141,11 +146,11 @@ def _invert(weights, tokens, parameters, VOCAB: tl.constexpr, BLOCK: tl.constexp
         top_p = tl.load(parameters + _TOP_P)
         if top_p < 1:
             total, smallest = _extent(weights, VOCAB, BLOCK)
-            one = tl.full((), 1.0, tl.float64).to(tl.int64, bitcast=True)  # what the likeliest token weighs
+            one = tl.full((), 1.0, tl.float64).to(tl.int64, bitcast=True)  # weight of the likeliest token
             bits = _edge(weights, VOCAB, smallest, one, top_p * total, False, BLOCK)
             lightest = tl.maximum(lightest, bits.to(tl.float64, bitcast=True))
         total = _sum_up(weights, VOCAB, lightest, BLOCK)
-        # Below the total even where the product rounds up to it: the last token with weight is a legal draw.
+        # Stay below the total even if the product rounds up to it: the last token with weight is a legal draw.
         below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
         target = tl.minimum(tl.load(parameters + _UNIFORM) * total, below)
         tl.store(tokens + row, _first_beyond(weights, VOCAB, lightest, target, BLOCK))
@@ -153,9 +158,11 @@ def _invert(weights, tokens, parameters, VOCAB: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _edge(source, VOCAB: tl.constexpr, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The smallest of the values for which those above it come to less than `most`; it lies in [low, high], int64.
+    """Return the smallest value such that those above it come to less than `most`. It is in [low, high], int64.
 
-    COUNT: values are logits by their order, each counting 1. Else they are weights by their bits, counting themselves.
+    Args:
+        COUNT: values are logits by their order, and each counts 1. Otherwise they are weights by their bits, and count
+            themselves.
     """
     at = tl.arange(0, BLOCK)
     while low < high:
@@ -184,7 +191,7 @@ def _edge(source, VOCAB: tl.constexpr, low, high, most, COUNT: tl.constexpr, BLO
 
 @triton.jit
 def _extent(weights, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the weights, and the bits of the smallest that is not 0. Summed in the order of _edge."""
+    """Return the sum of the weights, and the bits of the smallest that is not 0. It sums in the order of _edge."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     smallest = tl.full((BLOCK,), 1.0, tl.float64)
@@ -204,7 +211,10 @@ def _kept(weights, first, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  
 
 @triton.jit
 def _sum_up(weights, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the tokens weigh that are at least as heavy as the lightest. Summed in the order of _first_beyond."""
+    """Return the weight of the tokens that are at least as heavy as `lightest`.
+
+    It sums in the order of _first_beyond.
+    """
     total = tl.zeros((), tl.float64)
     for first in range(0, VOCAB, BLOCK):
         total += tl.sum(_kept(weights, first, VOCAB, lightest, BLOCK), 0)
@@ -213,7 +223,7 @@ def _sum_up(weights, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # typ
 
 @triton.jit
 def _first_beyond(weights, VOCAB: tl.constexpr, lightest, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first token with weight at which the cumulative weight exceeds the target, which is below the total."""
+    """Return the first token with weight at which the cumulative weight exceeds the target. That is below the total."""
     token = tl.full((), -1, tl.int64)
     heavy = tl.full((), -1, tl.int64)
     before = tl.zeros((), tl.float64)
@@ -223,12 +233,12 @@ def _first_beyond(weights, VOCAB: tl.constexpr, lightest, target, BLOCK: tl.cons
         at = first + tl.arange(0, BLOCK).to(tl.int64)
         heavy = tl.maximum(heavy, tl.max(tl.where(weight > 0, at, -1), 0))
         if (token < 0) & (after > target):
-            # A scan adds in another order than a sum: it may stay below, and then it is the block's last token.
+            # A scan adds in another order than a sum, so it may stay below. Then it is the block's last token.
             beyond = (weight > 0) & (before + tl.cumsum(weight, 0) > target)
             last = tl.max(tl.where(weight > 0, at, -1), 0)
             token = tl.min(tl.where(beyond, at, last), 0)
         before = after
-    return tl.where(token < 0, heavy, token)  # this total may end a bit below the one that the target was drawn from
+    return tl.where(token < 0, heavy, token)  # this total may end a bit below the one for the target
 
 
 @triton.jit
@@ -238,7 +248,7 @@ def _score(logit, peak, temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ordered(logit):  # type: ignore[no-untyped-def]
-    """int64 that are ordered as float32 are: of negative ones all bits but the sign are turned over."""
+    """Return int64 that are ordered as float32 are: for negative ones, all bits but the sign are inverted."""
     bits = logit.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

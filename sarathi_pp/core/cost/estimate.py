@@ -1,4 +1,4 @@
-"""A cost model from a model's shape and what a device sustains, for when nothing was measured."""
+"""A cost model from a model's shape and a device's speed, for use before anything is measured."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from sarathi_pp.core.cost.model import CostModel, StageCost
 
 @dataclass(frozen=True, slots=True)
 class SumSpeed:
-    """What adding up a tensor over the T shards of a stage takes: a base, and hops, each with a part of the tensor.
+    """The time to add up a tensor over the T shards of a stage: a base, and hops that each carry a part of the tensor.
 
         ring      2 (T-1) hops of a T-th of it
         gathers   T-1 hops of all of it, added up by each shard
 
-    hop_s: of each hop, whatever its size. bytes_per_s: one way between two shards, adding included.
+    Attributes:
+        hop_s: time of each hop, whatever its size.
+        bytes_per_s: one way between two shards, adding included.
     """
 
     base_s: float
@@ -24,11 +26,11 @@ class SumSpeed:
     gathers: bool = False
 
     def fixed_s(self, shards: int) -> float:
-        """Of a sum, whatever its size."""
+        """Return the seconds of a sum that do not depend on its size."""
         return self.base_s + self._hops(shards) * self.hop_s if shards > 1 else 0.0
 
     def byte_s(self, shards: int) -> float:
-        """Of each byte of the tensor."""
+        """Return the seconds per byte of the tensor."""
         part = 1 if self.gathers else 1 / shards
         return self._hops(shards) * part / self.bytes_per_s
 
@@ -38,11 +40,15 @@ class SumSpeed:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What one stage's device sustains. flops: of linear layers, by bytes a weight; attention gets a share of it.
+    """The speed of one stage's device.
 
-    tile: tokens that linear layers take at once. layer_s: of launching a layer's operations, whatever they compute.
-    hidden_share: of what reading weights takes, so much goes on while they are multiplied. sums: over the devices that
-    hold a stage together; None where each has one alone.
+    Attributes:
+        flops: speed of linear layers, by bytes per weight.
+        tile: tokens that linear layers take at once.
+        layer_s: time to launch a layer's operations, whatever they compute.
+        attention_share: share of `flops` that attention reaches.
+        hidden_share: share of the time of reading weights that overlaps with their multiplication.
+        sums: speed between the devices that hold a stage together; None if each holds a stage alone.
     """
 
     flops: Mapping[int, float]
@@ -54,14 +60,15 @@ class DeviceSpeed:
     sums: SumSpeed | None = None
 
 
-# cpu: one AVX512-BF16 core of a shared server, as measured on the model of examples/benchmarks/measure_300m.py, of
-# which 0.8 of the reading was hidden (on a Zen 5; of the 254M model half was). cuda: an
-# A100-80GB at 60 % of its 312 TFLOP/s (19.5 in float32) and 80 % of its 2.04 TB/s, layers launched one operation at a
-# time.
-# Sums on cpu: as wire/shard_group.py makes them, measured with gloo over loopback on two cores that others used too,
-# the fastest tenth of 60 (2 shards: 0.38 ms, and 1.3 ns a byte; 3 shards: 0.7 to 1.1 ms, and 3.7 ns). On cuda: NCCL's
-# own model of a ring over NVLink (src/graph/tuning.cc of 2.8: 3.6 us and 0.47 us a hop in its low-latency protocol, 235
-# GB/s at the most on an A100); nothing that was measured here.
+# cpu: one AVX512-BF16 core of a shared server, as measured on the model of examples/benchmarks/measure_300m.py. Of the
+# reading, 0.8 was hidden (on a Zen 5; half of it for the 254M model).
+# cuda: an A100-80GB at 60 % of its 312 TFLOP/s (19.5 in float32) and 80 % of its 2.04 TB/s. Layers are launched one
+# operation at a time.
+# Sums on cpu: as wire/shard_group.py makes them, measured with gloo over loopback on two cores that other programs used
+# too. The figures are from the fastest tenth of 60 (2 shards: 0.38 ms, and 1.3 ns per byte; 3 shards: 0.7 to 1.1 ms,
+# and 3.7 ns).
+# Sums on cuda: NCCL's own model of a ring over NVLink, nothing measured here (src/graph/tuning.cc of 2.8: 3.6 us and
+# 0.47 us per hop in its low-latency protocol, at most 235 GB/s on an A100).
 DEVICE_SPEEDS: Mapping[str, DeviceSpeed] = {
     "cpu": DeviceSpeed(
         {2: 3e11, 4: 1e11}, 1.5e10, 1, 2e-4, hidden_share=0.8, sums=SumSpeed(0.0, 4e-4, 7.5e8, gathers=True)
@@ -87,29 +94,33 @@ def estimate_cost(
     page_size: int = 16,
     shards: int = 1,
 ) -> CostModel:
-    """A cost model from a model's shape, for when nothing was measured: right in kind, off by a factor in size.
-
-    layers: [first, end) of each stage. weight_bytes: of one weight, and of one key or value.
-    mlp_matrices: 3 with a gate, 2 without. experts: of intermediate_size each. shards: T ranks that hold each stage
-    together, whose `speed` knows of sums; coefficients and page_bytes are then of each of them.
+    """Return a cost model from a model's shape. It is right in kind, and off by a factor in size.
 
         weights of a layer   w = h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
-        a0   launching, and reading that shows       layers * (layer_s + (1 - hidden) * w * bytes / bandwidth)
-        a1   a tile of tokens, 2 FLOP a weight       layers * 2 * w_active * tile / flops
-        ridge   every weight is read once, of which  hidden * (w * bytes / bandwidth) / (2 * w_active / flops)
-                the rest takes as long as so many tokens
-        a2   4 FLOP a channel, query and key         layers * 4 * heads*d / (flops * share)
-        a3   a key and a value are read              layers * 2 * kv_heads*d * bytes / bandwidth
-        head: its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops: added up,
-              since its rows are few
+        a0   launches, and reading that is not hidden    layers * (layer_s + (1 - hidden) * w * bytes / bandwidth)
+        a1   a tile of tokens, 2 FLOP per weight         layers * 2 * w_active * tile / flops
+        ridge   every weight is read once; the hidden    hidden * (w * bytes / bandwidth) / (2 * w_active / flops)
+                part takes as long as this many tokens
+        a2   4 FLOP per channel, query and key           layers * 4 * heads*d / (flops * share)
+        a3   a key and a value are read                  layers * 2 * kv_heads*d * bytes / bandwidth
+        LM head   its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops. These are
+                  added up, since its rows are few.
 
-    Shards have a T-th of weights, heads and keys each, and all of the head. Two sums of hidden states a layer, behind
-    attention and behind the MLP, come on top: what each takes whatever its size with a0, its bytes with a1.
+    Each shard has a T-th of weights, heads and keys, and all of the LM head. Every layer adds two sums of hidden
+    states, after attention and after the MLP. Their fixed time is in a0, and the time of their bytes is in a1.
 
-    The ridge is in whole tiles, and what reading takes beyond it is added to a0 too: at worst the time of one tile,
-    which on an A100 is all of it. The embedding is a lookup and costs nothing.
+    The ridge is in whole tiles. Reading beyond it is added to a0 too. That is at most the time of one tile, which on an
+    A100 is all of the reading. The embedding is a lookup and costs nothing.
+
+    Args:
+        layers: [first, end) of each stage.
+        weight_bytes: size of one weight, and of one key or value.
+        speed: with `sums` if there are several shards.
+        mlp_matrices: 3 with a gate, 2 without.
+        num_experts: of intermediate_size each.
+        shards: T ranks that hold each stage together. Coefficients and page_bytes are then those of each of them.
     """
-    assert shards == 1 or speed.sums is not None, "what a sum takes is not known"
+    assert shards == 1 or speed.sums is not None, "the speed of sums is not known"
     flops = speed.flops[2 if weight_bytes <= 2 else 4]
     attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
     expert = mlp_matrices * hidden_size * intermediate_size

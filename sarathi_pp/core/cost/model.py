@@ -1,13 +1,16 @@
-"""What a microbatch costs on each stage: a formula with few coefficients.
+"""The cost of a microbatch on each stage: a formula with few coefficients.
 
     t = a0  +  a1 * tiles(n)  +  a2 * sum(x*L + x*x/2)  +  a3 * sum(KV)  +  (a4 + head) * decodes
         fixed  linear layers     attention of chunks       attention of      per row
                                                            decodes
 
-n: tokens in the microbatch, tiles(n) = ceil(max(n, ridge) / tile); a chunk of x tokens behind L earlier ones; KV:
-tokens that a decode reads. Seconds throughout. The form is SARATHI's own reading of where time goes (arXiv 2308.16369,
-sections 3 and 4.4: linear layers move in whole tiles, attention grows with the context), with the ridge point of the
-roofline model (Williams, Waterman, Patterson, CACM 2009): fewer tokens wait for the weights as long as that many.
+    n      tokens in the microbatch; tiles(n) = ceil(max(n, ridge) / tile)
+    x, L   a chunk of x tokens after L earlier ones
+    KV     tokens that a decode reads
+
+All times are in seconds. The form follows SARATHI's own account of the time (arXiv 2308.16369, sections 3 and 4.4):
+linear layers take whole tiles, and attention grows with the context. The ridge point is that of the roofline model
+(Williams, Waterman, Patterson, CACM 2009): fewer tokens wait for the weights as long as that many.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from sarathi_pp.core.plan import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a microbatch's time depends on.
+    """The numbers on which a microbatch's time depends.
 
-    prefill_attention: score entries of the prefill chunks, summed. decode_context: KV tokens that the decodes read.
+    Attributes:
+        prefill_attention: score entries of the prefill chunks, summed.
+        decode_context: KV tokens that the decodes read.
     """
 
     prefill_tokens: int
@@ -50,16 +55,19 @@ class Load:
         return self.prefill_tokens + self.decodes
 
 
-# What the coefficients a0 .. a4 are multiplied with.
+# The factors of the coefficients a0 .. a4.
 Row = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """One microbatch's seconds on one stage, by what they come from; they add up to its time.
+    """One microbatch's seconds on one stage, by cause. They add up to its time.
 
-    fixed: every microbatch pays it. prefill: linear layers over all tokens, and attention of chunks. context:
-    attention of decodes. decode: what each decode costs whatever its context.
+    Attributes:
+        fixed: every microbatch pays it.
+        prefill: linear layers over all tokens, and attention of chunks.
+        context: attention of decodes.
+        decode: cost of each decode, whatever its context.
     """
 
     fixed: float
@@ -74,9 +82,12 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage's coefficients. layers: [first, end). head_s: seconds a sampled row costs, on the last stage.
+    """The coefficients of one stage.
 
-    page_bytes: of one KV page over the stage's layers, 0 where unknown.
+    Attributes:
+        layers: [first, end).
+        head_s: seconds per sampled row, on the last stage.
+        page_bytes: size of one KV page over the stage's layers, 0 if unknown.
     """
 
     layers: tuple[int, int]
@@ -89,17 +100,17 @@ class StageCost:
     page_bytes: int = 0
 
     def seconds(self, row: Row) -> float:
-        """Of a microbatch that asks `row`: see CostModel.row."""
+        """Return the seconds of a microbatch with the factors `row`. See CostModel.row."""
         fixed, tiles, attention, context, decodes = row
         linear = self.a0 * fixed + self.a1 * tiles + self.a2 * attention
         return linear + self.a3 * context + (self.a4 + self.head_s) * decodes
 
     def without_head(self) -> StageCost:
-        """The last stage where another one computes the head."""
+        """Return the last stage's cost if another stage computes the LM head."""
         return replace(self, head_s=0.0)
 
     def scaled(self, factor: float) -> StageCost:
-        """The stage when everything on it takes this many times as long."""
+        """Return the stage's cost if everything on it takes `factor` times as long."""
         names = ("a0", "a1", "a2", "a3", "a4", "head_s")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
@@ -108,7 +119,9 @@ class StageCost:
 class CostModel:
     """The stages of one pipeline, first to last.
 
-    tile: tokens that linear layers take at once. ridge: fewer take as long as so many, on every stage.
+    Attributes:
+        tile: tokens that linear layers take at once.
+        ridge: on every stage, fewer tokens take as long as this many.
     """
 
     tile: int
@@ -128,7 +141,7 @@ class CostModel:
         )
 
     def row(self, load: Load) -> Row:
-        """What a stage's coefficients are multiplied with."""
+        """Return the factors of a stage's coefficients."""
         tiles = self.tiles(load.num_tokens)
         return 1.0, float(tiles), load.prefill_attention, float(load.decode_context), float(load.decodes)
 
@@ -136,5 +149,5 @@ class CostModel:
         return self.stages[stage].seconds(self.row(load))
 
     def head_seconds(self, load: Load) -> float:
-        """Of a microbatch's head by itself, whichever stage computes it."""
+        """Return the seconds of a microbatch's LM head alone, whichever stage computes it."""
         return self.stages[-1].head_s * load.decodes

@@ -1,4 +1,4 @@
-"""A cost model with what it was measured on: profile.json, and what is checked when it is read."""
+"""The file profile.json: a cost model with the facts of its measurement, and the checks when it is read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How a stage's speed moves while it runs: coefficient of variation, and seconds in which its correlation falls
-    to 1/e. cv 0: not at all.
+    """The slow change of a stage's speed while it runs.
+
+    Attributes:
+        cv: coefficient of variation; 0 means no change.
+        seconds: time in which the correlation falls to 1/e.
     """
 
     cv: float = 0.0
@@ -29,7 +32,11 @@ NO_DRIFT = Drift()
 
 @dataclass(frozen=True, slots=True)
 class EdgeLink:
-    """One way over one edge. added_latency_s: what emulated stages wait beyond what their own transport takes."""
+    """One direction of one edge.
+
+    Attributes:
+        added_latency_s: time that emulated stages wait in addition to their own transport.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -38,15 +45,21 @@ class EdgeLink:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A cost model with what it was measured on: profile.json.
+    """A cost model with the facts of its measurement: profile.json.
 
-    link_latency_s, link_bytes_per_s: one way between neighbouring stages. links: the same of each edge by itself, in
-    the order of `wire.order.edges`, the return edge last; empty where all are alike. Those of these stages: another
-    number of stages has the one link. jitter_cv: coefficient of variation of equal microbatches near each other; drift:
-    of the stages' speed; both without what all stages share, where there are several. host_s: from when a stage could
-    begin with a microbatch until it computes. pages: KV pages of the stage that holds fewest, each of page_size tokens.
-    tensor_parallel_size: ranks that held each stage together; times contain their sums, and pages are of one of them.
-    error: mean absolute relative error of the fit, None where it was not fitted.
+    Attributes:
+        link_latency_s: one way between neighbouring stages.
+        link_bytes_per_s: one way between neighbouring stages.
+        jitter_cv: coefficient of variation of equal microbatches near each other. If there are several stages, the part
+            that all of them share is left out.
+        pages: KV pages of the stage that holds fewest, each of page_size tokens.
+        error: mean absolute relative error of the fit, None if the model was not fitted.
+        drift: change of the stages' speed, also without the part that all stages share.
+        links: one per edge, in the order of `wire.order.edges`, the return edge last. Empty if all are alike.
+            They are valid for these stages only. With another number of stages, all edges have the link above.
+        tensor_parallel_size: ranks that held each stage together. Times contain their sums, and pages are those of one
+            of them.
+        host_s: from the time when a stage could start a microbatch until it computes.
     """
 
     model: str
@@ -68,7 +81,7 @@ class Profile:
     host_s: float = 0.0
 
     def edge_links(self, num_stages: int) -> tuple[EdgeLink, ...]:
-        """One for each edge of a pipeline of so many stages."""
+        """Return one link per edge of a pipeline with `num_stages` stages."""
         if len(self.links) == num_stages:
             return self.links
         return (EdgeLink(self.link_latency_s, self.link_bytes_per_s),) * num_stages
@@ -98,7 +111,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: object) -> Profile:
-        """The inverse of `to_json`. Raises InputError naming the key, its value and what it must be."""
+        """Return the profile that `to_json` converted. Raises InputError with key, value and legal values."""
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"the profile's schema is {found!r}; this version reads {SCHEMA!r}")
@@ -146,7 +159,7 @@ def _stage(data: Mapping[str, Any]) -> StageCost:
 
 
 def _links(data: object, num_stages: int) -> tuple[EdgeLink, ...]:
-    """Profiles whose edges are all alike need none."""
+    """Return the links. Profiles whose edges are all alike have none."""
     if not isinstance(data, list) or not all(isinstance(link, dict) for link in data):
         raise InputError("the profile's 'links' must be a list with one object for each edge")
     if len(data) not in (0, num_stages):
@@ -165,7 +178,7 @@ def _links(data: object, num_stages: int) -> tuple[EdgeLink, ...]:
 
 
 def _drift(data: object) -> Drift:
-    """Profiles written by hand need not have one."""
+    """Return the drift. Profiles that are written manually need not have one."""
     if data is None:
         return NO_DRIFT
     if not isinstance(data, dict):

@@ -1,10 +1,10 @@
 """A cost model that learns from each microbatch of a run.
 
-Least squares on relative errors with coefficients of at least 0, each stage by itself. What it starts from is scaled to
-the speed that the first microbatches show, and then counts as one observation of each coefficient alone: what
-microbatches do not tell apart, with the noise they have, stays in its proportion. (Not scaled, an estimate ten times
-too small would weigh, relative errors being what they are, a hundred times as much as what corrects it.) Old
-observations fade, so that a machine that slows down is noticed.
+Each stage has a least-squares fit of its own, on relative errors, with coefficients of at least 0. The first values are
+scaled to the speed that the first microbatches show. Then they count as one observation of each coefficient alone. So
+coefficients that the noisy microbatches cannot separate keep their proportion. (Errors are relative. So without
+scaling, an estimate ten times too small would weigh a hundred times as much as its corrections.) Old observations fade,
+so that the model notices a machine that slows down.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from sarathi_pp.core.cost.model import CostModel, Load, Row, StageCost
 
 
 class CostRefiner:
-    """Starts from `model`; every microbatch observed corrects it, once `model` is asked for again."""
+    """A cost model that starts from `model`. Every observed microbatch corrects it, at a later read of `model`."""
 
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._stages = [_Regression(_coefficients(stage)) for stage in model.stages]
-        # Taken in together: one by one, each would find its code and numbers out of the caches.
+        # Observations are added together. One at a time, each would find neither its code nor its numbers in the
+        # caches.
         self._observed: list[tuple[_Regression, Row, float]] = []
 
     @property
     def model(self) -> CostModel:
-        """Solved anew every few microbatches."""
+        """Return the model, which is solved again every few microbatches."""
         if len(self._observed) >= _SOLVE_EVERY * len(self._stages):
             for regression, row, seconds in self._observed:
                 regression.observe(row, seconds)
@@ -38,25 +39,31 @@ class CostRefiner:
         return self._model
 
     def row(self, load: Load) -> Row:
-        """Of a microbatch with that load, for `observe`: the same for all stages, so made once."""
+        """Return the factors of a microbatch with that load, for `observe`.
+
+        All stages have the same, so make them once.
+        """
         return self._model.row(load)
 
     def observe(self, stage: int, row: Row, seconds: float) -> None:
-        """What a stage took for one microbatch; 0 says nothing."""
+        """Record the seconds of one microbatch on a stage. 0 means that they are unknown."""
         if seconds > 0:
             self._observed.append((self._stages[stage], row, seconds))
 
 
 class _Regression:
-    """Weighted normal equations of one stage, kept as sums; solved by coordinate descent from the last solution.
+    """The weighted normal equations of one stage, kept as sums.
 
-    start: the coefficients it begins with. Old observations fade by the new ones' weight growing, which leaves the sums
-    of the old ones alone.
+    Coordinate descent solves them, starting from the last solution. Old observations fade because the weight of new
+    ones grows. So the sums of the old ones do not change.
+
+    Args:
+        start: the first values of the coefficients.
     """
 
     def __init__(self, start: list[float]) -> None:
         self._values = start
-        self._ratios: list[float] | None = []  # of observed to expected seconds, until they counted
+        self._ratios: list[float] | None = []  # of observed to expected seconds, until `start` is counted
         self._gram = [0.0] * len(start) ** 2  # row by row
         self._target = [0.0] * len(start)
         self._weight = 1.0
@@ -71,7 +78,7 @@ class _Regression:
             self._target = [value / self._weight for value in self._target]
             self._gram = [value / self._weight for value in self._gram]
             self._weight = 1.0
-        # Of relative errors: row and seconds are both divided by the seconds.
+        # Errors are relative, so row and seconds are both divided by the seconds.
         share = self._weight / seconds
         self._target = [sum_ + share * part for sum_, part in zip(self._target, row, strict=True)]
         share /= seconds
@@ -79,23 +86,24 @@ class _Regression:
         self._gram = [sum_ + share * part for sum_, part in zip(self._gram, products, strict=True)]
 
     def _count_start(self, ratios: list[float]) -> None:
-        """At the speed of the lower quartile: a span can be longer than its work for many reasons, shorter for none.
+        """Count the first values as observations, at the speed of the lower quartile of ratios.
 
-        A coefficient may be off by as much of itself as a span may, and by a little of a microbatch where it is small.
-        One that no microbatch has shown yet is not held to what was thought of it: it will show.
+        A span can be longer than its work for many reasons, but never shorter. A coefficient may have the same relative
+        error as a span. If it is small, it may be off by a small part of a microbatch. A coefficient that no microbatch
+        has shown yet is not counted, so later microbatches decide it alone.
         """
         speed = sorted(ratios)[len(ratios) // 4]
         size = len(self._values)
         self._values = [speed * value for value in self._values]
         for i, value in enumerate(self._values):
-            square = self._gram[i * size + i]  # of the share of a microbatch for each unit of the coefficient, summed
+            square = self._gram[i * size + i]  # share of a microbatch per unit of the coefficient, squared and summed
             if square > 0:
                 scale = max(value, _LITTLE * math.sqrt(len(ratios) / square))
                 self._target[i] += self._weight * value / scale**2
                 self._gram[i * size + i] += self._weight / scale**2
 
     def solve(self) -> list[float]:
-        """The coefficients, at least 0 each."""
+        """Return the coefficients, each at least 0."""
         if self._ratios:
             self._count_start(self._ratios)
             self._ratios = None
@@ -116,7 +124,7 @@ _FADE = 0.998
 _MOST_WEIGHT = 1e9
 _SOLVE_EVERY = 16
 _SWEEPS = 12
-# Of a microbatch's time.
+# Share of a microbatch's time.
 _LITTLE = 0.1
 
 
@@ -125,7 +133,10 @@ def _coefficients(stage: StageCost) -> list[float]:
 
 
 def _with_coefficients(stage: StageCost, values: Sequence[float]) -> StageCost:
-    """The head's share of what a decode costs cannot be told from the rest; it stays what it was."""
+    """Return the stage with these coefficients.
+
+    The fit cannot separate the LM head's share of a decode's cost, so that share stays as it was.
+    """
     a0, a1, a2, a3, decode = values
     head_s = min(stage.head_s, decode)
     return replace(stage, a0=a0, a1=a1, a2=a2, a3=a3, a4=decode - head_s, head_s=head_s)

@@ -1,4 +1,4 @@
-"""The stages of a cost model cut anew: what embedding and head take stays at the ends, the rest is the layers'."""
+"""A cost model for another layer split. Embedding and LM head stay at the ends, and layers share the other cost."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from sarathi_pp.core.partition import StageSeconds
 
 
 def repartition(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
-    """The same model cut into other stages: embedding and head stay at the ends, layers take their share of the rest.
+    """Return the same model for other stages.
 
-    Among as many stages as before each keeps its time a layer, since what makes one slower than another is mostly the
-    machine below it; cut into another number of stages, layers keep the time that they had.
+    Embedding and LM head stay at the ends, and the layers share the other cost. With the same number of stages, each
+    stage keeps its time per layer, because stages differ mostly by their machines. With another number of stages, each
+    layer keeps its time.
 
-    layers: [first, end) of each stage, contiguous over the same layers.
+    Args:
+        layers: [first, end) of each stage, contiguous over the same layers.
     """
     if tuple(layers) == tuple(stage.layers for stage in cost.stages):
         return cost
@@ -31,13 +33,13 @@ def repartition(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel
 
 
 def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
-    """What a stage of a cut into so many would take for a load, as in `repartition`."""
+    """Return a function that gives a stage's seconds for a load, in a split into `num_stages` as in `repartition`."""
     inner, embed, head = _without_ends(cost, num_stages)
     sampling_s = cost.stages[-1].head_s * load.decodes
     embed_s = embed.a0 + embed.a1 * cost.tiles(load.num_tokens)
-    layer_s: list[float] = []  # of each stage
+    layer_s: list[float] = []  # one per stage
     for index, stage in enumerate(inner.stages):
-        # Not below 0 by rounding: a stage takes no less for a layer more.
+        # Rounding must not make this negative: a stage with an added layer takes no less.
         layers_s = max(0.0, inner.seconds(index, load) - stage.head_s * load.decodes)
         layer_s.append(layers_s / _count(stage.layers))
     num_layers = cost.stages[-1].layers[1]
@@ -53,30 +55,35 @@ def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
     return seconds
 
 
-# What tokens take of a microbatch of so many, from which a stage's speed can be told.
+# A stage's speed can be measured if this many tokens take more than this share of their microbatch's time.
 _TOKENS = 256
 _FAIR_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What the first or the last stage takes beside its layers, of the coefficients that embedding and head go into."""
+    """The cost of the first or the last stage beyond its layers, in the coefficients with embedding and LM head."""
 
     a0: float = 0.0
     a1: float = 0.0
 
 
 def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _End]:
-    """The model without embedding and head, and those two, for a cut into so many stages.
+    """Return the model without embedding and LM head, and the cost of these two, for a split into `num_stages`.
 
-    The head's weights are read for every microbatch: what the last stage has more of a0 than its layers would at the
-    inner stages' rate, or the first one's, on a machine as fast as its time a token says, which the head has no part
-    in. The embedding is told from the layers only where there are inner stages, and where stages keep their time a
-    layer not at all: it is small, and a slow machine looks like a large one. head_s stays in place.
+    The LM head's weights are read for every microbatch. So its cost is the part of the last stage's a0 that its layers
+    do not explain. Their rate is that of the inner stages, or of the first stage if there are none. It is scaled to the
+    last stage's machine by the time per token, in which the LM head has no part.
+
+    The embedding is separated from the layers only if there are inner stages. It is never separated if stages keep
+    their time per layer: it is small, and a slow machine looks like a large embedding. head_s is not changed.
     """
 
     def told(stage: StageCost) -> bool:
-        """Whether its time a token can be told: a fit leaves next to nothing, or noise, where time hardly grows."""
+        """Return whether the stage's time per token can be measured.
+
+        If time hardly grows with tokens, a fit finds almost nothing, or noise.
+        """
         tokens_s = stage.a1 * cost.tiles(_TOKENS)
         return tokens_s > _FAIR_SHARE * (stage.a0 + tokens_s)
 
@@ -96,19 +103,23 @@ def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _E
 
 
 def _rate(stages: Sequence[StageCost], name: str) -> float:
-    """Of a coefficient, what a layer has."""
+    """Return a coefficient's value per layer."""
     found: float = sum(getattr(stage, name) for stage in stages) / sum(_count(stage.layers) for stage in stages)
     return found
 
 
 def _excess(stage: StageCost, rate: float, name: str) -> float:
-    """Of a coefficient, what is beyond that rate a layer."""
+    """Return the part of a coefficient beyond that rate per layer."""
     found: float = max(0.0, getattr(stage, name) - rate * _count(stage.layers))
     return found
 
 
 def _sum(span: tuple[int, int], parts: Iterable[tuple[StageCost, int]]) -> StageCost:
-    """The cost of the layers of a span, so many like those of each stage, without what sampled rows cost."""
+    """Return the cost of a span of layers, without the cost of sampled rows.
+
+    Args:
+        parts: stages, each with the number of layers in the span that are like its own.
+    """
     cost = StageCost(span, 0.0, 0.0, 0.0, 0.0, 0.0)
     for stage, layers in parts:
         share = layers / _count(stage.layers)
@@ -125,7 +136,7 @@ def _sum(span: tuple[int, int], parts: Iterable[tuple[StageCost, int]]) -> Stage
 
 
 def _shared(one: tuple[int, int], other: tuple[int, int]) -> int:
-    """Layers in both."""
+    """Return the number of layers in both."""
     return max(0, min(one[1], other[1]) - max(one[0], other[0]))
 
 

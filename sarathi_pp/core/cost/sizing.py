@@ -1,4 +1,4 @@
-"""Sizes that follow from what stages cost: microbatch, microbatches in flight."""
+"""Sizes that follow from the cost of stages: of a microbatch, and of microbatches in flight."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from sarathi_pp.core.cost.model import CostModel, Load
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.policy import PolicySpec
 
-# Saturated: this share of the best tokens a second (SARATHI, arXiv 2308.16369, section 3.1, reads it off such a curve).
+# A stage is saturated at this share of the best tokens per second. (SARATHI, arXiv 2308.16369, section 3.1, reads it
+# off such a curve.)
 _SATURATED = 0.9
-# Microbatches beyond this are not considered: the wait for one grows with it, and throughput no more.
+# Larger microbatches are not considered: the wait for one grows with its size, and throughput does not.
 MOST_TOKENS = 2048
-# Jitter above which a stage waits for its neighbours often enough that one microbatch more in flight pays; of few
-# stages it does not, since decodes are cut into that many more cohorts.
+# With more jitter, a stage waits for its neighbours often enough that one more microbatch in flight pays. With few
+# stages it does not pay, since decodes are cut into relatively many more cohorts.
 _JITTERY = 0.03
 _FEW_STAGES = 2
-# What a microbatch holds where no workload is known: 10 prompt tokens for each decode, as in SARATHI's section 5.3.
+# Content of a microbatch if no workload is known: 10 prompt tokens per decode, as in SARATHI's section 5.3.
 _PROMPT_TO_OUTPUT = 10
 _CONTEXT = 1024
 
 
 def tokens_per_s(cost: CostModel, num_tokens: int) -> float:
-    """Of prompt tokens alone, on the slowest stage, without their attention.
+    """Return the prompt tokens per second on the slowest stage, without their attention.
 
-    Attention is left out because it is the same for a prompt however it is cut.
+    Attention is left out because it is the same for a prompt, however it is cut.
     """
     load = Load(num_tokens, 0.0, 0, 0)
     slowest_s = max(cost.seconds(stage, load) for stage in range(len(cost.stages)))
@@ -30,26 +31,26 @@ def tokens_per_s(cost: CostModel, num_tokens: int) -> float:
 
 
 def saturation(cost: CostModel) -> int:
-    """The fewest tokens, in whole tiles, within 10 % of the best throughput of a microbatch."""
+    """Return the fewest tokens of a microbatch, in whole tiles, within 10 % of the best throughput."""
     sizes = range(cost.tile, max(MOST_TOKENS, cost.tile) + 1, cost.tile)
     rates = [tokens_per_s(cost, size) for size in sizes]
     return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= _SATURATED * max(rates))
 
 
 def whole_tiles(cost: CostModel, num_tokens: float) -> tuple[int, int]:
-    """The multiples of the tile around a number of tokens, at least one tile."""
+    """Return the multiples of the tile below and above a number of tokens. Each is at least one tile."""
     below = max(1, int(num_tokens // cost.tile)) * cost.tile
     return below, below + cost.tile if below < num_tokens else below
 
 
 def inflight(profile: Profile, policy: PolicySpec, num_stages: int) -> int:
-    """Return the most microbatches at once."""
+    """Return the most microbatches in flight."""
     jittery = profile.jitter_cv > _JITTERY and num_stages > _FEW_STAGES
     return max(policy.inflight(num_stages), num_stages + jittery)
 
 
 def typical_load(chunk_size: int) -> Load:
-    """A full microbatch in the middle of a run of which nothing is known."""
+    """Return the load of a full microbatch in the middle of a run about which nothing is known."""
     decodes = chunk_size // (_PROMPT_TO_OUTPUT + 1)
     prefill = chunk_size - decodes
     return Load(prefill, prefill * _CONTEXT / 2, decodes, decodes * _CONTEXT)

@@ -1,4 +1,4 @@
-"""Policies: which tokens of which sequences run next. Each is a file of its own; see registry.py for the names."""
+"""Policies, which choose the tokens that run next. Each has a file of its own. Their names are in registry.py."""
 
 from sarathi_pp.core.policy.class_path import module_being_imported
 from sarathi_pp.core.policy.parameter import parameter
@@ -24,5 +24,5 @@ __all__ = [
 
 
 def make_policy(text: str) -> Policy:
-    """Return the policy that the text names. Raises ConfigError as `parse_policy`."""
+    """Return the policy that the text names. Raises ConfigError like `parse_policy`."""
     return parse_policy(text).make()

@@ -1,23 +1,26 @@
-"""balanced: microbatches of equal time on the slowest stage, whatever the mix of prompts and outputs.
+"""balanced: microbatches of equal time on the slowest stage, for any mix of prompts and outputs.
 
-A pipeline waits where one microbatch takes longer than the next. So:
+A pipeline waits if one microbatch takes longer than the next. So:
 
-    size      One total n of tokens, whole tiles, for a cycle of P microbatches. In a steady state prompts are
-              computed as fast as outputs end: b decodes go with b * P:D prompt tokens, n = b * (1 + P:D). That is
-              SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards, with b what may run at
-              once, less the one whose prompt is computed, and P:D what finished requests had. The tile around it with
-              the most tokens a second is taken, and no more than prompts at hand fill evenly over a cycle that ends
-              with them. Where all that wait can start, there is no such state: then what computes the oldest prompt
-              soonest, if that is more, or where most have their prompts still to be computed, what computes all of
-              these soonest.
-    decodes   Shared by time, not by count: each microbatch takes its part of the keys that all decodes read.
-    prefill   The rest of n, from the oldest prompts; several chunks of one prompt may be in flight.
-    tbt_slo   Where it is given: no more prompt tokens than let a microbatch pass each stage in that time divided by
-              those in flight or, if more, the stages: a sequence's next token comes when they all have.
-    in flight One microbatch more than stages while there are prompts: a stage that is done early finds the next one
-              there. Not while outputs alone are left, not where one stage is so much slower that it finds it there
-              without, and not where seats are short and the tokens a second would fall: every cohort that decodes are
-              cut into more costs a microbatch.
+    size      One total of n tokens, in whole tiles, for a cycle of P microbatches. In a steady state prompts are
+              computed as fast as outputs end: b decodes go with b * P:D prompt tokens, so n = b * (1 + P:D). That is
+              SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards. b is what may run at once,
+              less the sequence whose prompt is computed. P:D is that of finished requests. Of the sizes up to the
+              tile around n, the one with the most tokens per second is taken. It is at most what prompts at hand fill
+              evenly over a cycle that ends with them.
+              If all waiting requests can start, there is no such state. Then the size that computes the oldest prompt
+              earliest is taken, if it is larger. If most requests still have prompts to compute, it is the size that
+              computes all these prompts earliest.
+    decodes   Divided by time, not by count: each microbatch takes an equal part of the time of all decodes, which
+              includes the keys that they read.
+    prefill   The other tokens of n, from the oldest prompts. Several chunks of one prompt may be in flight.
+    tbt_slo   If it is given, it limits the prompt tokens. A microbatch must pass each stage in tbt_slo divided by the
+              microbatches in flight or, if there are more of them, by the stages. A sequence's next token comes after
+              all of these.
+    in flight One microbatch more than stages while there are prompts, so that a stage that is done early finds the
+              next one. There is no such spare in three cases. Only outputs are left. One stage is slow enough to
+              find the next one without a spare. Seats are short and the tokens per second would fall, because each
+              further cohort of decodes costs one more microbatch.
 """
 
 from __future__ import annotations
@@ -32,37 +35,42 @@ from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import fill
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, SequenceView, View
 
-# Where nothing is known of the stages: time goes with tokens, and a little with what they read.
+# Used if nothing is known about the stages: time grows with tokens, and a little with what they read.
 _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4=0.0),))
 # Without tiles, sizes are still tried in steps.
 _LEAST_STEP = 16
-# The size by which the slowest stage is told before there is one.
+# Tokens of the microbatch that finds the slowest stage before there is a cycle.
 _FIRST_SIZE = 256
-# A larger size must bring this much more tokens a second: it costs latency.
+# A larger size must give this many times the tokens per second, because it costs latency.
 _WORTHWHILE = 1.005
-# One microbatch more in flight may cost this share of the tokens a second: what stages no longer wait makes up for it.
+# The spare microbatch may cost this share of the tokens per second. Shorter waits of the stages make up for it.
 _SPARE_COST = 0.03
-# One stage sets the pace where all others are done sooner by this share of its time, and by that much of a microbatch
-# together: then its next one is there without a spare. Stages nearer to each other wait for one another by turns.
+# One stage sets the pace if all others are faster by the share _AHEAD of its time, and together by _SLACK of a
+# microbatch. Then its next microbatch is there without a spare. Stages of more equal speed wait for each other in turn.
 _AHEAD, _SLACK = 0.05, 0.5
-# Prompts may be computed by this share later than with the size that computes them soonest, by the model: decodes ride
-# along the longer, and a stage that computes many tokens hides some of what a microbatch costs by itself.
+# By the model, prompts may be computed later by this share than with the fastest size. Decodes then ride along for a
+# longer time. And a stage that computes many tokens hides some of a microbatch's fixed cost.
 _NEAR_ENOUGH = 0.01
-# Of a bound on the time between tokens: the rest is for the turns that a decode waits for an equal share.
+# Used share of a bound on the time between tokens. The other part is for the turns in which a decode waits for its
+# equal share.
 _SLO_SHARE = 0.9
-# Requests whose prompt is being computed, of those that run.
+# Running requests whose prompts are computed at the same time.
 _PROMPTS_AT_A_TIME = 1
-# Prompt to output tokens, until a request has finished or run for longer than that.
+# Prompt tokens per output token, until a request has finished, or a running one has a lower ratio so far.
 _PRIOR_RATIO = 8.0
 
 
 @dataclass(slots=True)
 class Balanced(Policy):
-    """tbt_slo: most seconds between two tokens of a request, 0 for no bound."""
+    """The policy `balanced`.
+
+    Attributes:
+        tbt_slo: most seconds between two tokens of a request, 0 for no bound.
+    """
 
     chooses_chunk_size: ClassVar[bool] = True
     default_chunk_size: ClassVar[int] = 2048
-    # For others a microbatch to spare costs throughput.
+    # Other policies lose throughput with a spare microbatch.
     spare_microbatches: ClassVar[int] = 1
     wants_cost: ClassVar[bool] = True
 
@@ -84,12 +92,12 @@ class Balanced(Policy):
         decodes = _share(view, decoding, inflight)
         budget = cycle.size - len(decodes)
         if self.tbt_slo:
-            # A token passes every stage, and those in flight before it.
+            # A token passes every stage, and waits for the microbatches in flight before it.
             turns = max(inflight, view.limits.num_stages)
             budget = _within(view, cost, decodes, _SLO_SHARE * self.tbt_slo / turns, budget)
         grants = [*_chunks(view, budget), *decodes]
         if grants:
-            # Only what is issued moves a cycle on: how often somebody asks must not show in the schedule.
+            # Only issued microbatches advance a cycle. The schedule must not depend on how often `pick` is called.
             self._left_in_cycle = (self._left_in_cycle if cycle is self._cycle else cycle.length) - 1
             self._cycle = cycle if prompts or not cycle.prompts else replace(cycle, prompts=False)
         return grants
@@ -100,9 +108,14 @@ class Balanced(Policy):
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """What holds for so many microbatches: tokens of each, and most of them in flight while there are prompts.
+    """The decisions for the next microbatches.
 
-    length: of the cycle. prompts: whether there have been any all the time.
+    Attributes:
+        size: tokens per microbatch.
+        length: microbatches in the cycle.
+        inflight: most microbatches in flight while there are prompts.
+        prompts: there were prompts during the whole cycle.
+        burst: None without one.
     """
 
     size: int
@@ -113,7 +126,12 @@ class _Cycle:
 
 
 class _Burst(NamedTuple):
-    """Many prompts at once: their tokens when it began, and the index of the last one."""
+    """Many prompts at once.
+
+    Attributes:
+        tokens: their tokens at the start of the burst.
+        last: index of the last prompt.
+    """
 
     tokens: int
     last: int
@@ -121,9 +139,13 @@ class _Burst(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """The sequences past their prompt, those in flight included, and what a decode of each costs.
+    """The sequences past their prompt, those in flight included, and the cost of a decode of each.
 
-    row_s: whatever its context, token_s of it as one of the microbatch's tokens. total_s: of a decode of all of them.
+    Attributes:
+        total_s: one decode of all of them.
+        row_s: a decode without its context.
+        token_s: the part of row_s for one of the microbatch's tokens.
+        key_s: per token of context.
     """
 
     count: int
@@ -144,7 +166,7 @@ class _Decoding:
 
 
 def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
-    """This microbatch's part of the decodes' time, to the nearest decode, of those that are ready."""
+    """Return this microbatch's part of the decodes' time, to the nearest decode, from those that are ready."""
     room_s = decoding.total_s / inflight
     decodes: list[Grant] = []
     for sequence in islice(view.decodes, view.limits.chunk_size):
@@ -165,9 +187,9 @@ def _choose_cycle(view: View, slowest: _Slowest, cost: CostModel, decoding: _Dec
     at_hand = sum(s.remaining for s in chain(view.prefills, view.waiting))
     decodes = decoding.count / inflight
     if not at_hand and not view.waiting_tokens and decodes < limits.chunk_size // step * step:
-        # Outputs alone are left, and all fit: what follows would come to the same.
+        # Only outputs are left, and all fit. The code below would give the same result.
         return _Cycle(max(1, step * math.ceil(decodes / step)), fewest, inflight, prompts=False)
-    # No more than so many are ever told of ahead of time: where that many wait, there may be others.
+    # The policy sees at most max_num_seqs waiting requests in advance. If that many wait, there may be more.
     may_be_more = len(view.waiting) >= limits.max_num_seqs
     all_can_start = not may_be_more and view.waiting_tokens <= sum(s.known for s in view.waiting)
     ratio = _prompt_to_output(view)
@@ -190,10 +212,11 @@ def _choose_cycle(view: View, slowest: _Slowest, cost: CostModel, decoding: _Dec
 
 
 def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:
-    """It begins where most have their prompts still to be computed, and lasts until those prompts are.
+    """Return the burst of prompts that is under way, or None.
 
-    Its microbatches keep the size of its beginning: that filling the pipeline takes longer with larger ones is paid for
-    by then, and a stage waits for the last large one before a smaller one as long now as later.
+    A burst starts when most requests still have their prompts to compute, and lasts until those prompts are computed.
+    Its microbatches keep the size of its start. Larger ones take longer to fill the pipeline, but that time is spent by
+    then. A stage waits for the last large microbatch before a smaller one, and that wait is as long now as later.
     """
     prompts = [*view.prefills, *view.waiting]
     if not prompts:
@@ -209,15 +232,16 @@ def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:
 def _sustained(
     view: View, stage: StageCost, cost: CostModel, decoding: _Decoding, ratio: float, inflight: int
 ) -> tuple[int, float]:
-    """The size for a steady state of what could run, and its tokens a second.
+    """Return the size for a steady state of all requests that could run, and its tokens per second.
 
-    A request keeps its seat while its prompt is computed, size - b tokens a microbatch, and then for a turn of those in
-    flight per output token: by Little's law as many seats are taken as prompts are computed at a time, one, and
-    b * inflight that decode. With prompt tokens for one decode more, all seats decode in the end, prompts cannot start,
-    and stages wait for one another behind microbatches of decodes alone.
+    A request keeps its seat while its prompt is computed, size - b tokens per microbatch. Then it keeps the seat for
+    one turn of the microbatches in flight per output token. By Little's law, one seat is taken by the prompt that is
+    computed, and b * inflight seats by requests that decode. If there were prompt tokens for one more decode, all seats
+    would decode in the end. Prompts could then not start, and stages would wait for each other after microbatches with
+    only decodes.
 
-    Not so small that the decodes there are leave prompts less than those of them that end make room for, up to one
-    prompt token for each: where a microbatch costs nothing by itself, no size would be too small.
+    The size has a lower limit. The present decodes must leave prompts as many tokens as ending decodes make room for,
+    up to one prompt token per decode. Without the limit, no size would be too small if a microbatch has no fixed cost.
     """
     chunk_size = view.limits.chunk_size
     decodes = decoding.count / inflight
@@ -227,7 +251,7 @@ def _sustained(
     step = min(max(cost.tile, _LEAST_STEP), chunk_size)
     least = min(chunk_size // step, max(1, math.ceil(decodes * (1 + min(1.0, ratio)) / step))) * step
     best, best_rate = least, 0.0
-    most = max(least, min(chunk_size, math.ceil(sustained / step) * step))  # beyond, only the time grows
+    most = max(least, min(chunk_size, math.ceil(sustained / step) * step))  # beyond this only the time grows
     for size in range(least, most + 1, step):
         tokens = min(size, sustained)
         seconds = stage.a0 + stage.a1 * cost.tiles(size) + decode_s * tokens / (1 + ratio)
@@ -238,15 +262,15 @@ def _sustained(
 
 
 def _fewest(limits: Limits) -> int:
-    """Microbatches in flight without the one to spare."""
+    """Return the microbatches in flight without the spare one."""
     return max(limits.inflight - 1, min(limits.inflight, limits.num_stages))
 
 
 def _within(view: View, cost: CostModel, decodes: list[Grant], room_s: float, most: int) -> int:
-    """Prompt tokens, at most `most`, with which every stage takes the microbatch in that time.
+    """Return the prompt tokens, at most `most`, with which every stage computes the microbatch within `room_s`.
 
-    At least what fills up the tile that the decodes have begun, or the ridge, which costs nothing, or else one step: a
-    bound that cannot be kept must not starve prompts.
+    The least result fills the tile that the decodes have started, or the ridge, which costs nothing. Otherwise it is
+    one step. A bound that cannot be kept must not starve prompts.
     """
     step = max(cost.tile, _LEAST_STEP)
     num_decodes, keys = len(decodes), sum(grant.sequence.known for grant in decodes)
@@ -260,11 +284,11 @@ def _within(view: View, cost: CostModel, decodes: list[Grant], room_s: float, mo
 
 
 def _quickest(at_hand: int, stage: StageCost, cost: CostModel, limits: Limits) -> float:
-    """The size that computes prompts soonest when no more are to follow: fewer microbatches against a longer ramp.
+    """Return the size that computes prompts earliest if no more follow: fewer microbatches against a longer ramp.
 
-    n that makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least, or rather the smallest n that comes near enough:
-    the curve is flat there, and what is uneven between microbatches grows with them. In tokens, with f those that
-    take as long as a0: at_hand * f / n + (P - 1) * n + what does not depend on n.
+    n makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least. More exactly, it is the smallest n that is near enough.
+    The curve is flat there, and larger microbatches are less even. In tokens, with f tokens that take as long as a0,
+    this is at_hand * f / n + (P - 1) * n + terms that do not depend on n.
     """
     ramp = max(1, limits.num_stages - 1)
     fixed = stage.a0 * cost.tile / stage.a1 if stage.a1 > 0 else 0.0
@@ -274,7 +298,7 @@ def _quickest(at_hand: int, stage: StageCost, cost: CostModel, limits: Limits) -
 
 
 def _prompt_to_output(view: View) -> float:
-    """P:D of finished requests; before there are any, what the outputs that are longest so far allow."""
+    """Return P:D of finished requests. Before there are any, return what the longest outputs so far allow."""
     outputs = sum(num_output for _, num_output in view.finished)
     if outputs:
         return sum(num_prompt for num_prompt, _ in view.finished) / outputs
@@ -291,23 +315,27 @@ def _chunks(view: View, budget: int) -> list[Grant]:
 
 
 def _attention(chunks: list[Grant]) -> float:
-    """Score entries that the chunks' attention computes."""
+    """Return the score entries that the chunks' attention computes."""
     return sum(grant.num_tokens * (grant.sequence.issued + grant.num_tokens / 2) for grant in chunks)
 
 
 class _Slowest(NamedTuple):
-    """The stage that takes longest, and by which share of its time every other one is done sooner."""
+    """The stage that takes longest.
+
+    Attributes:
+        ahead: share of its time by which every other stage is faster.
+    """
 
     stage: StageCost
     ahead: float
 
     def sets_the_pace(self, num_stages: int) -> bool:
-        """Whether a microbatch is back well before P of them are through this stage."""
+        """Return whether a microbatch is back well before P of them have passed this stage."""
         return self.ahead >= _AHEAD and (num_stages - 1) * self.ahead >= _SLACK
 
 
 def _slowest(cost: CostModel, view: View, size: int) -> _Slowest:
-    """By a microbatch of `size` tokens with its share of the decodes."""
+    """Return the slowest stage for a microbatch of `size` tokens with its share of the decodes."""
     num_stages = view.limits.num_stages
     decodes, keys = view.num_past_prompt // num_stages, view.tokens_past_prompt // num_stages
     row = cost.row(Load(max(0, size - decodes), 0.0, decodes, keys))

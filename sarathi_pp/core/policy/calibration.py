@@ -1,21 +1,21 @@
-"""calibration: microbatches that a cost model can be fitted to, in the order of a timetable made before the run.
+"""calibration: microbatches to which a cost model can be fitted, in the order of a timetable made before the run.
 
-Not a policy to serve with. Time depends on the tokens of a microbatch, on the depth of its chunks and on the context of
-its decodes, so each of them is varied by itself: prompt tokens alone, decodes alone, both together, each size several
-times and at sizes between the steps that tiles may have. The order is shuffled, so that a machine that slows down is
-not taken for a size that costs more; two or three of like size follow each other, so that all stages compute at once,
-as they will. (Vidur, arXiv 2405.05465, and SARATHI, arXiv 2308.16369, section 5.3, fit stage times to measured sizes
-too; these sizes are ours.)
+It is not a policy for serving. Time depends on the tokens of a microbatch, on the depth of its chunks and on the
+context of its decodes. So each of them is varied separately: prompt tokens alone, decodes alone, both together. Each
+size runs several times, and there are sizes between the steps that tiles may have. The order is shuffled, so that a
+machine that slows down does not look like a size that costs more. Two or three of similar size follow each other, so
+that all stages compute at once, as in a later run. (Vidur, arXiv 2405.05465, and SARATHI, arXiv 2308.16369, section
+5.3, fit stage times to measured sizes too. These sizes are ours.)
 
     step        chunks            decodes              as it prints
-    0 ..        of short prompts  -                    m0[s0:0+1 s1:0+9 ...]     warm-up: somebody has to decode later
-    then        256 tokens        -                    m9[s70:512+200 s71:0+56]  prompts in a row, cut where a step ends
+    0 ..        of short prompts  -                    m0[s0:0+1 s1:0+9 ...]     warm-up: sequences for later decodes
+    then        256 tokens        -                    m9[s70:512+200 s71:0+56]  prompts in turn, cut where a step ends
                 -                 8, short contexts    m10[d s3:12 ...]
                 64 tokens         32, long contexts    m11[s71:56+64 | d s40:900 ...]
 
-The timetable also says how long each prompt and each output is, so that every request ends with its last step and no
-microbatch is left over. A sequence decodes again `inflight` steps later at the earliest: by then its token is back, and
-nothing ever has to be waited for. (Only where memory is very short a step waits until the pipeline is empty.)
+The timetable also fixes the length of each prompt and each output. So every request ends with its last step, and no
+microbatch is left over. A sequence decodes again after at least `inflight` steps. By then its token is back, so no step
+has to wait. (Only if memory is very short, a step waits until the pipeline is empty.)
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import ClassVar
 
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
-# Prompt tokens of microbatches that are measured twice. Larger ones take most of the time; smaller ones come from the
-# tails of prompts and are rare where microbatches are filled.
+# Least and most prompt tokens of microbatches that are measured twice. Larger ones take most of the time. Smaller ones
+# come from the ends of prompts, and are rare if microbatches are filled.
 _SMALL = 16
 _LARGE = 512
 _MIXED_PREFILLS = (16, 32, 64, 128, 256, 512)
-# Shortest prompt of the stream, longest of those that fill the pool first, most decodes of one sequence.
+# Shortest prompt of the stream, longest prompt that first fills the pool, most decodes of one sequence.
 _SHORTEST = 16
 _FILLING = 64
 _MOST_DECODES = 64
@@ -42,9 +42,12 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One microbatch: (sequence, tokens) of each chunk in turn, and the sequences that decode.
+    """One microbatch.
 
-    alone: to be issued when nothing is in flight, since it needs a result, a seat or pages from the step before.
+    Attributes:
+        chunks: (sequence, tokens) of each chunk in turn.
+        decodes: the sequences that decode.
+        alone: issue it when nothing is in flight, since it needs a result, a seat or pages from the step before.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -54,9 +57,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """All microbatches of a calibration, and what they ask of its requests.
+    """All microbatches of a calibration, and the lengths that its requests must have.
 
-    warm_up: how many of the first steps are not to be fitted. prompts, outputs: tokens of each request by index.
+    Attributes:
+        warm_up: first steps, to which nothing is fitted.
+        prompts: prompt lengths in tokens, by request index.
+        outputs: output lengths in tokens, by request index.
     """
 
     steps: tuple[Step, ...]
@@ -67,13 +73,13 @@ class Timetable:
 
 @cache
 def make_timetable(limits: Limits, seed: int = 0) -> Timetable:
-    """The same for the same limits and seed. Needs neither more seats nor more pages than there are."""
+    """Return the timetable, the same for the same limits and seed. It needs no more seats or pages than there are."""
     return _Planner(limits, random.Random(seed)).plan()
 
 
 @dataclass(slots=True)
 class Calibration(Policy):
-    """Follows the timetable of the run's limits, whose requests are to be the timetable's."""
+    """A policy that follows the timetable of the run's limits. The requests must be the timetable's."""
 
     # Its timetable is made for one chunk size.
     uses_chunk_size: ClassVar[bool] = False
@@ -92,11 +98,11 @@ class Calibration(Policy):
                 return []
             wanted = [*self._next.chunks, *((index, 1) for index in self._next.decodes)]
             self._next = next(self._steps, None)
-            # A sequence that failed is gone; the others go on without it.
+            # A sequence that failed is gone. The others continue without it.
             there = [(ready[index], num_tokens) for index, num_tokens in wanted if index in ready]
             if there:
                 return [Grant(sequence, min(num_tokens, sequence.remaining)) for sequence, num_tokens in there]
-        # Only other requests than the timetable's have anything left.
+        # Only requests that are not the timetable's have tokens left.
         return [Grant(s, min(s.remaining, view.limits.chunk_size)) for s in list(ready.values())[:1]]
 
     def max_tokens(self, limits: Limits) -> int:
@@ -105,7 +111,11 @@ class Calibration(Policy):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A microbatch to be made from whatever sequences are there. contexts: which of them decode."""
+    """A microbatch to be made from any available sequences.
+
+    Attributes:
+        contexts: the sequences that decode: those with "short" or "long" contexts, or "any".
+    """
 
     prompt_tokens: int
     decodes: int = 0
@@ -113,7 +123,7 @@ class _Target:
 
 
 class _Planner:
-    """Makes a timetable step by step, keeping account of seats and pages as the coordinator will."""
+    """The maker of a timetable, step by step. It counts seats and pages as the coordinator will."""
 
     def __init__(self, limits: Limits, draw: random.Random) -> None:
         self._limits = limits
@@ -123,13 +133,13 @@ class _Planner:
         self._growth = max(0, min(_MOST_DECODES, room, max(1, room // 8), max(1, pool // 16)))
         self._longest = max(1, min(limits.max_model_len - self._growth - 1, pool // 4 - self._growth))
         self._steps: list[Step] = []
-        self._settled = 0  # the results of the steps before this one are waited for
+        self._settled = 0  # steps before this one have their results
         self._prompts: list[int] = []
         self._decoded: list[int] = []
         self._last: list[int] = []  # step of the last chunk or decode
         self._left = 0  # tokens of the newest prompt that no step has yet
         self._live: list[int] = []  # in a seat, oldest first
-        self._reserved = 0  # pages that the live sequences may come to hold
+        self._reserved = 0  # most pages that the live sequences will hold
 
     def plan(self) -> Timetable:
         self._fill()
@@ -144,7 +154,10 @@ class _Planner:
         return Timetable(tuple(self._steps), warm_up, tuple(self._prompts), tuple(1 + n for n in self._decoded))
 
     def _fill(self) -> None:
-        """Short prompts, as many as may decode in one microbatch: in half of the pool, and in all seats but one."""
+        """Add short prompts for the decodes of one microbatch.
+
+        They use half of the pool and all seats but one at most.
+        """
         limits = self._limits
         room = min(limits.chunk_size, 4 * _FILLING)
         longest = min(_FILLING, self._longest, room)
@@ -163,13 +176,13 @@ class _Planner:
             self._add(chunks, [])
 
     def _end_prompt(self) -> None:
-        """What is left of the newest prompt is nobody's step: it ends where it is, and may decode."""
+        """End the newest prompt after its last planned token, so that it may decode."""
         if self._left:
             self._prompts[-1] -= self._left
             self._left = 0
 
     def _take(self, targets: list[_Target]) -> None:
-        """Turn targets into steps, in order, the ones that cannot be made yet left for later; drops those made."""
+        """Turn targets into steps, in order, and remove them. Skip those that cannot be made yet."""
         while True:
             made = next((target for target in targets if self._make(target)), None)
             if made is not None:
@@ -190,7 +203,7 @@ class _Planner:
         return True
 
     def _choose(self, target: _Target) -> list[int]:
-        """Sequences for a target's decodes, fewer than it asks for where there are not enough."""
+        """Return sequences for a target's decodes, none if too few are ready."""
         newest = len(self._prompts) - 1
         able = [
             index
@@ -207,7 +220,7 @@ class _Planner:
         return self._draw.sample(able, target.decodes)
 
     def _cut(self, num_tokens: int, keep: Collection[int]) -> list[tuple[int, int]]:
-        """The next tokens of the row of prompts; fewer where there is no room for another prompt."""
+        """Return the next tokens of the prompts in turn, fewer if there is no room for another prompt."""
         chunks = []
         while num_tokens:
             if not self._left and not self._open(_spread(_SHORTEST, self._longest, len(self._prompts)), keep):
@@ -220,7 +233,10 @@ class _Planner:
         return chunks
 
     def _open(self, length: int, keep: Collection[int] = ()) -> bool:
-        """Begin another prompt, in the place of the oldest sequences whose last token is back; False without room."""
+        """Start another prompt. Return False if there is no room.
+
+        It may replace the oldest sequences whose last token is back.
+        """
         limits, need = self._limits, self._pages(length)
         leaving = [index for index in self._live if index not in keep and self._is_back(index)]
         while len(self._live) == limits.max_num_seqs or self._reserved + need > limits.num_pages:
@@ -246,7 +262,7 @@ class _Planner:
         self._steps.append(Step(tuple(chunks), tuple(decodes), alone))
 
     def _is_back(self, index: int) -> bool:
-        """Whether the result of a sequence's last step is known when the next one is issued."""
+        """Return whether the result of a sequence's last step is known when the next step is issued."""
         last = self._last[index]
         return last < self._settled or last + self._limits.inflight <= len(self._steps)
 
@@ -255,9 +271,10 @@ class _Planner:
 
 
 def _groups(limits: Limits) -> list[list[_Target]]:
-    """What a calibration measures: a few targets of like size each, so that all stages compute while they are measured.
+    """Return the targets of a calibration, in groups of similar size.
 
-    A size has two groups, at different times of the run, the smallest and the largest sizes have one.
+    With similar sizes, all stages compute at once while they are measured. A size has two groups, at different times of
+    the run. The smallest and the largest sizes have one.
     """
     draw = random.Random(limits.chunk_size)
     groups = []
@@ -278,12 +295,12 @@ def _groups(limits: Limits) -> list[list[_Target]]:
 
 
 def _grid(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... up to `most` itself."""
+    """Return 1, 2, 3, 4, 6, 8, 12, 16, ... and `most` itself."""
     sizes = {size for power in range(most.bit_length()) for size in (1 << power, 3 << power >> 1) if size <= most}
     return sorted(sizes | {most})
 
 
 def _spread(least: int, most: int, index: int) -> int:
-    """The index-th of lengths that lie evenly on a logarithmic scale, whatever their number (golden ratio)."""
+    """Return the index-th of lengths that are evenly spread on a logarithmic scale, for any number (golden ratio)."""
     least = min(least, most)
     return max(least, int(least * (most / least) ** (index * _GOLDEN % 1)))

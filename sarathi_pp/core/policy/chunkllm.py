@@ -1,10 +1,10 @@
-"""ChunkLLM: prompts above a threshold in chunks that end where a paragraph does, with overlap (seed article 003).
+"""ChunkLLM: prompts above a threshold in chunks that end with a paragraph, with overlap (seed article 003).
 
-A chunk holds at most `chunk_token_threshold` tokens and ends at the last paragraph end in reach; `overlap_rate` of
-it is a repetition of what came before. The article means that to keep meaning together, but a chunk here sees the
-KV of everything before it, so the repetition changes nothing and only takes time. With fewer than 4 sequences to
-run the article advises against chunks: prompts then run whole. Otherwise as in Orca: one prompt a microbatch, with
-the decodes that are ready.
+A chunk holds at most `chunk_token_threshold` tokens and ends at the last paragraph end in reach. The share
+`overlap_rate` of it repeats the tokens before it. The article repeats them to keep meaning together. But a chunk here
+sees the KV of everything before it, so the repetition changes nothing and only takes time. With fewer than 4 sequences
+to run, the article advises against chunks, so prompts then run whole. Otherwise the policy works like Orca: one prompt
+per microbatch, with the decodes that are ready.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ _LEAST_BATCH = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkLLM(Policy):
-    """threshold: most tokens of a chunk; 0: a quarter of max_model_len. overlap: share of a chunk that is repeated."""
+    """ChunkLLM's scheduler.
+
+    Attributes:
+        threshold: most tokens of a chunk. 0 means a quarter of max_model_len.
+        overlap: share of a chunk that is repeated.
+    """
 
     uses_chunk_size: ClassVar[bool] = False
     wants_paragraphs: ClassVar[bool] = True
@@ -49,7 +54,7 @@ class ChunkLLM(Policy):
             reached = bisect_right(ends, sequence.issued + num_tokens)
             if reached and ends[reached - 1] > sequence.issued:
                 num_tokens = ends[reached - 1] - sequence.issued
-        # Where fewer are new, fewer are repeated; beside one new token none, so a decode stays one token.
+        # With fewer new tokens, fewer are repeated. With one new token none are, so a decode stays one token.
         return Grant(sequence, num_tokens, overlap * num_tokens // room)
 
     def max_tokens(self, limits: Limits) -> int:

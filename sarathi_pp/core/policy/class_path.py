@@ -1,6 +1,6 @@
-"""From `package.module:Class` to a policy's class that keeps the rules of one.
+"""Load the class of a policy from `package.module:Class`, and check that it keeps the rules of policies.
 
-A module that is not installed may lie in the current directory. The console script and the workers (`python -P`) leave
+A module that is not installed may be in the current directory. The console script and the workers (`python -P`) leave
 that directory out of Python's search, so it is added as a last resort. No file there hides an installed module.
 """
 
@@ -22,7 +22,7 @@ from sarathi_pp.core.policy.view import Policy
 from sarathi_pp.errors import ConfigError, StoppedError
 
 _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
-# What a policy needs from the runtime, by name, and the least legal number.
+# Names of the attributes that declare a policy's needs, and the least legal numbers.
 _ATTRIBUTES = [name for name, hint in get_type_hints(Policy).items() if get_origin(hint) is ClassVar]
 _LEAST = {"default_chunk_size": 1, "spare_microbatches": 0}
 
@@ -40,8 +40,8 @@ _importing = _Importing()
 def module_being_imported() -> str | None:
     """Return the module that this thread is importing for a policy.
 
-    A program that names a policy of its own file is imported by that name too. What starts a run at its top level would
-    start another one in there, without end.
+    A program may name a policy of its own file, which is then imported by that name too. If it starts a run at its top
+    level, the import would start another run, without end.
     """
     return _importing.modules[-1] if _importing.modules else None
 
@@ -50,11 +50,11 @@ def load_class(path: str, name: str) -> type[Policy]:
     """Return the class that module:Class names.
 
     Args:
-        name: what the user gave, for errors.
+        name: the user's text, for errors.
 
     Raises:
-        ConfigError: it cannot be imported, is no policy, lacks a method, needs arguments to be made, or what it says of
-            its needs is not legal.
+        ConfigError: it cannot be imported, is no policy, lacks a method, needs arguments, or declares needs that are
+            not legal.
     """
     if re.fullmatch(f"{_DOTTED}:{_DOTTED}", path) is None:
         raise ConfigError(f"--policy {name}: {path} names no class; give package.module:Class, as Python imports it")
@@ -128,10 +128,10 @@ def _import(module: str, name: str) -> ModuleType:
 
 @contextmanager
 def _in_current_directory() -> Iterator[None]:
-    """Search the current directory after all others. It stays if what is sought is found: policies import late too."""
+    """Search the current directory last. It stays if the module is found, since policies import late too."""
     try:
         here = os.getcwd()
-    except OSError:  # it was removed
+    except OSError:  # the directory was removed
         here = ""
     searched = not here or here in sys.path
     if not searched:

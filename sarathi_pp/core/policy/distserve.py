@@ -1,10 +1,11 @@
-"""DistServe on one pipeline: prefill and decode apart, not on machines of their own but in time.
+"""DistServe on one pipeline: prefill and decode are separated in time, not on machines of their own.
 
 DistServe (Zhong et al., OSDI 2024, section 4.3) batches whole prompts up to L_m tokens, the fewest that saturate a
-stage, and longer ones alone; TD-Pipe (arXiv 2506.10470) alternates the two phases on one pipeline. Prefill lasts
-until the sequences' seats are taken, the KV cache is at 90 % (TD-Pipe's figure, without its predictor of output
-lengths), or nothing waits. Then decodes run in cohorts of a P-th of those that run, until only a share is left.
-Microbatches of a phase are much alike; each change of phase is a bubble, and who arrives in a decode phase waits.
+stage. Longer prompts run alone. TD-Pipe (arXiv 2506.10470) alternates the two phases on one pipeline. Prefill lasts
+until all seats are taken, the KV cache is 90 % full, or no request waits. (90 % is TD-Pipe's figure, without its
+predictor of output lengths.) Then decodes run in cohorts of a P-th of the running sequences, until only a share of
+them is left. Microbatches of a phase are much alike. Each change of phase is a bubble, and a request that arrives in a
+decode phase waits.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ _KV_RESERVE = 0.1
 
 @dataclass(slots=True)
 class DistServe(Policy):
-    """low: percent of the sequences of a decode phase that are left when prompts are let in again. L_m: chunk size."""
+    """DistServe's scheduler. L_m is the chunk size.
+
+    Attributes:
+        low: prompts are admitted again if at most this percentage of a decode phase's sequences is left.
+    """
 
     low: int = parameter(50, least=0, most=100)
     _prefilling: bool = field(default=False, init=False)
     _seats: int = field(default=0, init=False)  # prompts that this prefill phase may still start
-    _begun_with: int = field(default=0, init=False)  # sequences that ran when this decode phase began
+    _begun_with: int = field(default=0, init=False)  # running sequences at the start of this decode phase
 
     def pick(self, view: View) -> list[Grant]:
         running = len(view.running)
         few = not self._prefilling and 100 * running <= self.low * self._begun_with
         if view.waiting and (few or running == 0):
-            # Counted once a phase: requests of one token end in it, and their seats would let it go on for ever.
+            # Counted once per phase. Requests of one token end in the phase, and with their seats it could last
+            # forever.
             self._prefilling, self._seats = True, view.limits.max_num_seqs - running
         if self._prefilling:
             grants = self._prompts(view)
@@ -43,7 +49,7 @@ class DistServe(Policy):
         return [Grant(s, 1) for s in view.decodes[: max(size, 1)]]
 
     def _prompts(self, view: View) -> list[Grant]:
-        """Whole prompts of together at most L_m tokens, or one that is longer."""
+        """Return whole prompts of at most L_m tokens together, or one longer prompt."""
         limits = view.limits
         reserve = _KV_RESERVE * limits.num_pages * limits.page_size
         grants: list[Grant] = []

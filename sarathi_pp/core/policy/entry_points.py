@@ -1,6 +1,6 @@
 """Names of policies that installed distributions register.
 
-A distribution does so in its pyproject.toml:
+A distribution registers a policy in its pyproject.toml:
 
     [project.entry-points."sarathi_pp.policies"]
     shortest-first = "my_package.policies:ShortestFirst"
@@ -14,7 +14,7 @@ GROUP = "sarathi_pp.policies"
 
 
 def installed_policies() -> dict[str, dict[str, str]]:
-    """Return module:Class by distribution, by name, of all entry points in GROUP."""
+    """Return all entry points in GROUP: by name, then by distribution, module:Class."""
     from importlib.metadata import entry_points  # slow to import, and reads a file of every distribution
 
     registered: dict[str, dict[str, str]] = {}
@@ -28,5 +28,7 @@ def choose_installed(name: str, registered: dict[str, str]) -> str:
     """Return the one module:Class of a name. Raises ConfigError if distributions registered different ones."""
     if len({*registered.values()}) > 1:
         owners = " and ".join(f"{path} of {owner}" for owner, path in sorted(registered.items()))
-        raise ConfigError(f"--policy {name}: the name stands for {owners}; give the one you mean as module:Class")
+        raise ConfigError(
+            f"--policy {name}: several policies have this name: {owners}; give the right one as module:Class"
+        )
     return next(iter(registered.values()))

@@ -1,16 +1,16 @@
 """FasterTransformer: request-level batching (arXiv 2403.02310, section 2.5, Algorithm 1).
 
-"They pick a batch of requests and execute it until all requests in the batch complete": first its prompts, whole, then
-its decodes in step, and nobody joins. One batch for each stage is under way, of at most ceil(max_num_seqs / P)
-requests: FasterTransformer too cuts its batch for the stages, and by tokens besides (`getLocalBatchSize` in
-fastertransformer/utils/nccl_utils.cc). So the prompts of a batch go out in as many microbatches as they need if
-none may hold more tokens than the longest prompt.
+"They pick a batch of requests and execute it until all requests in the batch complete". A batch first runs its prompts,
+whole, then its decodes in step, and no request joins. One batch per stage is under way, of at most
+ceil(max_num_seqs / P) requests. FasterTransformer also cuts its batch for the stages, and by tokens too
+(`getLocalBatchSize` in fastertransformer/utils/nccl_utils.cc). No microbatch holds more prompt tokens
+than the longest prompt has, so the prompts of a batch may need several microbatches.
 
-No decode waits for a prompt of its own batch's newcomers, for there are none. The price: as outputs end a batch
-shrinks, down to one decode that costs a whole pass over the weights while requests wait.
+No decode waits for the prompt of a request that joins its batch, since none joins. The price: a batch shrinks as
+outputs end, down to one decode. That decode costs a whole pass over the weights while requests wait.
 
-FasterTransformer reserves the longest output of each request. Here pages are taken as they are needed: a request
-that loses its pages starts anew, in its batch if it can at once, else in a later one.
+FasterTransformer reserves the longest output of each request. Here pages are taken when they are needed. A request that
+loses its pages starts again, in its batch if it can at once, otherwise in a later one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 class FasterTransformer(Policy):
     uses_chunk_size: ClassVar[bool] = False
 
-    _batches: list[list[int]] = field(default_factory=list, init=False)  # requests by index, a batch for each stage
+    _batches: list[list[int]] = field(default_factory=list, init=False)  # requests by index, one batch per stage
 
     def pick(self, view: View) -> list[Grant]:
         waiting = {sequence.index: sequence for sequence in view.waiting}
@@ -40,7 +40,7 @@ class FasterTransformer(Policy):
         return []
 
     def _in_turn(self, view: View, waiting: Collection[int]) -> Iterator[list[int]]:
-        """The batches without those that are gone; a batch of which nobody is left is made anew."""
+        """Yield the batches without the requests that are gone. A batch without requests is formed again."""
         num_batches = view.limits.num_stages
         batches = self._batches or [[] for _ in range(num_batches)]
         self._batches = batches

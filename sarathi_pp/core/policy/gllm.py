@@ -1,13 +1,17 @@
 """gLLM: token throttling (arXiv 2504.14775, sections 3.1 and 3.2; gllm/pp_scheduler.py).
 
-Prefill tokens of a microbatch follow the prompts that wait and the KV cache that is free, decodes their number:
+The prefill tokens of a microbatch follow the waiting prompts and the free KV cache. Its decodes follow their number:
 
     #P = max(min(#WP / #T, #MaxP * (KV_free - KV_thresh) / (1 - KV_thresh)), #MinP)
     #D = #RD / #PP_depth
 
-#WP: tokens of prompts not issued yet; #T: microbatches that they are spread over; KV_free: share of the cache
-that is free, below KV_thresh of it no prompt goes on; #RD: running decodes, those in flight included. Each is
-balanced by itself, so their sum differs between microbatches, and decodes weigh the same whatever their context.
+    #WP       tokens of prompts that are not issued yet
+    #T        microbatches over which they are spread
+    KV_free   free share of the cache; below KV_thresh no prompt continues
+    #RD       running decodes, those in flight included
+
+Prefill and decodes are balanced separately, so their sum differs between microbatches. Decodes have the same weight
+whatever their context.
 """
 
 from __future__ import annotations
@@ -22,7 +26,14 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 @dataclass(frozen=True, slots=True)
 class GLLM(Policy):
-    """iterp: #T. maxp, minp: #MaxP and #MinP. kvthresh: KV_thresh in percent."""
+    """gLLM's scheduler.
+
+    Attributes:
+        iterp: #T.
+        maxp: #MaxP.
+        minp: #MinP.
+        kvthresh: KV_thresh in percent.
+    """
 
     uses_chunk_size: ClassVar[bool] = False
 
@@ -35,12 +46,12 @@ class GLLM(Policy):
         grants = [Grant(s, 1) for s in view.decodes[: self.num_decodes(view)]]
         budget = self.prefill_tokens(view)
         if not budget and not grants and not view.num_inflight:
-            # One prompt holds nearly all of the cache: nobody else is there to free any.
+            # One prompt holds nearly all of the cache, and there is no other request that could free any.
             budget = self.minp
         return grants + fill((*view.prefills, *view.waiting), budget)
 
     def prefill_tokens(self, view: View) -> int:
-        """#P, 0 where prefill is suspended."""
+        """Return #P, or 0 if prefill is suspended."""
         free = view.free_tokens / (view.limits.num_pages * view.limits.page_size)
         threshold = self.kvthresh / 100
         if free < threshold:
@@ -50,7 +61,7 @@ class GLLM(Policy):
         return max(int(min(waiting / self.iterp, room)), self.minp)
 
     def num_decodes(self, view: View) -> int:
-        """#D, rounded up: rounded down, some decodes would never fit into a round of the pipeline."""
+        """Return #D, rounded up. Rounded down, some decodes would never fit into a round of the pipeline."""
         running = len(view.running) - len(view.prefills)
         return -(-running // view.limits.num_stages)
 

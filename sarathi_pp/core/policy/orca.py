@@ -1,9 +1,9 @@
 """Orca: iteration-level scheduling with whole prompts (Yu et al., OSDI 2022, Algorithm 1).
 
-The form that SARATHI compares with as "Orca best case" (arXiv 2308.16369, section 5.1): the full prefill of
-at most one request overlaps the ongoing decodes of the others. Prompts are never cut, so the chunk size is
-not used, and a microbatch is as long as its prompt: the source of the bubbles PB1 and PB2. Orca reserves the
-longest output of each request; here pages are taken as they are needed, which is the best case too.
+SARATHI compares with this form as "Orca best case" (arXiv 2308.16369, section 5.1): the full prefill of at most one
+request overlaps the ongoing decodes of the others. Prompts are never cut, so the chunk size is not used. A microbatch
+is as long as its prompt, which is the source of the bubbles PB1 and PB2. Orca reserves the longest output of each
+request. Here pages are taken when they are needed, which is the best case too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy can be told on the command line: a field of it, whose type and range decide which values are legal."""
+"""Parameters of a policy for the command line: fields of the policy, whose type and range limit the values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _NUMBERS = ("int", int, *_REALS)
 
 
 def parameter(default: float, least: float, most: float | None = None) -> Any:
-    """A policy's field with a range, both ends legal."""
+    """Return a policy's field with a range. Both ends are legal."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
 def parameters_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields that can be set on the command line: the numbers among those of a dataclass."""
+    """Return the fields that the command line can set: those of a dataclass that are numbers."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return {field.name: field for field in fields if field.init and field.type in _NUMBERS}
 
 
 def read_parameter(field: dataclasses.Field[Any], text: str) -> float:
-    """The field's value as an int or a float, by its type. Raises ValueError saying what it must be."""
+    """Return the field's value as an int or a float, by its type. Raises ValueError with the legal values."""
     real = field.type in _REALS
     least, most = field.metadata.get("least"), field.metadata.get("most")
     words = "a number" if real else "an integer"
@@ -33,7 +33,7 @@ def read_parameter(field: dataclasses.Field[Any], text: str) -> float:
         value = float(text) if real else int(text)
     except ValueError:
         raise ValueError(words) from None
-    # Comparisons that NaN fails.
+    # These comparisons also reject NaN.
     if not (least is None or value >= least) or not (most is None or value <= most):
         raise ValueError(words)
     return value

@@ -1,4 +1,4 @@
-"""How known tokens fill a microbatch, where policies agree on it."""
+"""Ways to fill a microbatch with known tokens, for several policies."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from sarathi_pp.core.policy.view import Grant, Limits, SequenceView
 
 
 def longest_prompt(limits: Limits) -> int:
-    """Tokens of the longest prompt that can run at all; recomputed ones, output included, are no longer."""
+    """Return the tokens of the longest prompt that can run. A recomputed prompt, output included, is not longer."""
     return min(limits.max_model_len, limits.num_pages * limits.page_size)
 
 
 def fill(sequences: Iterable[SequenceView], budget: int) -> list[Grant]:
-    """As many of their tokens as the budget holds, in the order given; the last sequence is cut.
+    """Grant as many tokens of the sequences as the budget holds, in the given order. The last sequence is cut.
 
-    Those whose next token is in flight have nothing to compute and are passed over.
+    Sequences whose next token is in flight have nothing to compute and are skipped.
     """
     grants: list[Grant] = []
     for sequence in sequences:
@@ -28,7 +28,7 @@ def fill(sequences: Iterable[SequenceView], budget: int) -> list[Grant]:
 
 
 def whole_prompts(sequences: Iterable[SequenceView], budget: int) -> list[Grant]:
-    """As many of them as fit the budget uncut, in the order given: the first that does not fit ends it."""
+    """Grant as many whole prompts as fit the budget, in the given order, up to the first that does not fit."""
     grants: list[Grant] = []
     for sequence in sequences:
         budget -= sequence.remaining

@@ -1,4 +1,4 @@
-"""The names of policies. To add one to this package, write its file in this folder and give it a line here."""
+"""The names of policies. To add one to this package, write its file in this folder and add a line here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sarathi_pp.core.policy.entry_points import choose_installed, installed_poli
 from sarathi_pp.core.policy.view import Policy
 from sarathi_pp.errors import ConfigError
 
-# Name on the command line -> module:Class. A policy is imported when it is asked for.
+# Name on the command line -> module:Class. A policy is imported when it is first used.
 POLICIES: dict[str, str] = {
     "balanced": "sarathi_pp.core.policy.balanced:Balanced",
     "chunkllm": "sarathi_pp.core.policy.chunkllm:ChunkLLM",
@@ -24,7 +24,7 @@ POLICIES: dict[str, str] = {
     "vllm": "sarathi_pp.core.policy.vllm:VLLM",
     "vllm-v0": "sarathi_pp.core.policy.vllm_v0:VLLMv0",
 }
-# Not to serve with, so not among the choices: `sarathi-pp profile` runs it.
+# Not for serving, so it is not among the choices. `sarathi-pp profile` runs it.
 UNLISTED = {"calibration": "sarathi_pp.core.policy.calibration:Calibration"}
 
 
@@ -35,7 +35,8 @@ def is_built_in(name: str) -> bool:
 def find_class(name: str) -> type[Policy]:
     """Return the class of a policy: built in, module:Class, or an entry point that a distribution registers.
 
-    Raises ConfigError with the choices for a name that is none of these, and as `load_class`.
+    Raises:
+        ConfigError: the name is none of these. The message gives the choices. Also raised like `load_class`.
     """
     if is_built_in(name):
         return load_class((POLICIES | UNLISTED)[name], name)

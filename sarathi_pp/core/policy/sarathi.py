@@ -1,8 +1,8 @@
 """SARATHI: chunked prefills with decodes riding along (arXiv 2308.16369, sections 4.2 to 4.4).
 
-"Decode-maximal batching: a single prefill chunk and the rest decodes"; the chunk shrinks by the decodes that
-ride, so that chunk + decodes is the same number of tokens C in every microbatch (section 4.4, tile sizes).
-Where a prompt ends inside the budget, the next prompt's first chunk fills the rest.
+"Decode-maximal batching: a single prefill chunk and the rest decodes". The decodes that ride along shrink the chunk. So
+chunk + decodes is the same number of tokens C in every microbatch (section 4.4, tile sizes). If a prompt ends
+inside the budget, the first chunk of the next prompt fills it up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, SequenceView, Vie
 
 @dataclass(frozen=True, slots=True)
 class Sarathi(Policy):
-    """even: 1 splits each prompt into chunks of equal size, none above C; 0 fills C and leaves a short tail."""
+    """SARATHI's scheduler.
+
+    Attributes:
+        even: 1 splits each prompt into chunks of equal size, none above C. 0 fills C and leaves a short last chunk.
+    """
 
     even: int = parameter(0, least=0, most=1)
 

@@ -2,13 +2,13 @@
 
 "We first pack all the running decodes in the next batch (lines 6-8). After that, we include any partially completed
 prefill (lines 9-12). Only after all the running requests have been accommodated, we admit new requests (lines
-13-20)", each with the largest chunk that the leftover budget holds. So decodes never wait for a prompt, the last
-chunk of a prompt is smaller, and what it leaves goes to the next request.
+13-20)", each with the largest chunk that the leftover budget holds. So decodes never wait for a prompt. The last chunk
+of a prompt is smaller, and what it leaves goes to the next request.
 
 As in the authors' system, the decodes have no cap and a request has one chunk in flight at a time. The price on a
-pipeline of P stages: a lone prompt uses a P-th of it, and decodes that meet in one microbatch stay together, so
-cohorts merge and the microbatches between them run empty. Where decodes alone exceed the budget, it is used up: the
-authors' code then grants prompts a negative number of tokens.
+pipeline of P stages: a lone prompt uses a P-th of it. Decodes that come together in one microbatch stay together, so
+cohorts merge and the microbatches between them run empty. If decodes alone exceed the budget, prompts get no tokens.
+The authors' code then grants prompts a negative number of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SarathiServe(Policy):
     def pick(self, view: View) -> list[Grant]:
         decodes = [Grant(sequence, 1) for sequence in view.decodes]
         budget = max(0, view.limits.chunk_size - len(decodes))
-        # Where something of a prompt is in flight, its next chunk has to wait for the result.
+        # If a chunk of a prompt is in flight, its next chunk must wait for the result.
         paused = [sequence for sequence in view.prefills if sequence.done == sequence.issued]
         return [*decodes, *fill((*paused, *view.waiting), budget)]
 

@@ -1,12 +1,13 @@
 """SGLang's pipeline parallelism: P slots with a batch each, prefill or decode, prefill first.
 
-The event loop visits the slots in turn (managers/scheduler_pp_mixin.py). A slot's microbatch is either prompts, up
-to the chunk size C, or one token for each of its own decodes, so neighbours may differ in time by an order of
-magnitude. One prompt at a time is in chunks; they go to slot after slot, and the last one's slot keeps the sequence.
+The event loop visits the slots in turn (managers/scheduler_pp_mixin.py). A slot's microbatch is either prompts, up to
+the chunk size C, or one token for each of its own decodes. So neighbours may differ in time by an order of magnitude.
+One prompt at a time is in chunks. They go to slot after slot, and the slot of the last chunk keeps the sequence.
 
-With `dynamic` the chunks of a long prompt shrink as its context L grows (scheduler_components/dynamic_chunk_sizer.py):
-the next one, x, solves f(L + x) - f(L) = f(C) - f(0) with f(l) = a*l^2 + b*l. Of the way from C to there 0.75 is gone,
-which leaves at least C/4, in whole pages and whole 64. It knows neither decodes nor a second prompt in the chunk.
+With `dynamic` the chunks of a long prompt shrink as its context L grows (scheduler_components/dynamic_chunk_sizer.py).
+The next chunk x solves f(L + x) - f(L) = f(C) - f(0) with f(l) = a*l^2 + b*l. The chunk size goes 0.75 of the way from
+C to x, which leaves at least C/4. It is rounded down to whole pages and to a multiple of 64. It ignores decodes and a
+second prompt in the chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ _ALIGNMENT = 64
 
 @dataclass(slots=True)
 class SGLang(Policy):
-    """dynamic: 1 shrinks chunks as above where the stages' cost is known; 0 keeps C."""
+    """SGLang's scheduler.
+
+    Attributes:
+        dynamic: 1 shrinks chunks as above if the stages' cost is known. 0 keeps C.
+    """
 
     wants_cost: ClassVar[bool] = True
 
@@ -34,7 +39,7 @@ class SGLang(Policy):
     _prefill_turns: dict[int, int] = field(default_factory=dict, init=False)  # of each slot since its last decodes
 
     def pick(self, view: View) -> list[Grant]:
-        """The next slot's microbatch; a slot without any is passed over."""
+        """Return the next slot's microbatch. A slot without one is skipped."""
         num_slots = view.limits.num_stages
         self._slots = {index: slot for index, slot in self._slots.items() if index in view.running}
         for slot in range(view.slot, view.slot + num_slots):
@@ -46,7 +51,7 @@ class SGLang(Policy):
     def _visit(self, slot: int, view: View) -> list[Grant]:
         decodes = [Grant(s, 1) for s in view.decodes if self._slots[s.index] == slot]
         turns = self._prefill_turns.get(slot, 0)
-        # SGLang itself has no such bound: prompts that end with their first token could keep decodes waiting for ever.
+        # SGLang itself has no such limit. Prompts that end with their first token could keep decodes waiting forever.
         if not decodes or turns < view.limits.max_num_seqs:
             prefills = self._prefills(slot, view)
             if prefills:
@@ -81,7 +86,7 @@ class SGLang(Policy):
 
 
 def dynamic_chunk_size(cost: CostModel, context: int, limits: Limits) -> int:
-    """Tokens that take as long behind `context` tokens as C takes at the start, on the slowest stage."""
+    """Return the tokens that take as long after `context` tokens as C takes at the start, on the slowest stage."""
     whole = limits.chunk_size
     quadratic, linear = max(
         ((stage.a2 / 2, stage.a1 / cost.tile) for stage in cost.stages),

@@ -1,4 +1,4 @@
-"""A policy as it is given, parsed once.
+"""The text that names a policy, parsed once.
 
 sarathi                                a policy of this package, or an entry point of an installed one
 sarathi:even=1                         with parameters: key=value, separated by commas
@@ -27,11 +27,11 @@ class PolicySpec:
     """A policy with legal parameters. `str` gives the text back.
 
     Args:
-        kind: the policy's class, whose class attributes say what it needs.
+        kind: the policy's class, whose class attributes declare its needs.
         parameters: each as given, key=value.
 
     Raises:
-        ConfigError: with the key that is given twice, or the key or value that is not legal, and the choices.
+        ConfigError: a key is given twice, or a key or value is not legal. The message gives the choices.
     """
 
     name: str
@@ -45,7 +45,7 @@ class PolicySpec:
         return f"{self.name}:{','.join(self.parameters)}" if self.parameters else self.name
 
     def make(self) -> Policy:
-        """Return a new policy: it may keep state, so each coordinator has its own. Raises PolicyError."""
+        """Return a new policy. It may keep state, so each coordinator has its own. Raises PolicyError."""
         try:
             return self.kind(**self._values())
         except StoppedError:
@@ -59,7 +59,7 @@ class PolicySpec:
 
     @property
     def source(self) -> str:
-        """Name what all ranks must have alike: the policy, and for one of the user's own the digest of its file."""
+        """Identity that all ranks must share: the policy's name, and for a user's own policy the digest of its file."""
         if is_built_in(self.name):
             return self.name
         with suppress(OSError, TypeError):
@@ -68,16 +68,16 @@ class PolicySpec:
         return class_name(self.kind)
 
     def inflight(self, num_stages: int) -> int:
-        """Return the most microbatches at once, unless the user or a profile says."""
+        """Return the most microbatches in flight, unless the user or a profile sets another number."""
         return num_stages + (self.kind.spare_microbatches if num_stages > 1 else 0)
 
     @property
     def keeps_tbt_slo(self) -> bool:
-        """Whether the policy can be held to a bound on the time between tokens."""
+        """Return whether the policy can keep a bound on the time between tokens."""
         return "tbt_slo" in parameters_of(self.kind)
 
     def with_tbt_slo(self, seconds: float) -> PolicySpec:
-        """Return the policy held to a bound on the time between tokens. Raises ConfigError if it keeps none."""
+        """Return the policy with a bound on the time between tokens. Raises ConfigError if it keeps none."""
         if not self.keeps_tbt_slo:
             raise ConfigError(
                 f"--tbt-slo {seconds:g}: {self.name} keeps no bound on the time between tokens; balanced does"
@@ -103,9 +103,9 @@ class PolicySpec:
 
 @cache
 def parse_policy(text: str) -> PolicySpec:
-    """Return the policy that the text names. Raises ConfigError as PolicySpec and `find_class`.
+    """Return the policy that the text names. Raises ConfigError like PolicySpec and `find_class`.
 
-    A configuration holds the text. Every call for the same text returns the value of the first, which checked it.
+    A configuration holds the text. The first call for a text checks it, and later calls return the same value.
     """
     name, _, parameters = text.partition(":")
     if not is_built_in(name):
@@ -116,10 +116,10 @@ def parse_policy(text: str) -> PolicySpec:
 
 
 def with_tbt_slo(text: str, seconds: float) -> str:
-    """Return the text of the policy held to a bound on the time between tokens. Raises ConfigError if it keeps none.
+    """Return the text of the policy with a bound on the time between tokens. Raises ConfigError if it keeps none.
 
-    A policy that is not found is left as it is. Options are read before a rank can tell the others why it will not take
-    part, and the check of its configuration refuses it.
+    A policy that is not found stays unchanged, because options are read early. A rank cannot yet report to the others
+    why it will not take part. The check of its configuration refuses the policy later.
     """
     try:
         policy = parse_policy(text)
@@ -131,7 +131,7 @@ def with_tbt_slo(text: str, seconds: float) -> str:
 def parse_recorded(text: str) -> PolicySpec | None:
     """Return the policy that a trace or a report names, or None if it is not one of this package.
 
-    A trace is data, from anywhere: no module is imported because it names one.
+    A trace is data, from any source. So no module is imported because a trace names it.
     """
     if not is_built_in(text.partition(":")[0]):
         return None

@@ -1,16 +1,16 @@
-"""Dynamic SplitFuse: every forward pass of exactly the same number of tokens (DeepSpeed-FastGen, arXiv 2401.08671).
+"""Dynamic SplitFuse: every forward pass has exactly the same number of tokens (DeepSpeed-FastGen, arXiv 2401.08671).
 
 "Long prompts are decomposed into much smaller chunks [...]. Short prompts will be composed to exactly fill a target
 token budget. Even short prompts may be decomposed to ensure the budget is precisely met." The next tokens of running
 requests come first, then prompts in the order of arrival (DeepSpeed-MII, mii/batching/ragged_batching.py,
-`schedule_requests`). So a microbatch holds exactly the budget wherever that many tokens are there to compute.
+`schedule_requests`). So a microbatch holds exactly the budget whenever that many tokens can be computed.
 
-The number of tokens is the only signal, as the paper argues from a single GPU. The price on a pipeline: a
-microbatch may be all decodes or all prompt, and equal in tokens is not equal in time.
+The number of tokens is the only signal, as the paper argues from a single GPU. The price on a pipeline: a microbatch
+may be all decodes or all prompt, and an equal number of tokens does not take an equal time.
 
-Where chunks of one prompt may follow each other in flight, these are the microbatches of `vllm`: a prompt takes the
-whole budget until its last chunk, so no younger request can be decoding before. The two differ in who is left out
-where decodes exceed the budget: here the latest to become ready, there the youngest.
+If chunks of one prompt may follow each other in flight, these are the microbatches of `vllm`. A prompt takes the whole
+budget until its last chunk, so no younger request can decode before. The two policies differ if decodes exceed the
+budget: this one leaves out the decodes that became ready last, `vllm` the youngest requests.
 """
 
 from __future__ import annotations

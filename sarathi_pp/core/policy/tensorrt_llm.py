@@ -1,16 +1,16 @@
 """TensorRT-LLM: in-flight batching with chunked context (cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp).
 
-The capacity scheduler admits what the pages allow (here the coordinator, which like MAX_UTILIZATION pauses and
-recomputes: no policy knows how long an output gets, so none can promise GUARANTEED_NO_EVICT). Of those that run or
-may start, each microbatch takes in the order of arrival at most max_num_seqs / P requests of which nothing is in
-flight. Their decodes come first in the token budget; prompts share what is left in chunks of whole pages, except a
-prompt's last:
+The capacity scheduler admits what the pages allow. Here that is the coordinator, which pauses and recomputes like
+MAX_UTILIZATION. No policy knows the length of an output, so none can promise GUARANTEED_NO_EVICT. Each microbatch
+takes at most max_num_seqs / P requests, in the order of arrival. It takes them from the requests that run or may start
+and have nothing in flight. Their decodes come first in the token budget. Prompts share what is left of it in chunks of
+whole pages, except a prompt's last chunk:
 
     FIRST_COME_FIRST_SERVED   each prompt in turn takes all that it can, so only one is cut
     EQUAL_PROGRESS            each prompt in turn takes one page, again and again
 
-Whole pages keep chunks aligned to what the attention kernels read. The price: up to a page of each microbatch's
-budget stays unused, and one chunk of a prompt at a time leaves a lone prompt a P-th of the pipeline.
+Whole pages keep chunks aligned to what the attention kernels read. The price: up to a page of each microbatch's budget
+stays unused. A prompt has one chunk in flight at a time, so a lone prompt uses a P-th of the pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 @dataclass(frozen=True, slots=True)
 class TensorRTLLM(Policy):
-    """equal: 1 is EQUAL_PROGRESS, 0 is FIRST_COME_FIRST_SERVED."""
+    """TensorRT-LLM's scheduler.
+
+    Attributes:
+        equal: 1 is EQUAL_PROGRESS, 0 is FIRST_COME_FIRST_SERVED.
+    """
 
     equal: int = parameter(0, least=0, most=1)
 
@@ -37,11 +41,11 @@ class TensorRTLLM(Policy):
         share = _equal_progress if self.equal else _first_come_first_served
         sizes = share([s.remaining for s in prompts], budget - len(decodes), view.limits.page_size)
         if not any(sizes[:1]):
-            return decodes  # no page of the oldest fits beside them: shorter ones could keep it out forever
+            return decodes  # no page of the oldest prompt fits: shorter ones could keep it out forever
         return [*decodes, *(Grant(s, size) for s, size in zip(prompts, sizes, strict=True) if size)]
 
     def max_tokens(self, limits: Limits) -> int:
-        """One page at least: a smaller budget would never let a prompt start."""
+        """Return the chunk size, but at least one page. With a smaller budget no prompt could ever start."""
         return max(limits.chunk_size, limits.page_size)
 
 

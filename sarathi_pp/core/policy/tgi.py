@@ -1,14 +1,17 @@
 """text-generation-inference 3: decodes, interrupted for prompts when enough wait (backends/v3/src/backend.rs).
 
 `batching_task` decodes everything that runs, one step after the other. Between two steps it asks the queue for new
-requests (backends/v3/src/queue.rs, `next_batch`) and runs their prompts whole, in a pass of their own, if as many
-fit the prefill budget as waiting_served_ratio times those that run; after max_waiting_tokens tokens for each running
-request since the last prompts, however few there are. The budget holds the longest prompt, as TGI demands of
-max_batch_prefill_tokens.
+requests (backends/v3/src/queue.rs, `next_batch`). It runs their prompts whole, in a pass of their own, if one of two
+conditions holds:
 
-The ratio trades the stall of those that run against the wait of those that do not. The price on a pipeline: passes
-of prompts stand next to passes of decodes (the bubble PB2 of arXiv 2308.16369), and below the ratio stages stand
-idle that could run a prompt. This is the rule for models that TGI runs without chunking.
+    ratio     as many prompts fit the prefill budget as waiting_served_ratio times the running requests
+    overdue   since the last prompts, max_waiting_tokens tokens came for each running request; then any number runs
+
+The budget holds the longest prompt, as TGI demands of max_batch_prefill_tokens.
+
+The ratio trades the stall of the running requests against the wait of the others. The price on a pipeline: passes of
+prompts are next to passes of decodes (the bubble PB2 of arXiv 2308.16369). Below the ratio, stages idle that could run
+a prompt. This is the rule for models that TGI runs without chunking.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
 @dataclass(slots=True)
 class TGI(Policy):
-    """ratio: waiting_served_ratio in percent. max_waiting_tokens: tokens for each running request between prompts."""
+    """The scheduler of text-generation-inference.
+
+    Attributes:
+        ratio: waiting_served_ratio in percent.
+        max_waiting_tokens: tokens per running request between prompts.
+    """
 
     uses_chunk_size: ClassVar[bool] = False
 
@@ -44,7 +52,7 @@ class TGI(Policy):
     def _admits(self, num_prompts: int, view: View) -> bool:
         num_running = len(view.running)
         if view.decodes and not self._decoded:
-            return False  # a step of decodes stands between two of prompts
+            return False  # a step of decodes comes between two of prompts
         overdue = self._decoded >= self.max_waiting_tokens * num_running
         return overdue or num_prompts >= num_running * self.ratio // 100
 

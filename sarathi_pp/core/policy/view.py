@@ -1,4 +1,7 @@
-"""What a policy sees and what it answers. A policy only chooses: it allocates nothing and sees no page ids."""
+"""The view that a policy gets, and the grants that it returns.
+
+A policy only chooses: it allocates nothing and sees no page ids.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,11 @@ class SequenceView(Protocol):
 class Limits:
     """The fixed numbers of a run that scheduling depends on.
 
-    chunk_size: token budget C of a microbatch. max_num_seqs: running sequences over the whole pipeline.
-    max_model_len: most tokens of prompt and output together. inflight: most microbatches at once.
+    Attributes:
+        chunk_size: token budget C of a microbatch.
+        max_num_seqs: running sequences over the whole pipeline.
+        max_model_len: most tokens of prompt and output together.
+        inflight: most microbatches at once.
     """
 
     num_stages: int
@@ -50,21 +56,25 @@ class Limits:
 
     @property
     def max_decodes(self) -> int:
-        """SARATHI's B: decodes a microbatch, when the running sequences are shared out over P microbatches."""
+        """SARATHI's B: decodes per microbatch if the running sequences are divided among P microbatches."""
         return -(-self.max_num_seqs // self.num_stages)
 
 
 class View(NamedTuple):
     """One moment of the run.
 
-    prefills: started, with known tokens not yet issued, oldest first. waiting: those that may start now,
-    oldest first; granting one admits it. decodes: ready for their next token, longest ready first.
-    running: all that have started, by index, those whose next token is in flight included. waiting_tokens: known
-    tokens of all that wait, those that cannot start yet included. slot: index of the next microbatch modulo P.
-    free_tokens: KV positions in free pages. num_past_prompt, tokens_past_prompt: how many of the running ones have all
-    of their prompt issued, and their known tokens. finished: prompt and output tokens of the latest requests that
-    finished, oldest first. cost: None where nothing is known about the stages, or the policy does not ask for it
-    (`Policy.wants_cost`).
+    Attributes:
+        prefills: started sequences with known tokens that are not issued yet, oldest first.
+        waiting: sequences that may start now, oldest first. A grant admits the sequence.
+        decodes: sequences that are ready for their next token, longest ready first.
+        running: all started sequences by index, those whose next token is in flight included.
+        slot: index of the next microbatch modulo P.
+        free_tokens: KV positions in free pages.
+        waiting_tokens: known tokens of all waiting sequences, those that cannot start yet included.
+        num_past_prompt: number of running sequences whose whole prompt is issued.
+        tokens_past_prompt: known tokens of these sequences.
+        finished: prompt and output tokens of the latest requests that finished, oldest first.
+        cost: None if nothing is known about the stages, or if the policy does not ask for it (`Policy.wants_cost`).
     """
 
     prefills: Sequence[SequenceView]
@@ -83,7 +93,7 @@ class View(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Compute the next num_tokens known tokens of this sequence, and the `overlap` before them once more."""
+    """The order to compute the next num_tokens known tokens of a sequence, and the `overlap` before them once more."""
 
     sequence: SequenceView
     num_tokens: int
@@ -93,32 +103,33 @@ class Grant(NamedTuple):
 class Policy(ABC):
     """A rule that chooses the next microbatch.
 
-    The class attributes say what a policy needs from the runtime. A policy sets those that differ from here. Its
-    parameters are its int and float fields, if it is a dataclass.
+    The class attributes declare what a policy needs from the runtime. A policy sets only those that differ from these.
+    Its parameters are its int and float fields, if it is a dataclass.
     """
 
     __slots__ = ()
 
-    # The chunk size makes a difference. If False, a --chunk-size is answered with a warning.
+    # The policy uses the chunk size. If False, a --chunk-size causes a warning.
     uses_chunk_size: ClassVar[bool] = True
     # The chunk size is a ceiling: the policy chooses its sizes below it.
     chooses_chunk_size: ClassVar[bool] = False
-    # Tokens, unless the user or a profile says.
+    # Tokens, unless the user or a profile sets another number.
     default_chunk_size: ClassVar[int] = 256
-    # Microbatches in flight beyond one per stage, unless the user or a profile says. None if there is one stage.
+    # Microbatches in flight beyond one per stage, unless the user or a profile sets a number. None if there is one
+    # stage.
     spare_microbatches: ClassVar[int] = 0
-    # View.cost is set. Learning what microbatches cost takes time with each of them.
+    # View.cost is set. Each microbatch then takes time to learn its cost.
     wants_cost: ClassVar[bool] = False
-    # SequenceView.paragraph_ends is set. Finding paragraphs takes time with each prompt.
+    # SequenceView.paragraph_ends is set. Each prompt then takes time to find its paragraphs.
     wants_paragraphs: ClassVar[bool] = False
 
     @abstractmethod
     def pick(self, view: View) -> list[Grant]:
-        """Return the next microbatch; an empty one to wait for a result, of which one must be in flight."""
+        """Return the next microbatch, or an empty one to wait for a result. A result must then be in flight."""
 
     @abstractmethod
     def max_tokens(self, limits: Limits) -> int:
-        """Return the most tokens that one microbatch can hold under these limits; sizes the wire's buffers."""
+        """Return the most tokens that one microbatch can hold under these limits. They size the wire's buffers."""
 
 
 def class_name(kind: type[Policy]) -> str:
@@ -127,7 +138,7 @@ def class_name(kind: type[Policy]) -> str:
 
 
 def max_tokens_of(policy: Policy, limits: Limits) -> int:
-    """Return the policy's `max_tokens`. Raises PolicyError if it gives none, or no integer of at least 1."""
+    """Return the policy's `max_tokens`. Raises PolicyError if the call fails or returns no integer of at least 1."""
     try:
         most = policy.max_tokens(limits)
     except StoppedError:

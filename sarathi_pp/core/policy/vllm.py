@@ -1,12 +1,12 @@
 """vLLM V1: one token budget over the running requests, then the waiting ones (vllm/v1/core/sched/scheduler.py).
 
 "There's no decoding phase nor prefill phase in the scheduler": each request catches up with its known tokens. The
-running ones come first, in the order they arrived, decodes and prompts alike, each with all it has or what is left
-of the budget; then the waiting ones. A request whose token is in flight has nothing to compute and is passed over,
-while further chunks of a prompt may follow those in flight.
+running ones come first, in the order of arrival, decodes and prompts alike. Each gets all its known tokens, or what is
+left of the budget. Then come the waiting ones. A request whose token is in flight has nothing to compute and is
+skipped. Further chunks of a prompt may follow those in flight.
 
-The oldest request always gets on, and a lone prompt fills the pipeline. The price: decodes stay in the cohorts in
-which their prompts ended, and nothing evens these out (one more decode is one prompt token less, whatever it costs).
+The oldest request always continues, and a lone prompt fills the pipeline. The price: decodes stay in the cohorts in
+which their prompts ended, and nothing balances these. One more decode replaces one prompt token, whatever it costs.
 """
 
 from __future__ import annotations

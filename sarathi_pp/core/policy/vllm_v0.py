@@ -1,17 +1,17 @@
 """vLLM before chunked prefill: prompts first (vllm/core/scheduler.py, `_schedule_default`; arXiv 2309.06180).
 
-"It batches as many prefill requests as possible. And it schedules decodes": a microbatch holds whole prompts, as
-many as the token budget allows, or every decode that is ready, never both. The budget holds the longest prompt, as
-vLLM demands of max_num_batched_tokens where prompts are not cut.
+"It batches as many prefill requests as possible. And it schedules decodes": a microbatch holds whole prompts, up to the
+token budget, or every decode that is ready, never both. The budget holds the longest prompt, as vLLM demands of
+max_num_batched_tokens if prompts are not cut.
 
-New requests start at once and decode together in large microbatches. The price: each prompt that arrives pauses
-the decodes (the "generation stalls" of arXiv 2403.02310, section 3.2), and a prompt's microbatch next to one of
-decodes makes the bubble PB2 (arXiv 2308.16369, section 3.2).
+New requests start at once and decode together in large microbatches. The price: each prompt that arrives pauses the
+decodes (the "generation stalls" of arXiv 2403.02310, section 3.2). A prompt's microbatch next to one of decodes makes
+the bubble PB2 (arXiv 2308.16369, section 3.2).
 
-vLLM itself deals requests out to one scheduler for each stage. Here they share one queue, as in the comparison of
-arXiv 2403.02310, so that requests which started in the same microbatch stay together. And requests that end with
-their first token leave their seats to newcomers at once, so that prompts could pause decodes forever: after as many
-of them as there are seats, the decodes have a turn.
+vLLM itself divides requests among one scheduler per stage. Here they share one queue, as in the comparison of arXiv
+2403.02310. So requests that started in the same microbatch stay together. Requests that end with their first token
+leave their seats to new requests at once, so prompts could pause decodes forever. Therefore decodes have a turn after
+max_num_seqs such prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over the paged KV of a whole microbatch; the backend is chosen once, by name, at start."""
+"""Attention over the paged KV of a whole microbatch. The backend is chosen once, by name, at the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from sarathi_pp.model.triton_available import why_no_kernels
 class AttentionBackend(Protocol):
     """Causal attention of T query rows over pages that already hold the rows' own keys and values.
 
-    page_multiple: the page size must be a multiple of it.
+    Attributes:
+        page_multiple: the page size must be a multiple of it.
     """
 
     @property
@@ -54,14 +55,20 @@ class CapturableBackend(Protocol):
     ) -> CapturableAttention:
         """Return attention for microbatches of up to num_tokens and num_seqs, each sequence of up to `longest` tokens.
 
-        windows: sliding windows of the layers.
+        Args:
+            windows: sliding windows of the layers.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model asks of attention beside causality and windows. softcap, sinks: in any of its layers."""
+    """The requirements of a model on its attention, besides causality and windows.
+
+    Attributes:
+        softcap: any of its layers bounds attention scores.
+        sinks: any of its layers has attention sinks.
+    """
 
     dtype: torch.dtype
     head_dim: int
@@ -71,10 +78,14 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A backend by its name. make: imports what it needs, which may be an optional package and slow.
+    """A backend that can be chosen by name.
 
-    package: of its own; extra: of ours, which installs that. works: why it does not on such a device, None where it
-    does. takes: why it does not serve such a model, None where it does.
+    Attributes:
+        make: makes the backend. It imports what the backend needs, which may be an optional package and slow.
+        package: package that the backend needs; None if it needs none.
+        extra: our extra that installs the package.
+        works: returns why the backend does not work on a device, or None if it does.
+        takes: returns why the backend does not serve a model, or None if it does.
     """
 
     make: Callable[[], AttentionBackend]
@@ -119,7 +130,7 @@ def _flash_takes(needs: Needs) -> str | None:
 
 def _varlen_takes(needs: Needs) -> str | None:
     if needs.softcap or needs.sinks:
-        return f"knows no {'soft cap of scores' if needs.softcap else 'attention sinks'}, which this model has"
+        return f"supports no {'soft cap of scores' if needs.softcap else 'attention sinks'}, which this model has"
     return _flash_takes(needs)
 
 
@@ -150,11 +161,18 @@ _log = logging.getLogger(__name__)
 def choose_backend(
     name: str, device: torch.device, page_size: int | None, needs: Needs | None = None
 ) -> AttentionBackend:
-    """The backend called `name`; `auto` takes the first of BACKENDS that is installed, runs and serves the model.
+    """Return the backend called `name`.
 
-    page_size: None leaves it to the backend's default_page_size. needs: of the
-    model, None where there is none. Raises ConfigError for an unknown name and for what the backend called so cannot
-    do, with the remedy. Logs one line: the backend, and why none before it.
+    `auto` takes the first of BACKENDS that is installed, runs and serves the model.
+
+    It logs one line: the backend, and why no earlier one was taken.
+
+    Args:
+        page_size: None leaves it to the backend's default_page_size.
+        needs: requirements of the model; None without a model.
+
+    Raises:
+        ConfigError: the name is unknown, or the named backend cannot serve. The message names the remedy.
     """
     choices = ", ".join(["auto", *BACKENDS])
     if name != "auto" and name not in BACKENDS:
@@ -181,9 +199,9 @@ def choose_backend(
 
 
 def why_not(name: str, device: torch.device, needs: Needs | None) -> str | None:
-    """Why the backend of that name does not serve, None where it does.
+    """Return why the backend of that name cannot serve, or None if it can.
 
-    Cheapest first, and nothing is imported for a backend that does not run.
+    The cheapest checks come first, and nothing is imported for a backend that does not run.
     """
     known = BACKENDS[name]
     if device.type not in known.device_types:

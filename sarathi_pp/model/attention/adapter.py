@@ -1,4 +1,4 @@
-"""How a model's layers reach the pages of their stage: a call's pages ride along in the model's keyword arguments."""
+"""The link between a model's layers and the pages of their stage: pages are passed in the model's keyword arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 
-# What a model's `attn_implementation` must be. transformers knows no mask for this name, so it makes none: they would
-# be T x T.
+# The `attn_implementation` that a model must have. transformers knows no mask for this name, so it makes none: a mask
+# would be T x T.
 PAGED = "sarathi_pp_paged"
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """Everything that attention needs in one call of a stage. specs, steps: see StageModel."""
+    """Everything that attention needs in one call of a stage.
+
+    Attributes:
+        specs: see StageModel.
+        steps: see StageModel.
+    """
 
     backend: AttentionBackend
     kv: KVShard
@@ -55,10 +60,15 @@ def _attention(
     s_aux: Tensor | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q (1, H, T, D), k and v (1, Hkv, T, D), rotated; out (1, T, H, D).
+    """Write keys and values to their pages and return the output (1, T, H, D), as transformers' attention function.
 
-    Two of the other keyword arguments may differ from their defaults: dropout is off, and sliding_window is what
-    `AttentionSpecs.windows` says already.
+    Two of the other keyword arguments may differ from their defaults. dropout is off, and `AttentionSpecs.windows`
+    already holds sliding_window.
+
+    Args:
+        query: (1, H, T, D), rotated.
+        key: (1, Hkv, T, D), rotated.
+        value: (1, Hkv, T, D).
     """
     assert attention_mask is None, "a mask was made; it would be T x T"
     layer = module.layer_idx

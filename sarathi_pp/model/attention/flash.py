@@ -1,7 +1,7 @@
-"""Attention on a CUDA device by libraries' FlashAttention-2: the package flash-attn, or what torch has built in.
+"""Attention on a CUDA device by a library's FlashAttention-2: the package flash-attn, or the one built into torch.
 
-Both read pages in place, in this shard's own layout: they take the strides of (num_pages, page_size, num_kv_heads,
-head_dim), of which heads before tokens are one more permutation. Tables of pages are laid out once per microbatch.
+Both read pages in place, in the layout of the KV shard. They take any strides of (num_pages, page_size, num_kv_heads,
+head_dim), so heads before tokens is just one more permutation. Page tables are laid out once per microbatch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import SpanRows, StageInputs, on_device
 from sarathi_pp.model.kv import KVShard
 
-# Both libraries: pages are read in blocks that no page's end may cut.
+# Both libraries read pages in blocks, and the end of a page must not cut a block.
 _PAGE_TOKENS = 256
 
 
 class FlashAttention:
-    """flash-attn's own calls: chunks in one, decodes in another, which splits long contexts over the device."""
+    """Attention by flash-attn: one call for chunks, and one for decodes, which splits long contexts over the device."""
 
     name = "flash"
     page_multiple = _PAGE_TOKENS
     default_page_size = _PAGE_TOKENS
 
     def __init__(self) -> None:
-        import flash_attn  # not everywhere
+        import flash_attn  # optional
 
         self._library = flash_attn
         self._microbatch: _Microbatch | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """See AttentionBackend. A sink weakens what comes out, by its share of the softmax's denominator."""
+        """See AttentionBackend. A sink reduces the output by its share of the softmax's denominator."""
         if self._microbatch is None or self._microbatch.inputs is not inputs:
             self._microbatch = _Microbatch.of(inputs)
         keys, values = token_major(kv, layer)
@@ -77,7 +77,7 @@ class FlashAttention:
 
 
 class VarlenAttention:
-    """torch.nn.attention.varlen, which since torch 2.12 reads pages: chunks and decodes in one call."""
+    """Attention by torch.nn.attention.varlen, which reads pages since torch 2.12: one call for chunks and decodes."""
 
     name = "varlen"
     page_multiple = _PAGE_TOKENS
@@ -116,22 +116,34 @@ class VarlenAttention:
 
 
 def token_major(kv: KVShard, layer: int) -> tuple[Tensor, Tensor]:
-    """A layer's pages as these libraries name their dimensions: (num_pages, page_size, num_kv_heads, head_dim)."""
+    """Return a layer's pages in these libraries' order: (num_pages, page_size, num_kv_heads, head_dim)."""
     return kv.keys(layer).transpose(1, 2), kv.values(layer).transpose(1, 2)
 
 
 def _weakened(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """out (n, H, D) and logsumexp (n, H) without sinks, to what it is with them.
+    """Return the outputs with sinks, from outputs and log-sum-exps without sinks.
 
-    exp(l) / (exp(l) + exp(sink)) of a denominator exp(l) is a sigmoid.
+    For a denominator exp(l), the factor exp(l) / (exp(l) + exp(sink)) is a sigmoid.
+
+    Args:
+        out: (n, H, D).
+        logsumexp: (n, H).
     """
     return out * torch.sigmoid(logsumexp - sinks.float())[:, :, None].to(out.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some sequences of a microbatch, int32 on the device: bounds of their rows and of their keys in a row, (n + 1,);
-    num_keys: (n,); table: (n, most pages), page ids. rows: which of the microbatch's they are, None for all.
+    """Some sequences of a microbatch, as int32 tensors on the device.
+
+    Attributes:
+        row_bounds: (n + 1,), bounds of their rows, counted over these sequences.
+        key_bounds: (n + 1,), bounds of their keys, counted over these sequences.
+        num_keys: (n,), keys of each sequence.
+        table: (n, most pages), page ids.
+        most_rows: rows of the longest chunk.
+        most_keys: keys of the longest sequence.
+        rows: their rows in the microbatch; None for all.
     """
 
     row_bounds: Tensor
@@ -144,12 +156,15 @@ class _Rows:
 
     @classmethod
     def of(cls, inputs: StageInputs, spans: Sequence[SpanRows]) -> _Rows:
-        """In one copy to the device; page ids, which are there, are gathered."""
+        """Return the sequences of some spans, in one copy to the device.
+
+        Page ids are on the device and are gathered there.
+        """
         counts = np.array([span.num_tokens for span in spans])
         ends = np.array([span.end for span in spans])
         held = np.array([span.num_pages for span in spans])
         first_pages = np.array([span.first_page for span in spans])
-        # Behind a sequence's pages its last one, which is not read there.
+        # After a sequence's own pages, its last page fills the table. It is not read there.
         places = first_pages[:, None] + np.minimum(np.arange(held.max())[None, :], held[:, None] - 1)
         some = len(spans) < len(inputs.spans)
         rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_tokens) for span in spans])
@@ -186,7 +201,12 @@ def _bounds(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """chunks, decodes: None where there are none."""
+    """The sequences of a microbatch by kind.
+
+    Attributes:
+        chunks: None without chunks.
+        decodes: None without decodes.
+    """
 
     inputs: StageInputs
     chunks: _Rows | None

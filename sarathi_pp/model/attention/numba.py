@@ -1,15 +1,14 @@
 """Attention on CPU with compiled kernels.
 
-Rows that are alone in their span, decodes, are read along their whole context: a read of memory, for which gathering
-pages and calling torch a dozen times costs three to four times what attention_decode.py takes. In bfloat16, on a
-processor that multiplies it and with pages of a fitting size, decodes go through attention_decode_simd.py and chunks
-through attention_prefill.py, a prompt's row too that was left alone; elsewhere torch's products do the chunks
-(sdpa.py).
+A row that is alone in its span, usually a decode, reads its whole context. The time is that of reading memory.
+Gathering the pages and calling torch a dozen times takes three to four times as long as attention_decode.py. In
+bfloat16, a fitting processor and page size allow faster kernels. Then decodes use attention_decode_simd.py, and chunks
+use attention_prefill.py, as does a lone row of a prompt. Otherwise torch's products compute the chunks (sdpa.py).
 
-In float32 the chunks are attention_decode.py's as well, a few rows at a time: a row's output is then the same to the
-last bit however its prompt was cut and whatever ran beside it, which is what float32 is chosen for. On one core of a
-Zen 4, 16 heads and 8 KV heads of 64 channels, 256 rows behind 512 keys take 1.1 times as long as with torch's products,
-behind 16,000 keys twice as long (single runs).
+In float32, attention_decode.py computes the chunks too, a few rows at a time. A row's output is then the same to the
+last bit, however its prompt was cut and whatever rows were computed with it. This is the reason to choose float32. On
+one core of a Zen 4, with 16 heads and 8 KV heads of 64 channels, 256 rows after 512 keys take 1.1 times as long as with
+torch's products. After 16,000 keys they take twice as long (single runs).
 """
 
 from __future__ import annotations
@@ -40,14 +39,17 @@ _KINDS = {
     torch.float16: attention_decode.FLOAT16,
 }
 
-# Rows of a chunk that a key is read for at once, and keys that such rows may have behind them together: their scores
-# are held at the same time.
+# Most rows of a chunk for which a key is read once, and most keys of such rows together: their scores are in memory at
+# the same time.
 _TILE_ROWS = 16
 _TILE_KEYS = 2**18
 
 
 class NumbaAttention:
-    """Attention by as many threads as torch computes with: a chunk is split by heads, decodes by the keys they read."""
+    """Attention by as many threads as torch computes with.
+
+    A chunk is split by heads, decodes by the keys that they read.
+    """
 
     name = "numba"
     page_multiple = 1
@@ -59,7 +61,7 @@ class NumbaAttention:
         self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """See AttentionBackend. Scores, softmax and sums are float32; the SIMD kernels round weights to bfloat16."""
+        """See AttentionBackend. Scores, softmax and sums are float32. The SIMD kernels round weights to bfloat16."""
         simd = query.dtype == torch.bfloat16 and self.fits_simd(kv)
         chunks, tiles = self._halves(inputs, query.dtype == torch.float32, simd)
         sinks = _no_sinks(query.shape[1]) if spec.sinks is None else spec.sinks.detach().float().contiguous()
@@ -77,7 +79,10 @@ class NumbaAttention:
         return out
 
     def _halves(self, inputs: StageInputs, all_in_tiles: bool, simd: bool) -> tuple[StageInputs, _Tiles | None]:
-        """The chunks of a microbatch and what goes row by row; every layer asks for the same one."""
+        """Return the chunks of a microbatch, and the tiles that are computed row by row.
+
+        Every layer asks for the same ones.
+        """
         if self._split is None or self._split[0] is not inputs:
             in_tiles: list[SpanRows] = []
             in_chunks: list[SpanRows] = []
@@ -101,11 +106,13 @@ def _no_sinks(num_heads: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _LayerAttention:
-    """One layer's attention in one call. Queries are (T, H, D) of a microbatch; out is like them and contiguous.
+    """One layer's attention in one call. Queries are (T, H, D) of a microbatch.
+
+    The output has their shape and is contiguous.
 
     Args:
         sinks: (H,) float32 as the kernels read them, -inf for none.
-        simd: by the SIMD kernels.
+        simd: use the SIMD kernels.
     """
 
     kv: KVShard
@@ -129,11 +136,16 @@ class _LayerAttention:
         )
 
     def tiles(self, query: Tensor, out: Tensor, tiles: _Tiles) -> None:
-        """Compute rows by walking along their context, split over threads by the keys they read."""
+        """Compute the rows of tiles by walking along their context, split over threads by the keys they read."""
         run_parallel([partial(self._read, query, out, tiles, piece) for piece in tiles.pieces])
 
     def _attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
-        """rows: of the span. heads: of KV."""
+        """Compute some rows of a span for some heads.
+
+        Args:
+            rows: indices in the span.
+            heads: indices of KV heads.
+        """
         kv, group = self.kv, query.shape[1] // self.kv.num_kv_heads
         place = slice(span.first_row + rows.start, span.first_row + rows.stop)
         scratch = scratch_of_thread(scratch_floats(len(rows), group, kv.head_dim))
@@ -162,7 +174,11 @@ class _LayerAttention:
         )
 
     def _read(self, query: Tensor, out: Tensor, tiles: _Tiles, piece: range) -> None:
-        """piece: of `tiles`."""
+        """Compute some tiles.
+
+        Args:
+            piece: indices in `tiles`.
+        """
         kv, num_heads = self.kv, query.shape[1]
         group = num_heads // kv.num_kv_heads
         places = [tiles.places.ctypes.data]
@@ -198,11 +214,15 @@ class _LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """What the kernels of rows read; all int64. A tile is consecutive rows of one sequence.
+    """The arguments of the kernels that go row by row, all int64. A tile is consecutive rows of one sequence.
 
-    places: their first rows in the microbatch. counts: of rows. ends: keys that the first row of each has behind it,
-    its own included. pages: page tables of the sequences one after the other, that of tile t from tables[t] on.
-    pieces: tiles of each thread.
+    Attributes:
+        places: first row of each tile in the microbatch.
+        counts: number of rows per tile.
+        ends: number of keys up to the first row of each tile, its own included.
+        pages: page tables of the sequences, one after the other.
+        tables: index in `pages` at which the page table of each tile starts.
+        pieces: tiles of each thread.
     """
 
     places: NDArray[np.int64]
@@ -229,7 +249,11 @@ class _Tiles:
 
 
 def split_by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
-    """Split tiles, which read `keys` each, into at most num_threads consecutive ranges that read about as many keys."""
+    """Split tiles into at most num_threads consecutive ranges that read about the same number of keys.
+
+    Args:
+        keys: number of keys that each tile reads.
+    """
     total = np.cumsum(keys)
     bounds = total[-1] * np.arange(1, num_threads) / num_threads
     cuts = [0, *np.searchsorted(total, bounds).tolist(), len(keys)]

@@ -1,29 +1,29 @@
 """Paged attention in plain torch operations: the CPU backend, and the oracle for every other backend.
 
-A span's rows are computed in tiles, and the keys that a tile sees are walked in blocks of whole pages, so
-that memory is bounded by tile and block, whatever the context. Row i sees the keys j <= i (lower-right
-causal), with a sliding window only the last ones:
+A span's rows are computed in tiles. The keys that a tile sees are walked in blocks of whole pages. So tile and block
+limit the memory, whatever the context. Row i sees the keys j <= i (lower-right causal), and with a sliding window only
+the last ones:
 
             keys of one sequence
             |  block 0  |  block 1  |     #  computed and seen
     tile 0  . . # # # # # x x             x  computed and masked, at the edges only
-            . . x # # # # # x             .  behind every row or outside every row's window: not read
+            . . x # # # # # x             .  after every row or outside every row's window: not read
             . . x x # # # # #
     tile 1  . . . . . # # # # # x x
 
-A tile keeps its output so far and the log-sum-exp of the scores behind it, which is all that merging another
-block takes. An attention sink is a block without value: the state that a tile starts with.
+A tile keeps its output so far and the log-sum-exp of its scores. No more is needed to merge another block. An attention
+sink is a block without value: the state that a tile starts with.
 
-What decides the time on CPU in bf16 (measured, one thread with AVX512-BF16):
+These points decide the time on CPU in bf16 (measured, one thread with AVX512-BF16):
 
 - Products take float32 copies of a block. A bf16 `bmm` rounds its scores to 8 bits, which is 2 to 6 times
   the error of transformers' own bf16 attention. Chunks permit oneDNN its fastest float32 products
-  (`fp32_precision`), which may round factors to bf16 but sum and return float32: queries and keys are bf16
-  values already, so that scores stay exact. That is twice as fast as the default library on AMD.
-- oneDNN builds a kernel for each new shape, 1 to 2 ms. The shapes of a chunk's products are therefore
+  (`fp32_precision`). These may round factors to bf16 but sum and return float32. Queries and keys are bf16
+  values already, so scores stay exact. That is twice as fast as the default library on AMD.
+- oneDNN builds a kernel for each new shape, in 1 to 2 ms. So the shapes of a chunk's products are
   multiples of ROW_STEP and KEY_STEP, padded with zeros. A single row has a new length at every step of a
-  decode, so it keeps to the default library, which builds nothing; it waits for memory anyway.
-- Fresh buffers of this size are page faults, up to half of the time: the backend keeps its own.
+  decode. So it uses the default library, which builds nothing. It waits for memory anyway.
+- New buffers of this size cause page faults, up to half of the time. So the backend keeps its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ HIDDEN = -1e30  # finite: a row that sees nothing of a block gets weight 0 in th
 
 
 class SdpaAttention:
-    """Owns scratch for one tile and one block, so it serves one microbatch at a time."""
+    """Attention in torch operations.
+
+    It owns scratch for one tile and one block, so it serves one microbatch at a time.
+    """
 
     name = "sdpa"
     page_multiple = 1
@@ -75,7 +78,7 @@ class SdpaAttention:
     def _attend(
         self, tile: _Tile, start: int, pages: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec
     ) -> None:
-        """Merge every key that the tile sees; its first row is at position `start`."""
+        """Merge every key that the tile sees. Its first row is at position `start`."""
         page_size = keys.shape[2]
         end = start + tile.num_rows
         last_page = -(-end // page_size)
@@ -94,11 +97,13 @@ class SdpaAttention:
             tile.merge(scores, value, alone=len(blocks) == 1)
 
     def _load(self, pool: Tensor, pages: Tensor, count: int, step: int) -> Tensor:
-        """The first `count` tokens of the pages, (num_kv_heads, K, D) float32; zeros up to a multiple of step.
+        """Return the first `count` tokens of the pages, (num_kv_heads, K, D) float32.
 
-        Pages are copied whole and in order, which streams; heads come to the front while widening to float32.
-        What lies behind `count` may never have been written, NaN for all we know, and a masked weight of 0
-        times NaN is NaN: it is cut off or zeroed. The result holds until the next load.
+        Zeros follow up to a multiple of `step`.
+
+        Pages are copied whole and in order, which streams. Heads come to the front while numbers are widened to
+        float32. Tokens after `count` may never have been written, so they may be NaN. A masked weight of 0 times NaN is
+        NaN, so they are cut off or zeroed. The result is valid until the next load.
         """
         _, heads, page_size, head_dim = pool.shape
         num_pages = pages.shape[0]
@@ -126,9 +131,9 @@ def _first_key(spec: AttentionSpec, position: int) -> int:
 
 
 def _hide(scores: Tensor, spec: AttentionSpec, start: int, num_rows: int, first: int, num_keys: int) -> None:
-    """Cap the scores, then hide what rows [start, start + num_rows) must not see of keys from `first` on.
+    """Cap the scores, then hide the keys from `first` on that rows [start, start + num_rows) must not see.
 
-    Only the columns that some row must not see are touched.
+    Only the columns that some row must not see are changed.
 
     Args:
         scores: (num_kv_heads, group, R, K), changed in place. Rows from num_rows on and keys from num_keys on are
@@ -151,9 +156,10 @@ def _hide(scores: Tensor, spec: AttentionSpec, start: int, num_rows: int, first:
 
 
 def _distances(rows: int, columns: range, offset: int, device: torch.device) -> Tensor:
-    """(rows, len(columns)) float32: how many positions each column's key lies before each row's token.
+    """Return (rows, len(columns)) float32: how many positions each column's key is before each row's token.
 
-    offset: position of row 0 minus position of column 0.
+    Args:
+        offset: position of row 0 minus position of column 0.
     """
     row = torch.arange(offset, offset + rows, dtype=torch.float32, device=device)
     return row[:, None] - torch.arange(columns.start, columns.stop, dtype=torch.float32, device=device)
@@ -162,8 +168,11 @@ def _distances(rows: int, columns: range, offset: int, device: torch.device) -> 
 class _Tile:
     """Consecutive rows of one sequence while their attention is summed up.
 
-    query: (num_kv_heads, group * R, D) float32. The query heads that share a KV head are folded into its
-    rows, so that each key is read once for all of them and never repeated; R is num_rows padded with zeros.
+    The query heads that share a KV head are folded into the rows of `query`. So each key is read once for all of them
+    and never repeated.
+
+    Attributes:
+        query: (num_kv_heads, group * R, D) float32. R is num_rows, padded with rows of zeros.
     """
 
     def __init__(self, query: Tensor, num_kv_heads: int, sinks: Tensor | None) -> None:
@@ -182,9 +191,12 @@ class _Tile:
             self._log_sum = state.reshape(num_kv_heads, -1, 1)
 
     def merge(self, scores: Tensor, value: Tensor, *, alone: bool) -> None:
-        """Take in one block: scores (num_kv_heads, group * R, K), overwritten, and values.
+        """Merge one block into the tile.
 
-        alone: the only block, so that without sinks nobody asks for its log-sum-exp.
+        Args:
+            scores: (num_kv_heads, group * R, K), overwritten.
+            value: values of the block.
+            alone: it is the only block. Without sinks, its log-sum-exp is then not needed.
         """
         if alone and self._log_sum is None:
             self._output = torch.bmm(torch.softmax(scores, -1, out=scores), value)
@@ -201,7 +213,7 @@ class _Tile:
         self._log_sum = total
 
     def rows(self) -> Tensor:
-        """The attention output, (num_rows, H, D) float32."""
+        """Return the attention output, (num_rows, H, D) float32."""
         assert self._output is not None, "no key was merged: every row sees at least its own"
         head_dim = self.query.shape[2]
         heads = self._output.view(*self.folded, head_dim)[:, :, : self.num_rows]
@@ -213,10 +225,11 @@ def _round_up(count: int, step: int) -> int:
 
 
 class _FastProducts:
-    """Lets oneDNN multiply float32 matrices with bf16 factors inside.
+    """A switch that lets oneDNN multiply float32 matrices with bf16 factors inside.
 
-    The setting is the process's. Threads may be inside at once: the first one in changes it and the last one out puts
-    it back. Each by itself, one would find the other's and leave it set for good.
+    The setting belongs to the process, and several threads may be inside at once. The first thread that enters changes
+    it, and the last one that leaves restores it. If each thread saved and restored it separately, one would save
+    another thread's setting and leave it set for good.
     """
 
     def __init__(self) -> None:

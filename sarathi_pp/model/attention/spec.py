@@ -39,7 +39,7 @@ class AttentionSpecs:
         self._specs: dict[int, AttentionSpec] = {}
 
     def of(self, layer: int, scaling: float, softcap: float | None, sinks: Tensor | None) -> AttentionSpec:
-        """Return a layer's spec. The last three arguments are what the model passes to attention in every call."""
+        """Return a layer's spec. The model passes the last three arguments to attention in every call."""
         spec = self._specs.get(layer)
         if spec is None:
             spec = self._specs[layer] = AttentionSpec(scaling, self.windows[layer], softcap, sinks)

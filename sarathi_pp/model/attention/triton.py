@@ -1,7 +1,7 @@
-"""Attention on a CUDA device with a kernel of our own, which needs only torch and the Triton it comes with.
+"""Attention on a CUDA device with a kernel of our own, which needs only torch and the Triton that torch installs.
 
-Chunks and decodes of a microbatch are one launch, and one more where long contexts were split. What the kernel is to
-do is laid out on the host once per microbatch and window: layers differ in nothing else.
+Chunks and decodes of a microbatch are one launch, and one more if long contexts were split. The host lays out the
+kernel's work once per microbatch and window, because layers differ in nothing else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from sarathi_pp.model.kv import KVShard
 
 
 class TritonAttention:
-    """page_multiple 16: keys are read one by one, so that smaller pages would do too, but no size below it is tested.
+    """Attention by our own Triton kernel.
 
-    default_page_size: for the same reason large pages gain little, a few instructions of a block of keys, and small
-    ones waste less at a sequence's end.
+    Attributes:
+        page_multiple: 16. Keys are read one by one, so smaller pages would work too, but no smaller size is tested.
+        default_page_size: 16. For the same reason, large pages gain only a few instructions per block of keys. Small
+            pages waste less at a sequence's end.
     """
 
     name = "triton"
@@ -34,7 +36,7 @@ class TritonAttention:
         self._microbatch: _Microbatch | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """See AttentionBackend. Scores, softmax and sums are float32; weights are rounded to the values' dtype."""
+        """See AttentionBackend. Scores, softmax and sums are float32. Weights are rounded to the values' dtype."""
         if self._microbatch is None or self._microbatch.inputs is not inputs:
             self._microbatch = _Microbatch.of(inputs)
         return paged_attention(
@@ -66,7 +68,11 @@ class TritonAttention:
 
 
 class CapturableTritonAttention:
-    """See CapturableAttention. works: of each sliding window."""
+    """Attention for a CUDA graph. See CapturableAttention.
+
+    Args:
+        works: the work for each sliding window.
+    """
 
     name = TritonAttention.name
     page_multiple = TritonAttention.page_multiple
@@ -96,7 +102,7 @@ class CapturableTritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """What all layers of a microbatch read."""
+    """The work that all layers of a microbatch share."""
 
     inputs: StageInputs
     extents: tuple[Extent, ...]
@@ -107,7 +113,7 @@ class _Microbatch:
         return cls(inputs, _extents(inputs))
 
     def work(self, window: int | None, group: int, kv: KVShard) -> AttentionWork:
-        """Cut when the first layer with such a window asks."""
+        """Return the work for a window. It is made when the first layer with that window asks."""
         if window not in self._work:
             blocks = Blocks.of(group, kv.head_dim, kv.dtype.itemsize)
             device = self.inputs.pages.device
@@ -122,5 +128,8 @@ def _extents(inputs: StageInputs) -> tuple[Extent, ...]:
 
 
 def _num_processors(device: torch.device) -> int:
-    """Of a CUDA device; 1 of a CPU, where Triton's interpreter runs one program after the other."""
+    """Return the number of processors of a CUDA device.
+
+    On a CPU it is 1: Triton's interpreter runs programs in turn.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -22,7 +22,7 @@ def verify_checksums(directory: Path) -> None:
     """Read every weight file of the model and compare its checksum.
 
     Raises:
-        InputError: a file differs from its checksum, or cannot be read; also what `open_checkpoint` raises.
+        InputError: a file differs from its checksum or cannot be read, or `open_checkpoint` raises it.
         MissingError: no checksum of a file is known.
     """
     listed = _listed_sums(directory)
@@ -31,7 +31,7 @@ def verify_checksums(directory: Path) -> None:
         expected = listed.get(name) or _noted_sum(directory, name, file)
         if expected is None:
             raise MissingError(
-                f"--verify: no SHA-256 of {name} is known; where the file is good, write it down with "
+                f"--verify: no SHA-256 of {name} is known; if the file is good, store its checksum with "
                 f"`cd {directory} && sha256sum *.safetensors > {SUMS_FILE}`"
             )
         try:

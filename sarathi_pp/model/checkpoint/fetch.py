@@ -1,7 +1,7 @@
-"""From what --model says to a local directory.
+"""The local directory of the model that --model names, fetched from the Hub if needed.
 
-Of a Hub repository, config.json comes first: a model that cannot be run is refused before its weights are fetched. Then
-come the small files and the index, and last the weights that a run reads, in one format and of one commit.
+From a Hub repository, config.json comes first. So a model that cannot run is refused before its weights are fetched.
+Then come the small files and the index. The last are the weights that a run reads, in one format and from one commit.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from sarathi_pp.model.checkpoint.kind import ADAPTER_FILE, INDEX_FILE, SINGLE_FI
 from sarathi_pp.model.checkpoint.support import check_config
 
 _ANSWER_S = 10.0
-# Of the files that are no weights; never code. Settings of the tokenizer may be in any of them.
+# Endings of files that are neither weights nor code. Any of them may hold settings of the tokenizer.
 _SMALL = (".json", ".model", ".txt", ".jinja")
 _FIRST = ("config.json", ADAPTER_FILE)
 
 
 def find_model(name: str) -> Path:
-    """Return the model's directory, or the local cache's copy of a Hub repository, fetched if it is not there.
+    """Return the model's directory, or the local cache's copy of a Hub repository. A missing copy is fetched.
 
     Raises:
-        MissingError: there is neither, or the Hub does not hand it out.
+        MissingError: neither exists, or the Hub does not give access.
         InputError: it cannot be read, or is a file.
-        UnsupportedModelError: it is another kind of model; of a repository nothing but config.json is fetched then.
+        UnsupportedModelError: it is another kind of model. From a repository, only config.json is fetched then.
     """
     path = Path(name)
     with reading(path):
@@ -45,26 +45,26 @@ def find_model(name: str) -> Path:
         return _fetch(name)
     except SarathiError:
         raise
-    except Exception as error:  # no network, no such repository, no permission: one answer
+    except Exception as error:  # no network, no such repository, no permission: one message for all
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
         raise MissingError(
-            f"--model {name} is no directory here and could not be fetched from the Hub ({reason}); give a directory, "
-            f"or check the name, the network and `hf auth login`"
+            f"--model {name} is not a local directory and could not be fetched from the Hub ({reason}); give a "
+            f"directory, or check the name, the network and `hf auth login`"
         ) from error
     finally:
         session.timeout = before
 
 
 def _fetch(name: str) -> Path:
-    """Return the snapshot of a repository's main branch. Raises what the Hub's client raises."""
+    """Return the snapshot of a repository's main branch. Raise what the Hub's client raises."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:
         info = HfApi().model_info(name, timeout=_ANSWER_S)
     except StoppedError:
         raise
-    except Exception as error:  # offline, no answer, or no permission: a copy from before will do
+    except Exception as error:  # offline, no answer, or no permission: an earlier copy is enough
         try:
             return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
         except StoppedError:
@@ -73,11 +73,11 @@ def _fetch(name: str) -> Path:
             raise error from None
     names = _names(info)
     if "config.json" not in names:
-        check_kind(name, names)  # raises, since it is not there
-    # By the branch's name, so that the cache knows which commit it is; all others by this commit.
+        check_kind(name, names)  # raises, since config.json is missing
+    # Fetched by the branch's name, so that the cache records its commit. All others are fetched by this commit.
     snapshot = Path(hf_hub_download(name, "config.json")).parent
     commit = snapshot.name
-    if commit != info.sha:  # the branch has moved in between
+    if commit != info.sha:  # the branch has moved meanwhile
         names = _names(HfApi().model_info(name, revision=commit, timeout=_ANSWER_S))
     if ADAPTER_FILE in names:
         _download(name, commit, [ADAPTER_FILE])
@@ -91,12 +91,12 @@ def _fetch(name: str) -> Path:
 
 
 def _names(info: object) -> list[str]:
-    """The names of a repository's files."""
+    """Return the names of a repository's files."""
     return [sibling.rfilename for sibling in getattr(info, "siblings", None) or ()]
 
 
 def _is_small(name: str) -> bool:
-    """Whether it is a file of settings or of the tokenizer, at the root, or a further chat template."""
+    """Return whether it is a file of settings or of the tokenizer at the root, or an additional chat template."""
     folder, _, file = name.rpartition("/")
     if folder:
         return folder == "additional_chat_templates" and file.endswith(".jinja")
@@ -104,7 +104,7 @@ def _is_small(name: str) -> bool:
 
 
 def _download(name: str, commit: str, files: Collection[str]) -> None:
-    """Fetch these files, several at a time; those that are in the cache are not fetched again."""
+    """Fetch these files, several at a time. Files that are in the cache are not fetched again."""
     from huggingface_hub import snapshot_download
 
     if files:

@@ -1,12 +1,12 @@
-"""Where the tensors of a checkpoint lie: file, place and shape of each, from safetensors headers. No torch.
+"""The position of every tensor in a checkpoint: file, place and shape, from safetensors headers. No torch.
 
-    8 bytes      N bytes                       the rest of the file
+    8 bytes      N bytes                       all other bytes of the file
     N (LE u64)   JSON: name -> dtype, shape,   tensors, each at its [begin, end), no gaps
                  data_offsets [begin, end)
 
-Reading headers is enough to refuse a bad checkpoint, to size a stage and to fingerprint a model before any
-worker starts. A path named in a checkpoint is untrusted: it must stay inside the model's directory, or be
-the blob link of a Hugging Face hub cache.
+The headers are enough to refuse a bad checkpoint, to size a stage and to fingerprint a model before any worker starts.
+A path in a checkpoint is untrusted. It must stay inside the model's directory, or be the blob link of a Hugging Face
+hub cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError
 from sarathi_pp.model.checkpoint.kind import INDEX_FILE, SINGLE_FILE, check_weights
 
-# Other types (safetensors has more, and gains some) are taken as they are: their size is what the header says.
+# Other types are accepted as they are, since safetensors has more and gains some. Their size is taken from the header.
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
     "F32": 4,
@@ -38,14 +38,19 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 
 _MAX_HEADER_BYTES = 100_000_000
-# What a clone has in the place of a large file that was not fetched.
+# The beginning of the file that a clone has instead of a large file that was not fetched.
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One stored tensor. begin: byte in the file at which its data starts. dtype: safetensors' name."""
+    """One stored tensor.
+
+    Attributes:
+        dtype: safetensors' name of the type.
+        begin: byte in the file at which its data starts.
+    """
 
     file: Path
     dtype: str
@@ -64,10 +69,13 @@ class Checkpoint:
 
 @contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """What the system says against reading inside, as an InputError that names the file; not that there is none."""
+    """Turn errors of the operating system while reading into an InputError that names the file.
+
+    FileNotFoundError passes through.
+    """
     try:
         yield
-    except (SarathiError, FileNotFoundError):  # some of the former are the system's errors too
+    except (SarathiError, FileNotFoundError):  # some of the former are OSErrors too
         raise
     except OSError as error:
         raise InputError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
@@ -76,8 +84,10 @@ def reading(directory: Path) -> Iterator[None]:
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Read the headers of every safetensors file of the model.
 
-    Raises MissingError where a file or an indexed tensor is not there, InputError where a file cannot be read, is not
-    well-formed safetensors or is cut short, UnsafeError for pickled weights and for paths that escape.
+    Raises:
+        MissingError: a file or an indexed tensor does not exist.
+        InputError: a file cannot be read, is not well-formed safetensors or is cut short.
+        UnsafeError: weights are pickled, or a path leaves the model's directory.
     """
     with reading(directory):
         return _open_checkpoint(directory)
@@ -105,10 +115,13 @@ def _open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def safe_path(directory: Path, name: str) -> Path:
-    """The file `name` of a model directory, links followed. Raises UnsafeError where it is elsewhere.
+    """Return the file `name` of a model directory, with links followed.
 
-    A hub cache keeps files as links `<repo>/snapshots/<revision>/<name> -> ../../blobs/<hash>`: links into
-    that `blobs` folder are the one way out of the directory that is allowed.
+    A hub cache keeps files as links `<repo>/snapshots/<revision>/<name> -> ../../blobs/<hash>`. Links into that `blobs`
+    folder are the only allowed way out of the directory.
+
+    Raises:
+        UnsafeError: the file is outside the directory.
     """
     root = directory.resolve()
     if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name or "\0" in name:
@@ -123,7 +136,13 @@ def safe_path(directory: Path, name: str) -> Path:
 
 
 def read_json(directory: Path, name: str) -> dict[str, object]:
-    """One JSON object of the model directory. Raises MissingError, InputError or UnsafeError."""
+    """Return one JSON object of the model directory.
+
+    Raises:
+        MissingError: the file does not exist.
+        InputError: it cannot be read or is no JSON object.
+        UnsafeError: it is outside the directory.
+    """
     path = safe_path(directory, name)
     try:
         with reading(directory):
@@ -156,12 +175,17 @@ def _refuse_pointer(path: Path, content: bytes) -> None:
 
 
 def indexed_files(directory: Path) -> list[str]:
-    """Return the weight files that the index names, sorted. Raises InputError or MissingError."""
+    """Return the weight files that the index names, sorted.
+
+    Raises:
+        MissingError: there is no index.
+        InputError: the index cannot be read.
+    """
     return sorted(set(_read_index(directory).values()))
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Stored name -> file name, or None where the model is one file. The single file wins, as in transformers."""
+    """Return the file name by stored name, or None if the model is one file. A single file wins, as in transformers."""
     check_weights(str(directory), [path.name for path in directory.iterdir()])
     if (directory / SINGLE_FILE).exists() or (directory / SINGLE_FILE).is_symlink():
         return None

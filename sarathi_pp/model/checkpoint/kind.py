@@ -1,7 +1,7 @@
-"""Name what a model directory or repository is when it is not a causal language model that can be run.
+"""The kinds of model directories and repositories that are no causal language model that can run.
 
-Quantised files, adapters, encoders and pipelines of images have folders of their own. Their file names, or the class
-name in config.json, say which kind they are, so that an error can say what the user has and what to do. No torch.
+Quantised files, adapters, encoders and image pipelines have folders of their own. Their file names, or the class name
+in config.json, reveal the kind. So an error can name the kind and the remedy. No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OF_TRAINING = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
-# File names of a whole repository of another kind, whatever else is in it.
+# File names that mark a whole repository as another kind, whatever other files it has.
 _REPOSITORIES = {
     "model_index.json": "a diffusers pipeline, which makes images",
     "modules.json": "an embedding model of sentence-transformers, which gives vectors instead of text",
@@ -56,7 +56,7 @@ _CLASSES = {
 }
 # Keys of config.json that only models of several modalities have.
 MODALITIES = ("text_config", "vision_config", "audio_config", "speech_config", "thinker_config", "llm_config")
-_LIST = "`sarathi-pp doctor --models` lists what is"
+_LIST = "`sarathi-pp doctor --models` lists the supported models"
 
 
 def refuse_path(path: str, suffix: str, *, option: str = "--model") -> SarathiError:
@@ -67,15 +67,15 @@ def refuse_path(path: str, suffix: str, *, option: str = "--model") -> SarathiEr
 
 
 def check_kind(where: str, names: Collection[str], base_model: object = None) -> None:
-    """Raise if the names of its files show that a directory or repository is something else than a model.
+    """Raise if the file names show that a directory or repository is not a model.
 
     Args:
         where: directory or repository, for the message.
         names: its files, those in folders with their path.
-        base_model: what adapter_config.json calls the model that it adapts; None if it says nothing.
+        base_model: name in adapter_config.json of the model that it adapts; None if there is no name.
 
     Raises:
-        UnsupportedModelError: an adapter, a quantised model or a model of another kind.
+        UnsupportedModelError: it is an adapter, a quantised model or a model of another kind.
         MissingError: there is no config.json.
     """
     root = {name for name in names if "/" not in name}
@@ -89,7 +89,7 @@ def check_kind(where: str, names: Collection[str], base_model: object = None) ->
 
 
 def check_weights(where: str, names: Collection[str]) -> None:
-    """Raise if a model with a config.json has no weights that are read.
+    """Raise if a model with a config.json has no weights that can be read.
 
     Raises:
         UnsafeError: they are pickled.
@@ -114,9 +114,10 @@ def check_weights(where: str, names: Collection[str]) -> None:
 
 
 def refuse_class(where: str, architecture: str, values: Mapping[str, object]) -> UnsupportedModelError:
-    """Return the error for a class name that is not in FAMILIES: what it is, and the nearest that is supported.
+    """Return the error for a class name that is not in FAMILIES. It names the kind and the nearest supported class.
 
-    values: of config.json.
+    Args:
+        values: the keys of config.json.
     """
     modalities = [key for key in MODALITIES if values.get(key)]
     endings = (kind for ending, kind in _CLASSES.items() if architecture.endswith(ending))
@@ -132,7 +133,7 @@ def refuse_class(where: str, architecture: str, values: Mapping[str, object]) ->
 
 
 def _nearest(architecture: str, model_type: object) -> str:
-    """A sentence with the supported class that is most like this one, if there is one."""
+    """Return a sentence that names the supported class most like this one, if there is one."""
     same_type = [family.architecture for family in FAMILIES.values() if family.model_type == model_type]
     stems = {name.removesuffix("ForCausalLM"): name for name in FAMILIES}
     alike = difflib.get_close_matches(architecture.removesuffix("ForCausalLM"), stems, n=1, cutoff=0.6)
@@ -149,7 +150,7 @@ def _adapter(where: str, has_weights: bool, base_model: object) -> str:
     merge = "peft's merge_and_unload() merges it into its base model and save_pretrained(directory) writes the result"
     if has_weights:
         return (
-            f"{where} has an adapter{of} beside the weights, which would be ignored. {merge}; to run the weights "
+            f"{where} has an adapter{of} next to the weights, which would be ignored. {merge}; to run the weights "
             f"alone, remove the adapter_* files from a copy"
         )
     return f"{where} is an adapter (LoRA or alike){of}, not a model: {merge}"
@@ -178,5 +179,5 @@ def _no_config(where: str, root: Collection[str], names: Collection[str]) -> Sar
 
 
 def _ending(names: Collection[str], suffixes: tuple[str, ...]) -> str | None:
-    """The first name with one of these endings."""
+    """Return the first name with one of these endings."""
     return next((name for name in sorted(names) if name.lower().endswith(suffixes)), None)

@@ -1,8 +1,8 @@
-"""Build transformers' config object from config.json, and say which key it does not accept.
+"""Transformers' config object from config.json, with errors that name the key that is not accepted.
 
-transformers checks types strictly, and its model classes find the rest: activations, rope parameters, ids beyond the
-vocabulary. What they raise names neither the file nor, often, the key. Here both are found out: of each key in turn,
-would the model without weights be made if the key were left out? That costs no memory, and only after an error.
+transformers checks types strictly. Its model classes find other mistakes: activations, rope parameters, ids beyond the
+vocabulary. Their errors do not name the file and often not the key. This module finds both. It leaves out one key after
+the other and tries to make the model without weights. That costs no memory, and happens only after an error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from sarathi_pp.model.checkpoint.files import read_json
 from sarathi_pp.model.checkpoint.support import ConfigFile, find_family
 from sarathi_pp.model.families import Family
 
-# They decide which class is made, or nothing.
+# Keys that decide which class is made, or nothing.
 _KEPT = ("architectures", "model_type", "transformers_version")
 
 
 def load_config(directory: Path) -> tuple[Family, Any]:
-    """Return the family and transformers' config object. Raises InputError that names the key and its value."""
+    """Return the family and transformers' config object.
+
+    Raises:
+        InputError: transformers refuses a key. The message names the key and its value.
+    """
     file = ConfigFile(directory, read_json(directory, "config.json"))
     family = find_family(file)
     try:
@@ -39,9 +43,13 @@ def load_config(directory: Path) -> tuple[Family, Any]:
 
 
 def refuse_config(directory: Path, error: Exception) -> InputError:
-    """Return the error for a config.json of which no config object or no model is made, which raised `error`.
+    """Return the error for a config.json from which transformers could make no config object or no model.
 
-    Raises StoppedError if that is what was raised: a signal came meanwhile.
+    Args:
+        error: what transformers raised.
+
+    Raises:
+        StoppedError: `error` is one, because a signal came meanwhile.
     """
     if isinstance(error, StoppedError):
         raise error
@@ -71,7 +79,7 @@ def _makes_model(family: Family, values: Mapping[str, object]) -> bool:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of what an error says, which names its cause, without a full stop."""
+    """Return the last line of an error's text, which names its cause, without a full stop."""
     lines = str(error).strip().splitlines()
     text = lines[-1].strip().rstrip(".") if lines else ""
     return text if len(lines) > 1 or (text and isinstance(error, ValueError)) else f"{type(error).__name__}: {text}"

@@ -1,6 +1,7 @@
-"""Check the numbers of config.json that transformers takes at first and fails on while a layer computes. No torch.
+"""Checks of the numbers in config.json that transformers accepts at first and that fail while a layer computes.
 
-Types are transformers' own to check (pretrained.py); what no number can be is refused here, before a model is loaded.
+transformers itself checks types (pretrained.py). Impossible numbers are refused here, before a model is loaded. No
+torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from sarathi_pp.errors import InputError
 
-# Above 0, at any depth of the rotary settings too. Other numbers of rope parameters may be 0.
+# Keys that must be above 0, also at any depth of the rotary settings. Other rope parameters may be 0.
 _POSITIVE = (
     "factor",
     "high_freq_factor",
@@ -27,9 +28,11 @@ _EXPERTS = ("num_experts", "num_local_experts")
 
 
 def check_ranges(path: Path, values: Mapping[str, object]) -> None:
-    """Raise InputError that names the first key of config.json whose number is out of range, its value and the range.
+    """Raise InputError for the first number of config.json that is out of range, with its key, value and range.
 
-    path: of config.json. values: of it.
+    Args:
+        path: path of config.json.
+        values: keys of config.json.
     """
     for where, key, value in _numbers("", values):
         if key.endswith(("dropout", "pdrop", "layerdrop")):
@@ -59,7 +62,7 @@ def _check_experts(path: Path, values: Mapping[str, object]) -> None:
 
 
 def _numbers(where: str, values: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
-    """Its place, key and value of every number in config.json and in its rotary settings."""
+    """Yield the place, key and value of every number in config.json and in its rotary settings."""
     for key, value in values.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield where + key, key, value

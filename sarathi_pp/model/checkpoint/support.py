@@ -1,6 +1,6 @@
-"""Can this model be run exactly? Answered from its files alone, without torch, before any worker starts.
+"""A check whether a model can be run exactly, from its files alone, without torch, before any worker starts.
 
-What is not proven is refused: a wrong answer that looks like text is worse than none.
+Models that are not proven exact are refused: a wrong answer that looks like text is worse than none.
 """
 
 from __future__ import annotations
@@ -35,25 +35,31 @@ from sarathi_pp.model.checkpoint.surplus import needed_tensors, refuse_types, su
 from sarathi_pp.model.families import FAMILIES, Family
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Dynamic and longrope rotate by the longest position of the whole batch, so a sequence's result would depend
-# on its batch mates; the others are fixed tables.
+# Dynamic and longrope rotate by the longest position of the whole batch. So a sequence's result would depend on the
+# sequences it is batched with. The other types are fixed tables.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Of each tensor, for the fingerprint.
+# Bytes per tensor that the fingerprint covers.
 _SAMPLE_BYTES = 256
-# No kernel here computes in float64; float32 holds what a language model's weights have to say.
+# No kernel here computes in float64. float32 is precise enough for a language model's weights.
 _DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What planning needs to know of a model.
+    """The facts of a model that planning needs.
 
-    num_heads, num_kv_heads, head_dim: of the attention. softcap: it bounds its scores; sinks: it has one more logit a
-    head. max_position_embeddings: most tokens of prompt and
-    output together. dtype: float type to compute in, torch's name: the one most of the weights are stored in.
-    fingerprint: hex, equal for equal config.json, equal tensor names, types, shapes and files, and equal samples of
-    what the files hold. lm_head_size: inputs of the LM head, None if these are hidden_size.
-    note: a sentence about stored tensors that are left aside, None if there are none.
+    Attributes:
+        num_heads: query heads of the attention.
+        num_kv_heads: KV heads of the attention.
+        head_dim: channels of a head.
+        max_position_embeddings: most tokens of prompt and output together.
+        dtype: float type to compute in, by torch's name. Most of the weights are stored in it.
+        fingerprint: hex. It is equal for equal config.json, equal tensor names, types, shapes and files, and equal
+            samples of the files' content.
+        softcap: attention bounds its scores.
+        sinks: attention has one more logit per head.
+        lm_head_size: inputs of the LM head; None if these are hidden_size.
+        note: a sentence about stored tensors that are not loaded; None if there are none.
     """
 
     model_type: str
@@ -74,22 +80,31 @@ class ModelFacts:
     note: str | None = None
 
     def max_model_len(self, asked: int | None) -> int:
-        """Most tokens of prompt and output together in a run. Raises ConfigError for more than there are positions."""
+        """Return the most tokens of prompt and output together in a run.
+
+        Raises:
+            ConfigError: `asked` is more than the model has positions.
+        """
         if asked is not None and asked > self.max_position_embeddings:
             raise ConfigError(f"--max-model-len is {asked}; the model has {self.max_position_embeddings} positions")
         return asked or self.max_position_embeddings
 
     def sharded(self, size: int) -> ModelFacts:
-        """Of one of so many tensor shards, which `check_shards` accepts: each has as many of the heads."""
+        """Return the facts of one of `size` tensor shards.
+
+        `check_shards` must accept the size: heads are split evenly.
+        """
         return replace(self, num_heads=self.num_heads // size, num_kv_heads=self.num_kv_heads // size)
 
 
 def check_model(directory: Path) -> ModelFacts:
-    """The facts of a supported model.
+    """Return the facts of a supported model.
 
-    Raises MissingError (no such directory, config.json, weight file or tensor), InputError (a file that
-    cannot be read), UnsupportedModelError (another kind of model, or not proven exact) or UnsafeError (custom code,
-    pickled weights, paths that escape).
+    Raises:
+        MissingError: the directory, config.json, a weight file or a tensor does not exist.
+        InputError: a file cannot be read.
+        UnsupportedModelError: it is another kind of model, or not proven exact.
+        UnsafeError: it has custom code, pickled weights or paths that leave the directory.
     """
     with reading(directory):
         names = _file_names(directory)
@@ -102,7 +117,8 @@ def check_model(directory: Path) -> ModelFacts:
 def check_config(directory: Path, names: Collection[str]) -> None:
     """Raise what `check_model` would raise for a model's config.json and file names, before its weights are there.
 
-    names: all files of the model, those in folders with their path.
+    Args:
+        names: all files of the model, those in folders with their path.
     """
     with reading(directory):
         _find_sizes(*_check_config(directory, names))
@@ -110,14 +126,14 @@ def check_config(directory: Path, names: Collection[str]) -> None:
 
 
 def _file_names(directory: Path) -> list[str]:
-    """The names of a directory's files, and of the config.json files in its folders."""
+    """Return the names of a directory's files, and of the config.json files in its folders."""
     if directory.is_file():
         raise refuse_path(str(directory), directory.suffix)
     if not directory.is_dir():
         raise MissingError(f"{directory} is not a directory; give a model directory with a config.json")
     names = []
     for path in directory.iterdir():
-        if not os.path.isdir(path):  # of os.path, which raises nothing for what may not be looked at
+        if not os.path.isdir(path):  # os.path raises nothing if access is denied
             names.append(path.name)
         elif os.path.isfile(path / "config.json"):
             names.append(f"{path.name}/config.json")
@@ -136,7 +152,7 @@ def _check_config(directory: Path, names: Collection[str]) -> tuple[ConfigFile, 
 
 
 def _find_sizes(config: ConfigFile, family: Family) -> dict[str, int]:
-    """What config.json says of the model's sizes, by the names of ModelFacts. Raises InputError."""
+    """Return the model's sizes from config.json, by the names of ModelFacts. Raise InputError."""
     check_ranges(config.path, config.values)
     num_layers = config.size(family.keys.get("num_hidden_layers", "num_hidden_layers"))
     _refuse_layer_types(config, num_layers)
@@ -172,9 +188,11 @@ def _find_facts(config: ConfigFile, family: Family, checkpoint: Checkpoint) -> M
 
 
 def check_shards(directory: Path, size: int) -> None:
-    """Whether the layers of a model that `check_model` accepts can be split over so many ranks, from config.json alone.
+    """Check from config.json alone that `size` ranks can share the layers of a model that `check_model` accepts.
 
-    Raises UnsupportedModelError where that is not proven exact, ConfigError where `size` does not divide what is split.
+    Raises:
+        UnsupportedModelError: shards of this family are not proven exact.
+        ConfigError: `size` does not divide a size that is split.
     """
     assert size > 0, f"{size} shards"
     if size == 1:
@@ -184,7 +202,7 @@ def check_shards(directory: Path, size: int) -> None:
     if family.widths is None:
         raise UnsupportedModelError(
             f"{directory}: {family.architecture} is not proven exact in tensor shards, given --tensor-parallel-size "
-            f"{size}; `sarathi-pp doctor --models` lists what is\n  try  without --tensor-parallel-size, with "
+            f"{size}; `sarathi-pp doctor --models` lists proven models\n  try  without --tensor-parallel-size, with "
             "more --stages"
         )
     num_heads, num_kv_heads = _heads(config, family)
@@ -195,34 +213,34 @@ def check_shards(directory: Path, size: int) -> None:
         if number % size:
             fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
             raise ConfigError(
-                f"--tensor-parallel-size is {size}; the model has {number} {name}, which is no multiple of it: every "
-                f"shard holds as many\n  try  --tensor-parallel-size {fits}"
+                f"--tensor-parallel-size is {size}; the model has {number} {name}, which is not a multiple of it: all "
+                f"shards hold the same number\n  try  --tensor-parallel-size {fits}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """config.json, with errors that name the file."""
+    """The content of config.json, with errors that name the file."""
 
     directory: Path
     values: dict[str, object]
 
     def size(self, key: str) -> int:
-        """A count that has to be there. Raises InputError."""
+        """Return a count that must be present. Raise InputError."""
         value = self.optional_size(key, None)
         if value is None:
             raise InputError(f"{self.path}: {key} is missing")
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """A count; null means None, and an absent key the default. Raises InputError."""
+        """Return a count. null means None, and an absent key means the default. Raise InputError."""
         value = self.values.get(key, default)
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{self.path}: {key} is {value!r:.100}; expected an integer of at least 1")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """true or false; an absent key means the default. Raises InputError."""
+        """Return true or false. An absent key means the default. Raise InputError."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise InputError(f"{self.path}: {key} is {value!r:.100}; expected true or false")
@@ -233,15 +251,19 @@ class ConfigFile:
         return self.directory / "config.json"
 
     def refuse(self, what: str) -> UnsupportedModelError:
-        """An error that says what is not supported."""
+        """Return an error about something that is not supported."""
         return UnsupportedModelError(f"{self.path}: {what}")
 
 
 def find_family(config: ConfigFile) -> Family:
-    """The proven family a config.json names. Raises UnsupportedModelError that names the nearest one."""
+    """Return the proven family that a config.json names.
+
+    Raises:
+        UnsupportedModelError: there is none. The message names the nearest one.
+    """
     model_type = config.values.get("model_type")
     named = config.values.get("architectures")
-    if not named:  # old files name no architecture; the type decides, as in transformers
+    if not named:  # old files name no architecture, so the type decides, as in transformers
         named = [f.architecture for f in FAMILIES.values() if f.model_type == model_type]
     architecture = named[0] if isinstance(named, list) and named else None
     family = FAMILIES.get(str(architecture))
@@ -253,13 +275,13 @@ def find_family(config: ConfigFile) -> Family:
 
 
 def _heads(config: ConfigFile, family: Family) -> tuple[int, int]:
-    """Attention heads, and KV heads."""
+    """Return the numbers of attention heads and KV heads."""
     num_heads = config.size(family.keys.get("num_attention_heads", "num_attention_heads"))
     return num_heads, config.optional_size("num_key_value_heads", family.kv_heads) or num_heads
 
 
 def _refuse_features(config: ConfigFile) -> None:
-    """Raise for whatever would change the result or run code that is not transformers' own."""
+    """Raise for every feature that would change the result or run code that is not transformers' own."""
     values = config.values
     if values.get("auto_map"):
         raise UnsafeError(
@@ -296,7 +318,7 @@ def _refuse_rope(config: ConfigFile) -> None:
 
 
 def _rope_types(scaling: object) -> Iterator[object]:
-    """Every rope type named in a rope dictionary, per layer type or not, under its old or its new key."""
+    """Yield every rope type in a rope dictionary, per layer type or not, under its old or its new key."""
     if not isinstance(scaling, Mapping):
         return
     yield from (scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None)
@@ -318,7 +340,7 @@ def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
 
 
 def _stored_dtype(directory: Path, tensors: Mapping[str, TensorEntry]) -> str:
-    """The float type that holds most bytes: a checkpoint may keep a few tensors in another."""
+    """Return the float type that holds most bytes. A checkpoint may keep a few tensors in another type."""
     held: dict[str, int] = {}
     for entry in tensors.values():
         if entry.dtype in _DTYPE_NAMES:
@@ -329,9 +351,10 @@ def _stored_dtype(directory: Path, tensors: Mapping[str, TensorEntry]) -> str:
 
 
 def _fingerprint(directory: Path, checkpoint: Checkpoint) -> str:
-    """Over config.json, every weight file's name, header and size, and some bytes from the middle of every tensor.
+    """Return a hash of config.json, every weight file's name, header and size, and some bytes of every tensor.
 
-    Training changes all values of a tensor, so that few tell; a single changed value is missed.
+    The bytes are from the middle of the tensor. Training changes all values of a tensor, so a few reveal it. A single
+    changed value is missed.
     """
     digest = hashlib.sha256(safe_path(directory, "config.json").read_bytes())
     for name, header in sorted(checkpoint.headers.items()):

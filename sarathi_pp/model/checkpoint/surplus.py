@@ -1,8 +1,8 @@
-"""Tell stored tensors that no causal language model computes with from those that it does. No torch.
+"""The stored tensors that no causal language model computes with. No torch.
 
-Published checkpoints hold tables that a model makes itself (rotary tables, causal masks), heads of another task that
-a training left behind, and counts. They decide no logit, so they are left in their file. Anything else without a place
-in the model is an error, since it may be what makes this model another one.
+Published checkpoints hold tables that a model makes itself (rotary tables, causal masks), heads left from training for
+another task, and counts. They change no logit, so they are not loaded. Any other tensor without a place in the model is
+an error, since it may make this another model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sarathi_pp.errors import UnsupportedModelError
 from sarathi_pp.model.checkpoint.files import Checkpoint, TensorEntry
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-# By the whole stored name. No tensor that a supported family computes with has such a name, which a test checks.
+# Patterns of the whole stored name. A test checks that no tensor that a supported family computes with matches.
 _KINDS = (
     ("rotary tables", re.compile(r"(^|\.)rotary_emb\.|(^|\.)(inv_freq|cos_cached|sin_cached)$")),
     ("causal masks", re.compile(r"(^|\.)(attn|attention|self_attn)\.masked_bias$")),
@@ -27,7 +27,7 @@ _IN_LAYER = re.compile(r"(^|\.)\d+\.")
 
 
 def surplus_kind(key: str, entry: TensorEntry) -> str | None:
-    """Return what a stored tensor is that decides nothing, or None if the model may compute with it."""
+    """Return the kind of a stored tensor that changes no logit, or None if the model may compute with it."""
     for kind, names in _KINDS:
         if names.search(key):
             return kind
@@ -39,12 +39,12 @@ def surplus_kind(key: str, entry: TensorEntry) -> str | None:
 
 
 def needed_tensors(checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
-    """Return the tensors without those that decide nothing."""
+    """Return the tensors without those that change no logit."""
     return {key: entry for key, entry in checkpoint.tensors.items() if surplus_kind(key, entry) is None}
 
 
 def refuse_types(tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise UnsupportedModelError for the first tensor that is not stored as a float type that is computed in."""
+    """Raise UnsupportedModelError for the first tensor whose stored type is none of FLOATS."""
     for key, entry in tensors.items():
         if entry.dtype not in FLOATS:
             raise UnsupportedModelError(
@@ -54,7 +54,7 @@ def refuse_types(tensors: Mapping[str, TensorEntry]) -> None:
 
 
 def surplus_note(checkpoint: Checkpoint) -> str | None:
-    """Return a sentence that says which tensors are left aside, or None if there are none."""
+    """Return a sentence that names the tensors that are not loaded, or None if there are none."""
     found: dict[str, list[str]] = {}
     for key, entry in checkpoint.tensors.items():
         if (kind := surplus_kind(key, entry)) is not None:
@@ -64,4 +64,4 @@ def surplus_note(checkpoint: Checkpoint) -> str | None:
     named = "; ".join(
         f"{kind} ({keys[0]}{f' and {len(keys) - 1} more' if keys[1:] else ''})" for kind, keys in found.items()
     )
-    return f"tensors that decide no token are not loaded: {named}"
+    return f"tensors that affect no token are not loaded: {named}"

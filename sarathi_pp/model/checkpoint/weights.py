@@ -1,9 +1,9 @@
-"""Reads the tensors of one stage, or a shard's parts of them, and no byte of the others.
+"""A reader of the tensors of one stage, or a shard's parts of them. It reads no byte of the others.
 
-Each tensor is read into memory of its own instead of being mapped: the first microbatch then pays no page
-faults, a file that is rewritten during a run cannot crash it, and the peak is the slice itself. The headers
-were checked when the checkpoint was opened, so a tensor is a seek and a read, and a part of one as many as it has
-pieces: columns are a piece a row.
+Each tensor is read into its own memory instead of being mapped. So the first microbatch causes no page faults, and a
+file that is rewritten during a run cannot crash it. The peak is the slice itself. The headers were checked when the
+checkpoint was opened, so a tensor is one seek and one read. A part of a tensor is one seek and read per piece. If
+columns are cut, each row is a piece.
 """
 
 from __future__ import annotations
@@ -66,9 +66,15 @@ class ReadCount:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part `index` of `size` equal ones of a dimension; of each of its `blocks` blocks where it has several.
+    """One of `size` equal parts of a dimension, or of each block if the dimension has several blocks.
 
-    blocks 2, size 2, index 0:   gate gate . . up up . .
+        blocks 2, size 2, index 0:   gate gate . . up up . .
+
+    Attributes:
+        dim: the dimension that is cut.
+        blocks: number of blocks of the dimension.
+        index: index of the part.
+        size: number of parts.
     """
 
     dim: int
@@ -77,20 +83,23 @@ class Cut:
     size: int
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The part's shape."""
+        """Return the part's shape."""
         assert shape[self.dim] % (self.blocks * self.size) == 0, f"{shape}, {self}"
         return (*shape[: self.dim], shape[self.dim] // self.size, *shape[self.dim + 1 :])
 
     def piece(self, shape: tuple[int, ...]) -> int:
-        """Numbers that the part has without a gap; from piece to piece it is `size` times as far."""
+        """Return the number of values that the part has without a gap.
+
+        Pieces start `size` times that distance apart.
+        """
         return shape[self.dim] // (self.blocks * self.size) * math.prod(shape[self.dim + 1 :])
 
 
 class Arrived:
-    """A tensor that was read, on its way to a device. `to` is all that transformers' loader asks of it.
+    """A tensor that was read, on its way to a device. transformers' loader calls only its `to`.
 
-    The loader places every tensor in the host's memory, unless accelerate is there to tell it of another. A stage would
-    then lie there in whole before it moves; so what is read goes on at once, and a few tensors are there at a time.
+    The loader places every tensor in host memory, unless accelerate gives it another device. Then the whole stage would
+    be in host memory before it moves. So each tensor moves on at once, and only a few are in host memory at a time.
     """
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
@@ -102,12 +111,15 @@ class Arrived:
 
 
 class StoredTensor:
-    """A tensor that is still in its file; `[...]` reads it, into new memory each time.
+    """A tensor that is still in its file. `[...]` reads it, into new memory each time.
 
-    This is the form in which transformers' loader takes tensors that it places one at a time, in a few
-    threads. dtype: the float type the loader is going to want. device: where it is to be, whatever the loader says. A
-    tensor larger than BLOCK_BYTES is converted block by block while it is read, so that it is never held in both types;
-    smaller ones are left as stored, because transformers keeps some (gpt_oss's norms) in float32 whatever is asked for.
+    transformers' loader takes tensors in this form, and places them one at a time in a few threads. A tensor larger
+    than BLOCK_BYTES is converted block by block while it is read, so that it is never held in both types. Smaller ones
+    stay as stored, because transformers keeps some (gpt_oss's norms) in float32 whatever type is requested.
+
+    Args:
+        dtype: float type that the loader is going to want.
+        device: device that the tensor moves to, whatever the loader requests.
     """
 
     def __init__(
@@ -126,7 +138,7 @@ class StoredTensor:
         self.shape = entry.shape if cut is None else cut.of(entry.shape)
 
     def cut(self, cut: Cut) -> StoredTensor:
-        """A part of it, of which alone bytes are read."""
+        """Return a part of the tensor. Only bytes of that part are read."""
         assert self._cut is None, "cut once"
         return StoredTensor(self._entry, self._count, self._dtype, cut, self._device)
 
@@ -140,12 +152,12 @@ class StoredTensor:
         return math.prod(self.shape) * (self._dtype if stored.is_floating_point else stored).itemsize
 
     def __getitem__(self, everything: EllipsisType) -> Tensor | Arrived:
-        """All of it. Raises InputError where the file is shorter than it was."""
+        """Return the whole tensor. Raise InputError if the file is shorter than before."""
         host = self.read()
         return host if self._device is None or self._device.type == "cpu" else Arrived(host, self._device)
 
     def read(self) -> Tensor:
-        """In the host's memory."""
+        """Return the tensor in host memory."""
         stored = _DTYPES[self._entry.dtype]
         num_bytes = math.prod(self.shape) * stored.itemsize
         convert = stored.is_floating_point and stored != self._dtype and num_bytes > BLOCK_BYTES
@@ -170,7 +182,7 @@ class StoredTensor:
 
 
 class _Pieces:
-    """The bytes of a stored tensor, or of a part of it, one after the other."""
+    """The bytes of a stored tensor, or of a part of it, one piece after the other."""
 
     def __init__(self, stream: RawIOBase, entry: TensorEntry, cut: Cut | None, item_bytes: int) -> None:
         self._stream = stream
@@ -182,7 +194,7 @@ class _Pieces:
             self._piece_bytes = cut.piece(entry.shape) * item_bytes
             self._step_bytes = self._piece_bytes * cut.size
             self._next = entry.begin + self._piece_bytes * cut.index
-        self._left = 0  # of the piece in which the stream is
+        self._left = 0  # bytes of the current piece that are not read yet
 
     def fill(self, view: memoryview) -> None:
         filled = 0
@@ -210,9 +222,9 @@ def stage_tensors(
 ) -> dict[str, StoredTensor]:
     """Return the stored tensors of the layers [first, end), and of the embedding or the LM head at either end.
 
-    A name that belongs to no layer and to no module of the first stage goes to the last stage, and so does a layer past
-    the model's end: there the loader knows what transformers ignores and reports what is unexpected. Without layers, at
-    the model's end, only the LM head is loaded.
+    A name that belongs to no layer and to no module of the first stage goes to the last stage. So does a layer past the
+    model's end. There the loader knows the tensors that transformers ignores, and reports unexpected ones. Without
+    layers, at the model's end, only the LM head is loaded.
     """
     first, end = layers
     in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")

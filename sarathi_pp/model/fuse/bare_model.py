@@ -1,10 +1,10 @@
-"""A base model, and an LM head, without what transformers does around them for generation, training and inspection.
+"""A base model and an LM head without transformers' extra steps for generation, training and inspection.
 
     token ids or activations -> embedding -> cosines and sines of all positions -> the stage's layers -> norm -> LM head
 
-transformers' forward prepares unused masks and caches, copies its list of layers and calls every one of them, those of
-other stages included. Between two microbatches, when the caches are full of weights, that is a good part of Python's
-time.
+transformers' forward prepares unused masks and caches, copies its list of layers and calls every one of them, also
+those of other stages. Between two microbatches, the processor's caches are full of weights. These steps then are a good
+part of Python's time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from sarathi_pp.model.fuse.rewrite import runs
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.missing_layer import MissingLayer
 
-# Those of Qwen2 and Mistral differ from Llama's in the masks they make; Qwen3's is Qwen2's.
+# The forwards of Qwen2 and Mistral differ from Llama's in the masks they make. Qwen3's is the same as Qwen2's.
 _KNOWN = (LlamaModel, MistralModel, Qwen2Model)
-# They are the same except for their examples, which count as their code.
+# These forwards are the same except for the examples in their docstrings, which count as code.
 _WITH_BARE_LM_HEADS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 
 class _Output(NamedTuple):
-    """The output that a `...ForCausalLM` reads. last_hidden_state: (1, T, hidden_size)."""
+    """The output that a `...ForCausalLM` reads.
+
+    Attributes:
+        last_hidden_state: (1, T, hidden_size).
+    """
 
     last_hidden_state: Tensor
     past_key_values: None = None
@@ -40,13 +44,13 @@ class _Output(NamedTuple):
 
 
 class BareModel(nn.Module):
-    """A base model that does the same operations on the same tensors. Its modules keep their names."""
+    """A base model that runs the same operations on the same tensors. Its modules keep their names."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.embed_tokens, self.layers = base.embed_tokens, base.layers
         self.norm, self.rotary_emb = base.norm, base.rotary_emb
-        # A module that replaces a layer later is not called.
+        # A module that replaces one of these layers later is not called.
         self._layers = tuple(layer for layer in base.layers if not isinstance(layer, MissingLayer))
         compiled = len(self._layers) == 1 and isinstance(self._layers[0], CompiledLayers)
         cached = compiled and RotaryCache.fits(base.rotary_emb)
@@ -76,7 +80,7 @@ class BareModel(nn.Module):
             hidden = inputs_embeds
         if self._layers:
             assert paged is not None
-            # A `...ForCausalLM` passes the first two, and StageModel does not.
+            # A `...ForCausalLM` passes the first two, but StageModel does not.
             arguments = {
                 "attention_mask": None,
                 "past_key_values": None,

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def compile_layers(layers: nn.ModuleList) -> bool:
-    """Replace a stage's layers by one module, if all are Llama's and alike. Return whether this was done.
+    """Replace a stage's layers by one module, if all are Llama's with equal properties. Return whether this was done.
 
-    CompiledLayers replaces the first layer, and a MissingLayer each of the others.
+    CompiledLayers replaces the first layer, and a MissingLayer replaces each of the others.
     """
     held = [index for index, layer in enumerate(layers) if isinstance(layer, Block)]
     blocks = [layers[index] for index in held]
@@ -36,13 +36,13 @@ def compile_layers(layers: nn.ModuleList) -> bool:
 
 
 def _likeness(block: Any) -> tuple[object, ...] | None:
-    """Return what must be the same in all layers; None if the compiled call does not know a part of this one."""
+    """Return the properties that must be equal in all layers, or None if the compiled call lacks a part of this one."""
     attention, mlp, norms = block.self_attn, block.mlp, (block.input_layernorm, block.post_attention_layernorm)
     known = type(attention) is RotaryAttention and type(mlp) is GatedMLP and all(type(n) is RowNorm for n in norms)
     if not known:
         return None
     linears = attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj
-    if any(type(linear) is not PackedLinear for linear in linears):  # a tensor shard's give a summand only
+    if any(type(linear) is not PackedLinear for linear in linears):  # those of a tensor shard give only a summand
         return None
     epsilons = {norm.epsilon for norm in norms}
     if len(epsilons) != 1:
@@ -54,15 +54,15 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
 
 
 class CompiledLayers(nn.Module):
-    """Blocks one after the other, bit for bit: in one call if a single thread computes and attention is numba's.
+    """Blocks that run one after the other, or in one compiled call with the same bits.
 
-    One thread at a time may run it.
+    It is one call if a single thread computes and attention is numba's. One thread at a time may run it.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        # Of the attention backend and the KV shard of the last call; None if these do not go in one call.
+        # Call for the attention backend and the KV shard of the last forward; None if one call cannot run these.
         self._call: DecoderLayersCall | None = None
         self._made_for: tuple[object, object] = (None, None)
 
@@ -121,7 +121,7 @@ class CompiledLayers(nn.Module):
             pages=inputs.pages,
             chunks=chunks,
             decodes=(decode_rows, decode_ends, decode_pages),
-            most_high_rows=attention.qkv.most_high_rows,  # all products have the same, once they have been timed
+            most_high_rows=attention.qkv.most_high_rows,  # the same for all products, once they are timed
             steps=paged.steps,
         )
 

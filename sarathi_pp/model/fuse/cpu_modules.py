@@ -1,7 +1,7 @@
-"""What rewrite.py puts in the place of a model's own modules: the same values with fewer passes over them.
+"""Modules that replace a model's own (rewrite.py): the same values with fewer passes over memory.
 
-Every rounding to bfloat16 stays where the model has it. All take bfloat16 on CPU. The last product keeps its name: what
-tensor shards add up behind it is found by that (tensor_parallel.py).
+Every rounding to bfloat16 is at the same point as in the model. All modules take bfloat16 on CPU. The last product
+keeps its name, because tensor_parallel.py finds the summands of shards by that name.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.packed_linear import PackedLinear
 
-# Rows below which threads are not worth their waking.
+# Fewest rows per thread: for fewer, waking a thread is not worth it.
 _ROWS_A_THREAD = 32
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) for bfloat16 x (..., hidden_size)."""
+    """A gated MLP: down(silu(gate(x)) * up(x)) for bfloat16 x (..., hidden_size)."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu.row_ops import silu_multiply  # numba is not everywhere
+        from sarathi_pp_kernels.cpu.row_ops import silu_multiply  # numba is optional
 
         self._silu_multiply = silu_multiply
         self.width = mlp.up_proj.out_features
         self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
-        mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next is packed
+        mlp.gate_proj = mlp.up_proj = None  # frees them before the next one is packed
         self.down_proj = PackedLinear(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,11 +45,14 @@ class GatedMLP(nn.Module):
 
 
 class RowNorm(nn.Module):
-    """weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width); the quotient is rounded, then the product."""
+    """An RMSNorm: weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width).
+
+    The quotient is rounded, then the product.
+    """
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu.row_ops import add_rms_norm, rms_norm  # numba is not everywhere
+        from sarathi_pp_kernels.cpu.row_ops import add_rms_norm, rms_norm  # numba is optional
 
         self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
         self.weight = norm.weight
@@ -68,7 +71,7 @@ class RowNorm(nn.Module):
         self._rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
-        """The norm of x + added; `added` becomes that sum."""
+        """Return the norm of x + added. `added` becomes that sum."""
         assert x.dtype == added.dtype == torch.bfloat16 and x.shape == added.shape, (
             f"{x.dtype} {x.shape}, {added.shape}"
         )
@@ -99,12 +102,13 @@ class RowNorm(nn.Module):
 class RotaryAttention(nn.Module):
     """Attention with rotary embedding: one product for query, key and value, and one pass that rotates and writes.
 
-    with_norms: the heads of queries and keys go through attention.q_norm and k_norm before, RMSNorms of head_dim.
+    Args:
+        with_norms: first apply attention.q_norm and k_norm, RMSNorms of head_dim, to the heads of queries and keys.
     """
 
     def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu.row_ops import rotate_and_write  # numba is not everywhere
+        from sarathi_pp_kernels.cpu.row_ops import rotate_and_write  # numba is optional
 
         self._rotate_and_write = rotate_and_write
         self.layer_idx = attention.layer_idx
@@ -127,11 +131,16 @@ class RotaryAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        """hidden_states: (1, T, hidden_size). position_embeddings: cosines and sines, (1, T, head_dim) each."""
+        """Return the attention output (1, T, hidden_size), and None for the weights.
+
+        Args:
+            hidden_states: (1, T, hidden_size).
+            position_embeddings: cosines and sines, (1, T, head_dim) each.
+        """
         assert attention_mask is None, "a mask was made; it would be T x T"
         rows = self.qkv(hidden_states)[0]
         cos, sin = (one.contiguous() for one in position_embeddings)
-        # The pass goes by addresses: nothing behind it would notice.
+        # The pass takes addresses, so it would not notice wrong shapes.
         expected = (1, paged.inputs.num_tokens, self.head_dim)
         assert cos.shape == sin.shape == expected and len(rows) == expected[1], f"{cos.shape}, {sin.shape}, {expected}"
         assert cos.dtype == sin.dtype == paged.kv.dtype == torch.bfloat16, f"{cos.dtype}, {paged.kv.dtype}"
@@ -166,7 +175,7 @@ class RotaryAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer: attention and MLP, each behind a norm and beside a residual."""
+    """A decoder layer: attention and MLP, each after a norm and with a residual."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""What rewrite.py puts in the place of a model's own modules on CUDA: the same operations in fewer launches.
+"""Modules that replace a model's own on CUDA (rewrite.py): the same operations in fewer launches.
 
-Products stay torch's own, merged where they have the same input; the library may sum a wider one in another order.
-What lies between them is Triton's (sarathi_pp_kernels), with every rounding where the model has it, but for the order
-of sums and the last bit of exp and rsqrt. bfloat16, float16 or float32. The last product keeps its name: what tensor
-shards add up behind it is found by that (tensor_parallel.py).
+Products stay torch's own, and those with the same input are merged. The library may sum a wider product in another
+order. Triton's kernels (sarathi_pp_kernels) compute the steps between products. Every rounding is at the same point as
+in the model. Only the order of sums and the last bit of exp and rsqrt differ. The dtype is bfloat16, float16 or
+float32. The last product keeps its name, because tensor_parallel.py finds the summands of shards by that name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_merge(*linears: nn.Module) -> bool:
-    """Whether one product can do for all, which have the same input: floats of one dtype, all with a bias or none."""
+    """Return whether one product can replace all these layers, which have the same input.
+
+    They need the same float dtype and device, and all or none have a bias.
+    """
     if not all(type(one) is nn.Linear and one.weight.dtype in DTYPES for one in linears):
         return False
     kinds = {(one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
@@ -28,7 +31,7 @@ def can_merge(*linears: nn.Module) -> bool:
 
 
 class MergedLinear(nn.Module):
-    """The outputs of several linear layers with the same input, side by side."""
+    """Several linear layers with the same input as one product. Their outputs are next to each other."""
 
     def __init__(self, *linears: Any) -> None:
         super().__init__()
@@ -41,15 +44,15 @@ class MergedLinear(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) for x (..., hidden_size)."""
+    """A gated MLP: down(silu(gate(x)) * up(x)) for x (..., hidden_size)."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.triton.gate import silu_multiply  # triton is not everywhere
+        from sarathi_pp_kernels.triton.gate import silu_multiply  # triton is optional
 
         self._gate = silu_multiply
         self.gate_up = MergedLinear(mlp.gate_proj, mlp.up_proj)
-        mlp.gate_proj = mlp.up_proj = None  # they need not be held while the next are merged
+        mlp.gate_proj = mlp.up_proj = None  # frees them before the next ones are merged
         self.down_proj = mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,11 +60,14 @@ class GatedMLP(nn.Module):
 
 
 class RowNorm(nn.Module):
-    """weight * x / sqrt(mean(x * x) + eps) for x (..., width); the quotient is rounded, then the product."""
+    """An RMSNorm: weight * x / sqrt(mean(x * x) + eps) for x (..., width).
+
+    The quotient is rounded, then the product.
+    """
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.triton.norm import add_rms_norm, rms_norm  # triton is not everywhere
+        from sarathi_pp_kernels.triton.norm import add_rms_norm, rms_norm  # triton is optional
 
         self._norm, self._add_norm = rms_norm, add_rms_norm
         self.weight = norm.weight
@@ -71,19 +77,20 @@ class RowNorm(nn.Module):
         return self._norm(x, self.weight, self.epsilon)
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
-        """The norm of x + added; `added` becomes that sum."""
+        """Return the norm of x + added. `added` becomes that sum."""
         return self._add_norm(x, added, self.weight, self.epsilon)
 
 
 class RotaryAttention(nn.Module):
     """Attention with rotary embedding: one product for query, key and value, and one launch that rotates and writes.
 
-    with_norms: the heads of queries and keys go through attention.q_norm and k_norm before, RMSNorms of head_dim.
+    Args:
+        with_norms: first apply attention.q_norm and k_norm, RMSNorms of head_dim, to the heads of queries and keys.
     """
 
     def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
         super().__init__()
-        from sarathi_pp_kernels.triton.rotary import rotate_and_write  # triton is not everywhere
+        from sarathi_pp_kernels.triton.rotary import rotate_and_write  # triton is optional
 
         self._rotate = rotate_and_write
         self.layer_idx = attention.layer_idx
@@ -103,7 +110,12 @@ class RotaryAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        """hidden_states: (1, T, hidden_size). position_embeddings: cosines and sines, (1, T, head_dim) each."""
+        """Return the attention output (1, T, hidden_size), and None for the weights.
+
+        Args:
+            hidden_states: (1, T, hidden_size).
+            position_embeddings: cosines and sines, (1, T, head_dim) each.
+        """
         assert attention_mask is None, "a mask was made; it would be T x T"
         cos, sin = (one[0].contiguous() for one in position_embeddings)
         query = self._rotate(

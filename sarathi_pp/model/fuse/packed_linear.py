@@ -1,7 +1,7 @@
 """Linear layers in bfloat16 on CPU, with weights packed once in the layout that a matrix product (GEMM) reads.
 
-A plain linear repacks its weight in every call, which doubles the time of a product with few rows, that is of a decode.
-Two products do not: our own (gemm.py), if numba and the processor allow it, and oneDNN's.
+A plain linear layer repacks its weight in every call. That doubles the time of a product with few rows, such as a
+decode. Two products avoid it: our own (gemm.py), if numba and the processor allow it, and oneDNN's.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, spli
 from torch import Tensor, nn
 from torch.nn import functional
 
-# oneDNN builds kernels for each new number of rows, 10 to 20 ms for each shape of weights, and takes up to 40 % longer
-# where they are no multiple of 16. So rows are multiplied in blocks of 256, which is also what a packed layout is tuned
-# for, and the last block is padded to a multiple of the step: at most 16 different numbers of rows.
+# oneDNN builds kernels for each new number of rows, in 10 to 20 ms per shape of weights. It takes up to 40 % longer if
+# the number is no multiple of 16. So rows are multiplied in blocks of 256, for which a packed layout is tuned as well.
+# The last block is padded to a multiple of the step, so there are at most 16 different numbers of rows.
 _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
-# Numbers of rows at which kinds of tiles are compared, so many times, on layers that together have so many bytes, one
-# of each shape that finds room before any shape again, small ones first: weights come from memory then and not from a
-# cache, and large models, and those with a large LM head, take no longer. With more than _READING_ROWS computing takes
-# longer than reading, and fewer bytes will do.
+# The kinds of tiles are compared at these numbers of rows, _TIMES times each, on layers of _TIMED_BYTES in total. One
+# layer of each shape is chosen if it fits, before a second one of any shape, small ones first. Then weights come from
+# memory and not from a cache. Large models, and those with a large LM head, take no longer than others. With more than
+# _READING_ROWS rows, computing takes longer than reading, so fewer bytes are enough.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3
 _TIMED_BYTES = 64 * 2**20
@@ -35,7 +35,7 @@ _READING_ROWS = 16
 
 
 def packed_class(linear: nn.Linear) -> type[PackedLinear] | type[OneDnnLinear] | None:
-    """Return the class that packs a linear layer, None if there is none."""
+    """Return the class that packs a linear layer, or None if no class can."""
     if linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu":
         return None
     if fits_gemm(linear):
@@ -50,9 +50,12 @@ def fits_gemm(linear: nn.Linear) -> bool:
 
 
 def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) -> None:
-    """Bear what would stop a stage later: build the kernels for microbatches of up to that many rows, choose tiles.
+    """Build the kernels for microbatches of up to most_rows rows and choose tiles.
 
-    now: seconds, to tell which tiles are faster.
+    Otherwise this would stop a stage later.
+
+    Args:
+        now: returns seconds, to find out which tiles are faster.
     """
     shapes = {
         (child.in_features, child.out_features, child.bias is None): child
@@ -70,7 +73,7 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
 
 
 def _timed(linears: Sequence[PackedLinear], rows: int) -> list[PackedLinear]:
-    """Those that are timed with so many rows."""
+    """Return the layers to time with this number of rows."""
     left = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
     of_shape: Counter[tuple[int, int]] = Counter()
     turns = []
@@ -87,12 +90,12 @@ def _timed(linears: Sequence[PackedLinear], rows: int) -> list[PackedLinear]:
 
 
 def _most_high_rows(linears: Sequence[PackedLinear], now: Callable[[], float]) -> int:
-    """Up to how many rows high tiles are the faster ones on this machine.
+    """Return the number of rows up to which high tiles are the faster ones on this machine.
 
-    The bound that costs least over all the numbers of rows that are tried, each counting as much: one of them that was
-    disturbed does not decide.
+    It is the bound that costs least over all the numbers of rows that are tried. Each of them counts equally, so one
+    disturbed measurement does not decide.
     """
-    losses: list[tuple[float, float]] = []  # of high tiles and of wide ones, as shares of what the faster kind takes
+    losses: list[tuple[float, float]] = []  # of high tiles and of wide ones, relative to the time of the faster kind
     for rows in _TIMED_ROWS:
         timed = _timed(linears, rows)
         x = [torch.zeros(rows, linear.in_features, dtype=torch.bfloat16) for linear in timed]
@@ -110,22 +113,25 @@ def _most_high_rows(linears: Sequence[PackedLinear], now: Callable[[], float]) -
 
 
 class PackedLinear(nn.Module):
-    """x @ weight.T + bias for bfloat16 x (..., in_features) by our own product: summed in float32, rounded once.
+    """A linear layer by our own product: x @ weight.T + bias for bfloat16 x (..., in_features).
 
-    The outputs of several linear layers with the same input are side by side. A row's result depends on nothing but
-    the row. The outputs are split over as many threads as torch computes with. most_high_rows: see gemm.py.
+    It sums in float32 and rounds once. The outputs of several linear layers with the same input are next to each other.
+    A row's result depends on nothing but the row. The outputs are split over the threads that torch computes with.
+
+    Attributes:
+        most_high_rows: see gemm.py.
     """
 
     most_high_rows = 28
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import gemm  # numba is not everywhere
+        from sarathi_pp_kernels.cpu import gemm  # numba is optional
 
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
         self._padded_rows, self._lay_out, self._multiply = gemm.padded_rows, gemm.lay_out, gemm.multiply
-        # Neither is a buffer: a packed weight can be neither moved nor saved.
+        # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
         self._weight = empty_in_large_pages(gemm.packed_shape(self.out_features, self.in_features), torch.int32)
         parts = torch.split(self._weight, [linear.out_features // 16 for linear in linears])
         for linear, part in zip(linears, parts, strict=True):
@@ -172,21 +178,24 @@ class PackedLinear(nn.Module):
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return (N, K) bfloat16 as (N / 16, K / 2, 16) int32 for gemm.py, a strided view. N % 16 is 0, K is even."""
+    """Return an (N, K) bfloat16 weight as (N / 16, K / 2, 16) int32 for gemm.py, a strided view.
+
+    N % 16 is 0, K is even.
+    """
     outputs, inputs = weight.shape
     words = weight.contiguous().view(torch.int32).view(outputs // 16, 16, inputs // 2)
     return words.permute(0, 2, 1)
 
 
 class OneDnnLinear(nn.Module):
-    """x @ weight.T + bias for bfloat16 x (..., in_features), bit for bit what nn.Linear gives."""
+    """A linear layer by oneDNN: x @ weight.T + bias for bfloat16 x (..., in_features), bit for bit as nn.Linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        # Not a buffer: the opaque layout can neither be moved nor saved.
+        # It is no buffer, because the opaque layout can be neither moved nor saved.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _BLOCK_ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,7 +204,11 @@ class OneDnnLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """x: (rows, in_features), at most a block."""
+        """Multiply at most one block of rows.
+
+        Args:
+            x: (rows, in_features).
+        """
         num_rows = x.shape[0]
         if num_rows == 0:
             return x.new_empty(0, self.out_features)
@@ -207,10 +220,13 @@ class OneDnnLinear(nn.Module):
 
 @functools.cache
 def has_gemm() -> bool:
-    """Return whether our own product runs here: numba, an optional package and a slow import, and the processor."""
+    """Return whether our own product runs here. It needs the processor's instructions, and numba.
+
+    numba is an optional package and a slow import.
+    """
     try:
         from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
-    except ImportError:  # not there, or not for this numpy
+    except ImportError:  # not installed, or not for this numpy
         return False
     return has_avx512_bf16()
 

@@ -1,10 +1,10 @@
-"""Rewrites of a loaded stage that make it faster. Applied from outside: no model knows of them.
+"""Rewrites of a loaded stage that make it faster. They are applied from outside: no model knows about them.
 
-In bfloat16 on CPU, where our own products run (packed_linear.py), gated MLPs, RMSNorms, attention with rotary embedding
-and the layers made of them become those of cpu_modules.py. Then every other linear layer is packed. On CUDA, where
-Triton's kernels run, the same modules in any float dtype become those of cuda_modules.py. Which modules those are is
-read off their code: one whose `forward` is Llama's own, instruction by instruction, does what Llama's does, whatever
-its name.
+If our own products run (packed_linear.py), modules in bfloat16 on CPU become those of cpu_modules.py: gated MLPs,
+RMSNorms, attention with rotary embedding, and the layers made of them. Then every other linear layer is packed. On
+CUDA, if Triton's kernels run, the same modules in any float dtype become those of cuda_modules.py. A module is
+recognised by its code. If its `forward` is Llama's own, instruction by instruction, it computes the same as Llama's,
+whatever its name is.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from sarathi_pp.model.fuse.packed_linear import fits_gemm, has_gemm, packed_clas
 from sarathi_pp.model.triton_available import has_kernels
 
 Rewrite = Callable[[Any], nn.Module]
-# A parent, the name of its child, and what that child becomes.
+# A parent, the name of its child, and the function that makes the new child.
 Place = tuple[nn.Module, str, Rewrite]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kit:
-    """The modules that are put in, and what they take."""
+    """The new modules for one kind of device, and checks for the modules that they can replace."""
 
     gated_mlp: Rewrite
     row_norm: type[nn.Module]
@@ -46,13 +46,14 @@ class _Kit:
 
 
 def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
-    """Replaces what can be replaced; returns how many modules. Attention then needs a PagedCall.
+    """Replace all modules that can be replaced, and return how many there were. Attention then needs a PagedCall.
 
-    by_kernels: whether Triton's kernels run what is fused; None asks the device of the weights.
+    Only one weight at a time is in memory twice. Gate and up count as one weight, and so do query, key and value.
+    Weights that another module shares (tied embeddings) stay as they are, since packing would copy them. No module that
+    is fused shares any.
 
-    One weight at a time is held twice; gate and up are one, and so are query, key and value. Weights that
-    another module shares (tied embeddings) stay as they are, since packing would copy them; no module that is fused
-    shares any.
+    Args:
+        by_kernels: fused modules use Triton's kernels. None: if these run on the device of the weights.
     """
     if by_kernels is None:
         by_kernels = any(has_kernels(parameter.device) for parameter in module.parameters())
@@ -69,7 +70,10 @@ def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
 
 
 def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -> Iterator[Place]:
-    """What can be rewritten, and nothing inside of it. No module that is: they would keep their weights alive."""
+    """Yield the places that can be rewritten, and none inside of them.
+
+    No module to be rewritten is yielded: a reference to it would keep its weights alive.
+    """
     parents = [module]
     seen = set(parents)
     while parents:
@@ -84,13 +88,13 @@ def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -
 
 
 def _part(kit: _Kit, child: Any) -> Rewrite | None:
-    """Of a layer."""
+    """Return how to rewrite a part of a layer, or None if it stays."""
     if runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
         fits = kit.takes_products(child.gate_proj, child.up_proj) and kit.takes_products(child.down_proj)
         return kit.gated_mlp if fits else None
     if _is_row_norm(kit, child):
         return kit.row_norm
-    # All but Llama's hand a window to the attention function too, which knows it from the stage.
+    # All but Llama's also pass a window to the attention function, which knows the window from the stage.
     if any(runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
         return kit.attention if _fits_one_pass(kit, child) else None
     if runs(child, Qwen3Attention):
@@ -126,7 +130,7 @@ def _packing(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
 
 
 def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
-    """Return whether the kit takes its products and heads, and its rotary embedding is Llama's."""
+    """Return whether the kit takes an attention's products and heads, and its rotary embedding is Llama's."""
     inputs, out = (attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj
     if not kit.takes_products(*inputs) or not kit.takes_products(out) or attention.head_dim % kit.head_step:
         return False
@@ -135,7 +139,7 @@ def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
 
 
 def runs(module: nn.Module, known: type[nn.Module]) -> bool:
-    """Whether a module's forward is that of a known one, instruction by instruction."""
+    """Return whether a module's forward is that of a known class, instruction by instruction."""
     return _same_code(type(module).forward, known.forward)
 
 
@@ -155,7 +159,7 @@ def _fits_registers(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_gemm()
 
 
-# Heads fill registers on CPU.
+# On CPU, a head must fill whole registers.
 _CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_registers, head_step=32)
 _CUDA = _Kit(
     cuda_modules.GatedMLP,

@@ -11,19 +11,19 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from sarathi_pp.model.fuse.rewrite import runs
 
-# These are the same in new releases of transformers; Qwen2's was written differently before.
+# Both are the same in new releases of transformers. Qwen2's was written differently before.
 _KNOWN = (LlamaRotaryEmbedding, Qwen2RotaryEmbedding)
 # Kinds in which an angle depends on its position alone, and not on the longest sequence.
 _OF_POSITION_ALONE = ("default", "linear", "llama3", "yarn")
 # Floats that torch computes at once. It computes the remaining ones one by one, which gives other last bits.
 _AT_ONCE = 32
-# Positions of a step, few enough for one thread: each of several threads would have remaining floats.
+# Positions per step, few enough for one thread. With several threads, each would have remaining floats.
 _STEP = 128
 _LEAST_STEPS = 32
 
 
 class RotaryCache:
-    """Cosines and sines of all positions up to the largest one that was asked for.
+    """Cosines and sines of all positions up to the largest one that was requested.
 
     Args:
         rotary: transformers' own module, which computes them.

@@ -50,14 +50,14 @@ def disturb_phases(step, what):
     rank, size, phases = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
     step_of, present = agreement.Agreement.step, presence.Presence.__init__
 
-    def impatient(self, store, rank, names, patience_s, clock):
-        present(self, store, rank, names, PATIENCE_S, clock)
+    def impatient(self, store, rank, names, patience_s, clock, activity=None):
+        present(self, store, rank, names, PATIENCE_S, clock, activity)
 
     @contextmanager
-    def disturbed(self, phase, **options):
+    def disturbed(self, phase, detail="", **options):
         number = len(phases)
         phases.append(phase)
-        with step_of(self, phase, **options) as one:
+        with step_of(self, phase, detail, **options) as one:
             if what == "slow" and number % size == rank:
                 compute(step / 1000)
             if what == "stop" and (number, rank) == (step, 1):

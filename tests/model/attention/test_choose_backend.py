@@ -76,7 +76,7 @@ def test_on_cpu_nothing_of_cuda_is_imported_or_asked_about(monkeypatch):
 def test_on_cuda_auto_takes_the_first_that_runs_and_says_why_not_the_others(gpu, caplog):
     caplog.set_level("INFO", attention.__name__)
     assert choose_backend("auto", CUDA, None, LLAMA).name == "triton"
-    gpu["triton"] = "compiles no kernels here: no C compiler"
+    gpu["triton"] = "cannot compile kernels here: no C compiler"
     assert choose_backend("auto", CUDA, None, LLAMA).name == "flash"
     gpu["flash"] = "needs compute capability 8.0 or more"
     assert choose_backend("auto", CUDA, None, LLAMA).name == "varlen"
@@ -85,7 +85,7 @@ def test_on_cuda_auto_takes_the_first_that_runs_and_says_why_not_the_others(gpu,
     assert [record.message for record in caplog.records][:2] == [
         "attention triton for auto on cuda (numba runs on cpu, not on cuda)",
         "attention flash for auto on cuda (numba runs on cpu, not on cuda; "
-        "triton compiles no kernels here: no C compiler)",
+        "triton cannot compile kernels here: no C compiler)",
     ]
 
 
@@ -160,5 +160,7 @@ def test_a_machine_that_cannot_compile_is_told_of_once_and_served_all_the_same(o
         raise RuntimeError("Failed to find C compiler.\nSet CC to one")
 
     monkeypatch.setattr(triton_available, "_try_one", fail)
-    assert triton_available.why_no_kernels.__wrapped__(CUDA) == "compiles no kernels here: Failed to find C compiler."
+    assert (
+        triton_available.why_no_kernels.__wrapped__(CUDA) == "cannot compile kernels here: Failed to find C compiler."
+    )
     assert "Failed to find C compiler" in caplog.text and "Set CC" not in caplog.text

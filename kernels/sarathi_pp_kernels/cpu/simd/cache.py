@@ -2,9 +2,9 @@
 
     identity + signature + processor -> digest -> attend-<digest>.kernel: magic | digest | sha256 of the code | code
 
-numba's own cache keeps all kernels of one name in an index and numbered files. Two writers that meet, or one that stops
-between its two writes, make it give one kernel the code of another. Here the name of a file says all that decides its
-code, a file is written under another name and then renamed, and whatever goes wrong with one costs a compilation only.
+numba's own cache keeps all kernels of one name in an index and numbered files. If two writers collide, or a writer
+stops between its two writes, it gives one kernel the code of another. Here the name of a file contains all that decides
+its code. A file is written under another name and then renamed. Any problem with a file only costs a compilation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ _log = logging.getLogger(__name__)
 
 _MAGIC = b"sarathi-pp kernel 1\n"
 _LOOK_EVERY_S = 0.05
-# Five minutes. The longest compilation takes some ten seconds; a process that has waited longer compiles too.
+# Five minutes. The longest compilation takes some ten seconds. A process that has waited longer compiles too.
 _MOST_LOOKS = 6000
 
 
 class KernelCache(_Cache):  # type: ignore[misc]
-    """What a numba dispatcher asks for machine code before it compiles, and gives the code that it has compiled.
+    """A cache of machine code.
 
-    One process of a host compiles a kernel at a time, as far as files can be locked; the others wait for its code.
+    A numba dispatcher reads it before it compiles, and writes the code that it has compiled.
+
+    On a host, only one process compiles a kernel at a time, if files can be locked. The others wait for its code.
     """
 
     def __init__(self, function: Any, identity: bytes) -> None:
@@ -58,13 +60,13 @@ class KernelCache(_Cache):  # type: ignore[misc]
         return str(self._folder)
 
     def enable(self) -> None:
-        """Do nothing; numba's interface has it."""
+        """Do nothing. numba's interface requires this method."""
 
     def disable(self) -> None:
-        """Do nothing; numba's interface has it."""
+        """Do nothing. numba's interface requires this method."""
 
     def flush(self) -> None:
-        """Do nothing: a file is never out of date, since its name says what it holds."""
+        """Do nothing: a file is never out of date, since its name identifies its content."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any | None:
         """Return the compiled kernel for a signature, or None if this process has to compile it."""
@@ -101,7 +103,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        if self._lock is not None:  # this process alone writes this kernel: a writer that was killed has left these
+        if self._lock is not None:  # no other process writes this kernel: a killed writer left these
             for left in path.parent.glob(f"{path.stem}.*.partial"):
                 left.unlink(missing_ok=True)
 
@@ -149,12 +151,12 @@ class KernelCache(_Cache):  # type: ignore[misc]
             return
         (lock, descriptor), self._lock = self._lock, None
         with suppress(OSError):
-            lock.unlink()  # who waits for this file finds the kernel; who comes later makes another file
+            lock.unlink()  # waiting processes find the kernel, and later ones make another file
         os.close(descriptor)
 
     @contextmanager
     def _optional(self, done: str) -> Iterator[None]:
-        """Take whatever is raised inside for a kernel that has to be compiled, and report it once."""
+        """Treat any error inside as a kernel that has to be compiled, and report it once."""
         try:
             yield
         except Exception as error:

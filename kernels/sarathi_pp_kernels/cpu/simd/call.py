@@ -1,7 +1,7 @@
-"""Calling a kernel's machine code from another kernel, by its address.
+"""Calls of a kernel's machine code from another kernel, by address.
 
-A kernel that is called by name is optimised once more together with its caller, and then sums up in another order where
-it may. By its address it stays what it is: every bit is that of the kernel called alone.
+A kernel that is called by name is optimised once more together with its caller. It may then sum in another order. A
+kernel that is called by its address stays the same: every bit is that of the kernel called alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 
 def address_of(kernel: Any, signature: Any) -> int:
-    """Of a compiled kernel's code for arguments of these types, which lives as long as the kernel."""
+    """Return the address of a compiled kernel's code for arguments of these types. It lives as long as the kernel."""
     kernel.compile(tuple(signature.args))
     found = kernel.overloads[tuple(signature.args)]
     address = int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
@@ -24,7 +24,7 @@ def address_of(kernel: Any, signature: Any) -> int:
 
 
 def caller(signature: Any) -> Any:
-    """call(address, arguments) for code of that signature, which returns nothing; arguments: a tuple of them."""
+    """Return call(address, arguments) for code of that signature, which returns nothing. `arguments` is a tuple."""
 
     def call(typing: Any, address: Any, arguments: Any) -> Any:
         if len(arguments) != len(signature.args):
@@ -38,7 +38,7 @@ def caller(signature: Any) -> Any:
             ]
             kind = context.call_conv.get_function_type(types.none, signature.args).as_pointer()
             code = builder.inttoptr(given[0], kind)
-            # Kernels raise nothing, so what it says of that is not looked at.
+            # Kernels raise nothing, so the returned status is ignored.
             context.call_conv.call_function(builder, code, types.none, signature.args, cast)
             return context.get_dummy_value()
 

@@ -17,12 +17,12 @@ from numba.core.registry import cpu_target
 
 from sarathi_pp_kernels.cpu.simd.cache import KernelCache
 
-# Sums may be reordered, so that loops use SIMD. Not "fast": that would let a NaN vanish, and a broken sequence
-# has to be seen.
+# Sums may be reordered, so that loops use SIMD. It is not "fast", which could remove a NaN: a broken sequence must be
+# seen.
 _SETTINGS = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 _FOLDER = Path(__file__).parent
 _PACKAGE = __name__.partition(".")[0]
-# Settings of numba that change machine code; processor and features are named by its code generator.
+# Settings of numba that change machine code. Its code generator names processor and features.
 _OF_NUMBA = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 
@@ -31,8 +31,8 @@ def has_avx512_bf16(features: str | None = None) -> bool:
     """Return whether the processor that numba compiles for multiplies bfloat16 in 512-bit registers.
 
     Args:
-        features: of the processor, as LLVM writes them; None asks numba, which may compile for less than this machine
-            has (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES).
+        features: features of the processor, as LLVM writes them. None asks numba, which may compile for fewer features
+            than this machine has (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES).
     """
     if features is None:
         features = cpu_target.target_context.codegen().magic_tuple()[2]
@@ -42,7 +42,7 @@ def has_avx512_bf16(features: str | None = None) -> bool:
 def compiled(**options: Any) -> Callable[[Any], Any]:
     """Return `numba.njit` that lets other threads run and keeps its machine code, if there is a folder to keep it in.
 
-    The function's name gets a digest of all that decides its code, so that two kernels never share a file nor, in one
+    The function's name gets a digest of all that decides its code. So two kernels never share a file or, in one
     process, a symbol.
     """
     settings = {**_SETTINGS, **options}
@@ -63,16 +63,16 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 
 
 def inlined(function: Any) -> Any:
-    """For parts of kernels."""
+    """Return a function, compiled as a part of kernels."""
     return numba.njit(**_SETTINGS, inline="always")(function)
 
 
 def identity_of(function: Any, settings: dict[str, Any]) -> bytes | None:
     """Return a digest of all that decides a kernel's machine code, except its signature and the processor.
 
-    That is the source of simd/, of the function's module, and of each module of this package that it has names of;
-    the constants of that module and the values that the function closes over; versions and settings of the compiler.
-    None if such a value cannot be told from another one by its text.
+    It covers the source of simd/, of the function's module, and of each module of this package of which it has names.
+    It covers the constants of that module and the values that the function closes over, and versions and settings of
+    the compiler. It is None if the text of such a value does not distinguish it from another one.
     """
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     closed_over = dict(zip(function.__code__.co_freevars, cells, strict=True))
@@ -101,13 +101,13 @@ def _module_of(value: object) -> str:
 
 
 def _of_module(value: object) -> str | None:
-    """The full name of a function that its module's source decides, unlike one that was made in a function."""
+    """Return the full name of a function that its module's source decides; None for one that was made in a function."""
     name = getattr(value, "__qualname__", None)
     return f"{_module_of(value)}.{name}" if isinstance(name, str) and "<locals>" not in name else None
 
 
 def _source(module: str) -> str | None:
-    """The file of a module of this package."""
+    """Return the file of a module of this package; None for another module."""
     return getattr(sys.modules.get(module), "__file__", None) if module.partition(".")[0] == _PACKAGE else None
 
 

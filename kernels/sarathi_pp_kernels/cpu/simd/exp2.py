@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from sarathi_pp_kernels.cpu.simd.registers import FLOATS, I16, I32, LANES, call, fma
 
-# 2^x for |x| <= 1/2, from the lowest power on: fits within 4e-6 and 2e-9 of its value.
+# Polynomials for 2^x with |x| <= 1/2, lowest power first. They are within 4e-6 and 2e-9 of its value.
 ROUGH = (1.0, 0.6931210452034274, 0.24022349038021354, 0.05592197584225338, 0.009666368515338686)
 FINE = (
     1.0000000005920207,
@@ -23,7 +23,7 @@ FINE = (
 
 
 def constant(value: float) -> Any:
-    """A float in all lanes."""
+    """Return a float in all lanes."""
     return ir.Constant(FLOATS, [value] * LANES)
 
 
@@ -32,7 +32,7 @@ def nearest_whole(builder: Any, exponent: Any) -> Any:
 
 
 def power(builder: Any, whole: Any, rest: Any, fit: Sequence[float]) -> Any:
-    """2^(whole + rest), |rest| at most 1/2. NaN stays NaN."""
+    """Return 2^(whole + rest) for |rest| of at most 1/2. NaN stays NaN."""
     found = constant(fit[-1])
     for coefficient in reversed(fit[:-1]):
         found = fma(builder, found, rest, constant(coefficient))

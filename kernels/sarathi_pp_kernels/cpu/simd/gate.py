@@ -20,15 +20,17 @@ from sarathi_pp_kernels.cpu.simd.registers import (
 
 # The base 2 logarithm of e, in two parts whose sum is exact to 1e-15.
 _LOG2_E, _LOG2_E_REST = 1.4426950216293335, 1.925963033500693e-08
-# Beyond these 1 + exp(x) is 1, and infinite.
+# Limits beyond which 1 + exp(x) is 1, and infinite.
 _LOWEST, _HIGHEST = -100.0, 90.0
 
 
 @intrinsic
 def silu_multiply_lines(typing, gate, up, to, num_lines):  # type: ignore[no-untyped-def]
-    """to = silu(gate) * up of 16 * num_lines bfloat16, silu(x) = x / (1 + exp(-x)) rounded before it is multiplied.
+    """Compute to = silu(gate) * up for 16 * num_lines bfloat16.
 
-    NaN stays NaN, and -inf gives it, as in torch.
+    silu(x) = x / (1 + exp(-x)) is rounded before it is multiplied.
+
+    NaN stays NaN, and -inf gives NaN, as in torch.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -39,7 +41,7 @@ def silu_multiply_lines(typing, gate, up, to, num_lines):  # type: ignore[no-unt
             x, factor = (
                 to_float(builder, builder.load(halves_at(builder, row, place), align=2)) for row in (gate_, up_)
             )
-            # So that NaN is chosen: it is in no order with anything.
+            # The comparisons keep NaN: each one with NaN is false.
             less = builder.fneg(x)
             less = builder.select(builder.fcmp_ordered(">", lowest, less), lowest, less)
             less = builder.select(builder.fcmp_ordered("<", highest, less), highest, less)

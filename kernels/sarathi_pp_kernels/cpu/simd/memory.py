@@ -1,4 +1,4 @@
-"""Single values and whole lines, loaded and stored."""
+"""Loads and stores of single values and whole lines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def _storer(element: Any, taken: Any, convert: Any = None) -> Any:
 
 
 def _nearest_bf16(builder: Any, value: Any) -> Any:
-    """The bits, on any processor: where it cannot round by itself, LLVM would call a function that is not there."""
+    """Return the bits of the nearest bfloat16, on any processor.
+
+    For a processor that cannot round, LLVM would call a function that does not exist.
+    """
     word = builder.bitcast(value, I32)
     sixteen, odd = ir.Constant(I32, 16), ir.Constant(I32, 1)
     upper = builder.lshr(word, sixteen)
@@ -57,12 +60,12 @@ def _nearest_bf16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), nan, near), I16)
 
 
-# (address, index) -> value, and (address, index, value); index counts elements.
+# (address, index) -> value, and (address, index, value). index counts elements.
 load_word, store_word = _loader(I32, types.uint32), _storer(I32, types.uint32)
 load_half = _loader(I16, types.uint16)
 load_float, store_float = _loader(F32, types.float32), _storer(F32, types.float32)
 load_index, store_index = _loader(I64, types.int64), _storer(I64, types.int64)
-# bfloat16 in memory, float32 as a value; stores round to nearest, and NaN stays NaN.
+# bfloat16 in memory, float32 as a value. Stores round to nearest, and NaN stays NaN.
 load_bf16 = _loader(
     I16,
     types.float32,
@@ -75,7 +78,7 @@ store_fp16 = _storer(ir.HalfType(), types.float32, lambda b, value: b.fptrunc(va
 
 @intrinsic
 def prefetch(typing, address):  # type: ignore[no-untyped-def]
-    """Ask for the cache line at an address, to be read soon, from the second-level cache."""
+    """Prefetch the cache line at an address to the second-level cache, to be read soon."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         prefetch_at(builder, element_at(builder, arguments[0], I8, index(0)), cache=2)
@@ -86,7 +89,7 @@ def prefetch(typing, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def round_lines(typing, source, to, num_lines):  # type: ignore[no-untyped-def]
-    """16 * num_lines float32 to as many bfloat16, at least one line; NaN stays NaN."""
+    """Round 16 * num_lines float32 to bfloat16, at least one line. NaN stays NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source_, to_, num_lines_ = arguments

@@ -36,13 +36,21 @@ def dot_tile(  # type: ignore[no-untyped-def]
     typing, rows, panels, asks, bf16, weight, panel_words, x, row_words, pair_words, num_pairs, begin, out, out_row,
     ahead, ahead_step,
 ):  # fmt: skip
-    """out[r][lane of panel p] = begin[lane of p] + sum over k of x[r][k] . panel p[k][lane]
+    """Compute out[r][lane of panel p] = begin[lane of p] + sum over k of x[r][k] . panel p[k][lane].
 
-    rows, panels: of the tile, literals; rows * panels + panels registers are used, of 32. asks: a literal, the cache
-    (1, 2) to which the line ahead_step * k bytes behind `ahead`, and p panels, is to come with pair k, or 0. bf16: a
-    literal, 1 for bfloat16 outputs, 0 for float32.
-    weight: panel p lies p * panel_words behind it. x: pair k of row r lies r * row_words + k * pair_words behind it.
-    begin: float32, one for each output. out: row r lies r * out_row outputs behind it. num_pairs: at least 1.
+    The tile takes rows * panels + panels registers, out of 32. Pair k of row r is r * row_words + k * pair_words words
+    after x.
+
+    Args:
+        rows: rows of the tile, a literal.
+        panels: panels of the tile, a literal.
+        asks: a literal: the level (1, 2) of the cache to which lines are prefetched; 0 for none. With pair k, the line
+            at ahead_step * k bytes and p panels after `ahead` is prefetched.
+        bf16: a literal: 1 for bfloat16 outputs, 0 for float32.
+        weight: panel p is p * panel_words words after it.
+        num_pairs: at least 1.
+        begin: float32, one for each output.
+        out: row r is r * out_row outputs after it.
     """
     num_rows, num_panels, cache, rounded = (one.literal_value for one in (rows, panels, asks, bf16))
 
@@ -101,10 +109,13 @@ def dot_tile(  # type: ignore[no-untyped-def]
 
 
 def _across(builder: Any, registers: list[Any]) -> Any:
-    """The sums over the lanes of sixteen registers, that of register r in lane r: half of them after each step."""
+    """Return the sums over the lanes of sixteen registers, that of register r in lane r.
+
+    Each step halves the registers.
+    """
     width = LANES // 2
     while width:
-        # Blocks of `width` lanes: those of the one half of the registers beside those of the other.
+        # Blocks of `width` lanes, alternately from one half of the registers and from the other.
         low = [
             lane + (LANES if lane // width % 2 else 0) - (width if lane // width % 2 else 0) for lane in range(LANES)
         ]
@@ -123,9 +134,11 @@ def _across(builder: Any, registers: list[Any]) -> Any:
 
 @intrinsic(prefer_literal=True)
 def dot_lines(typing, lines, asks, query, keys, out, ahead):  # type: ignore[no-untyped-def]
-    """out[t] = query . keys[t] for sixteen tokens of 32 * lines bfloat16 each.
+    """Compute out[t] = query . keys[t] for sixteen tokens of 32 * lines bfloat16 each.
 
-    lines, asks: literals; asks: 1 where with each line of keys that from `ahead` on is to come, to be read once.
+    Args:
+        lines: a literal.
+        asks: a literal: 1 to prefetch, with each line of keys, a line from `ahead` on that is read once.
     """
     num_lines, asked = lines.literal_value, asks.literal_value
 
@@ -153,12 +166,17 @@ def dot_lines(typing, lines, asks, query, keys, out, ahead):  # type: ignore[no-
 def add_weighted(  # type: ignore[no-untyped-def]
     typing, heads, lines, odd, values, weights, weights_step, sums, num_pairs, ahead
 ):
-    """sums[h] += weights[h][t] * values[t] over the tokens of so many pairs, for several heads at once.
+    """Add weights[h][t] * values[t] to sums[h], over the tokens of num_pairs pairs and for several heads at once.
 
-    heads, lines, odd: literals; lines: of 32 channels each; odd: 1 where the second token of a pair is not there.
-    values: (tokens, 32 * lines) bfloat16. weights: bfloat16, those of the next head weights_step behind.
-    sums: (heads, 32 * lines) float32. num_pairs: at least 1. ahead: where what is read next lies; with each pair its
-    lines are asked for, to be read once.
+    Args:
+        heads: a literal.
+        lines: a literal: lines of 32 channels each.
+        odd: a literal: 1 if the second token of a pair is missing.
+        values: (tokens, 32 * lines) bfloat16.
+        weights: bfloat16. Those of the next head are weights_step after those of a head.
+        sums: (heads, 32 * lines) float32.
+        num_pairs: at least 1.
+        ahead: address of the values that are read next. Their lines are prefetched with each pair, to be read once.
     """
     num_heads, num_lines, lone = heads.literal_value, lines.literal_value, odd.literal_value
     channels = [(line, part) for line in range(num_lines) for part in range(2)]

@@ -14,7 +14,7 @@ LANES = 16
 
 
 class _BFloat16(ir.Type):  # type: ignore[misc]
-    """LLVM's type, which llvmlite does not have."""
+    """LLVM's bfloat16 type, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -36,17 +36,17 @@ SHORTS = ir.VectorType(I16, LANES)
 
 
 def index(value: int) -> Any:
-    """A constant, as addresses and counts are."""
+    """Return a constant of the type of addresses and counts."""
     return ir.Constant(I64, value)
 
 
 def element_at(builder: Any, address: Any, element: Any, place: Any) -> Any:
-    """Pointer to element `place` of the array at an address."""
+    """Return a pointer to element `place` of the array at an address."""
     return builder.gep(builder.inttoptr(address, element.as_pointer()), [place])
 
 
 def halves_at(builder: Any, address: Any, place: Any) -> Any:
-    """Pointer to sixteen bfloat16 from element `place` on."""
+    """Return a pointer to sixteen bfloat16 from element `place` on."""
     return builder.bitcast(element_at(builder, address, I16, place), HALVES.as_pointer())
 
 
@@ -61,12 +61,12 @@ def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
 
 
 def prefetch_at(builder: Any, pointer: Any, cache: int) -> None:
-    """Ask for a line to be brought to the first-level cache, or the second: that one can be asked for more at once."""
+    """Prefetch a line to the first-level or second-level cache. The second one takes more requests at once."""
     _prefetch_at(builder, pointer, 4 - cache)
 
 
 def prefetch_once_at(builder: Any, pointer: Any) -> None:
-    """Ask for a line that is read once: to be brought to the first-level cache, and to be kept in no other."""
+    """Prefetch a line that is read once: to the first-level cache, and to no other."""
     _prefetch_at(builder, pointer, 0)
 
 
@@ -76,19 +76,19 @@ def _prefetch_at(builder: Any, pointer: Any, locality: int) -> None:
 
 
 def spread(builder: Any, value: Any) -> Any:
-    """One value in all lanes."""
+    """Return one value in all lanes."""
     lanes = ir.VectorType(value.type, LANES)
     lone = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.Constant(I32, 0))
     return builder.shuffle_vector(lone, ir.Constant(lanes, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
 
 
 def to_bf16(builder: Any, values: Any) -> Any:
-    """Sixteen float32 to bfloat16, to nearest."""
+    """Round sixteen float32 to the nearest bfloat16."""
     return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", HALVES, [values])
 
 
 def to_float(builder: Any, halves: Any) -> Any:
-    """Sixteen bfloat16 to float32."""
+    """Convert sixteen bfloat16 to float32."""
     words = builder.zext(builder.bitcast(halves, SHORTS), WORDS)
     return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
 
@@ -111,13 +111,18 @@ def store_rounded(builder: Any, address: Any, line: Any, values: Any) -> None:
 
 
 def store_some(builder: Any, words: Any, pointer: Any, wanted: Any) -> None:
-    """Store the lanes that are wanted; what lies in the place of the others stays."""
+    """Store the wanted lanes. The memory of the other lanes stays as it is."""
     align = ir.Constant(I32, 4)
     call(builder, "llvm.masked.store.v16i32.p0", ir.VoidType(), [words, pointer, align, wanted])
 
 
 class Loop:
-    """What a loop over lines hands on: values `carried` at the begin of a turn, `results` behind the loop."""
+    """The values that a loop over lines passes on.
+
+    Attributes:
+        carried: values at the start of a turn.
+        results: values after the loop.
+    """
 
     def __init__(self, carried: list[Any]) -> None:
         self.carried = carried
@@ -129,7 +134,7 @@ class Loop:
 
 @contextmanager
 def each_line(builder: Any, num_lines: Any, *begins: Any) -> Iterator[tuple[Any, Loop]]:
-    """What is built inside is done for line 0, 1, ... num_lines - 1; at least once."""
+    """Build a loop: the code that is built inside runs for line 0, 1, ... num_lines - 1, at least once."""
     entry = builder.block
     body, after = builder.append_basic_block("line"), builder.append_basic_block("done")
     builder.branch(body)

@@ -19,9 +19,9 @@ from sarathi_pp_kernels.cpu.simd.registers import (
 
 @intrinsic
 def rotate_lines(typing, source, to, cos, sin, num_lines):  # type: ignore[no-untyped-def]
-    """Rotary embedding of one head of 32 * num_lines bfloat16, channel c with channel c + 16 * num_lines.
+    """Rotate one head of 32 * num_lines bfloat16: channel c with channel c + 16 * num_lines.
 
-    x * cos + (-x[half:], x[:half]) * sin, with both products and their sum rounded. `to` may be `source`.
+    It computes x * cos + (-x[half:], x[:half]) * sin, with both products and their sum rounded. `to` may be `source`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

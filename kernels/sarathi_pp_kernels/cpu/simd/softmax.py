@@ -1,4 +1,4 @@
-"""From scores to weights: the largest, powers and their sum."""
+"""The way from scores to weights: the largest, powers and their sum."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _HIDDEN = _FLOAT(-1e30)
 
 @intrinsic
 def _hide_line(typing, scores, line, low, high):  # type: ignore[no-untyped-def]
-    """In one register, as it is read again at once: single values would have to reach the cache first."""
+    """Hide the lanes of one line that are outside [low, high), in one register.
+
+    The line is read again at once. Single values would have to reach the cache first.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores_, line_, low_, high_ = arguments
@@ -58,7 +61,7 @@ def _hide_line(typing, scores, line, low, high):  # type: ignore[no-untyped-def]
 
 @inlined
 def hide(scores, low, high, width):  # type: ignore[no-untyped-def]
-    """Of the scores [0, width), width a multiple of 16, those outside [low, high) will weigh nothing."""
+    """Give the scores of [0, width) outside [low, high) no weight. width is a multiple of 16."""
     for line in range((low + 15) // 16):
         _hide_line(scores, line, low, high)
     for line in range(high // 16, width // 16):
@@ -67,10 +70,13 @@ def hide(scores, low, high, width):  # type: ignore[no-untyped-def]
 
 @intrinsic(prefer_literal=True)
 def largest(typing, rows, scores, step, num_lines, found):  # type: ignore[no-untyped-def]
-    """found[r] = the largest of 16 * num_lines float32 of row r, at least one line; NaN does not count.
+    """Write to found[r] the largest of 16 * num_lines float32 of row r, at least one line. NaN does not count.
 
-    rows: a literal. Row r lies r * step float32 behind `scores`. Compared and chosen, which is one instruction: LLVM's
-    own maximum looks for NaN on both sides, and goes from lane to lane where it reduces a register to one value.
+    A comparison with a choice is one instruction. LLVM's own maximum looks for NaN on both sides, and goes from lane to
+    lane when it reduces a register to one value.
+
+    Args:
+        rows: a literal. Row r is r * step float32 after `scores`.
     """
     num_rows = rows.literal_value
 
@@ -98,11 +104,18 @@ def largest(typing, rows, scores, step, num_lines, found):  # type: ignore[no-un
 
 @intrinsic(prefer_literal=True)
 def weigh_lines(typing, rows, scores, step, to, to_step, num_lines, slope, tops, sums):  # type: ignore[no-untyped-def]
-    """2^(slope * score - tops[r]) of 16 * num_lines float32 scores of row r, to bfloat16; sums[r]: their sum.
+    """Write 2^(slope * score - tops[r]) as bfloat16, for 16 * num_lines float32 scores of row r.
 
-    rows: a literal; several at once, so that none waits for what it has begun. Rows are `step` float32 apart, of `to`
-    to_step bfloat16. tops, sums: float32. Within 4e-6 of its value before it is rounded; NaN stays NaN. A score of
-    -1e30 weighs 0.
+    Write their sum to sums[r].
+
+    The values are within 4e-6 before they are rounded. NaN stays NaN. A score of -1e30 weighs 0.
+
+    Args:
+        rows: a literal. Several rows at once, so that no row waits for its own results.
+        step: float32 values between two rows of `scores`.
+        to_step: bfloat16 values between two rows of `to`.
+        tops: float32.
+        sums: float32.
     """
     num_rows = rows.literal_value
 
@@ -136,14 +149,14 @@ def weigh_lines(typing, rows, scores, step, to, to_step, num_lines, slope, tops,
 
 
 def _rows_at(builder: Any, address: Any, step: Any, element: Any, num_rows: int) -> list[Any]:
-    """Addresses of rows that are `step` elements apart."""
+    """Return the addresses of rows that are `step` elements apart."""
     first = element_at(builder, address, element, index(0))
     return [builder.ptrtoint(builder.gep(first, [builder.mul(step, index(row))]), I64) for row in range(num_rows)]
 
 
 @inlined
 def cap(scores, low, high, slope, softcap):  # type: ignore[no-untyped-def]
-    """softcap * tanh(slope * score / softcap) in the place of the scores [low, high)."""
+    """Replace the scores [low, high) by softcap * tanh(slope * score / softcap)."""
     for at in range(low, high):
         store_float(scores, at, _FLOAT(np.tanh(load_float(scores, at) * slope / softcap)) * softcap)
 
@@ -158,9 +171,10 @@ def _float_of_bits(typing, bits):  # type: ignore[no-untyped-def]
 
 @inlined
 def exponential(x):  # type: ignore[no-untyped-def]
-    """exp(x) of float32 x <= 0, within 1e-7 of its value; 0 below -80, and NaN for NaN. The C library's has no SIMD.
+    """Return exp(x) of float32 x <= 0, within 1e-7 of its value. It is 0 below -80, and NaN for NaN.
 
-    2^n * exp(r) with n whole and |r| <= ln(2) / 2, the coefficients of Cephes' expf.
+    The C library's exp has no SIMD. This is 2^n * exp(r) with n whole and |r| <= ln(2) / 2, with the coefficients of
+    Cephes' expf.
     """
     inside = x if x > _LOWEST else _LOWEST
     n = np.int32(inside * _FLOAT(1.4426950408889634) - _FLOAT(0.5))

@@ -1,4 +1,4 @@
-"""Rows of words to columns: what products take a word of each row at a time from lies side by side."""
+"""Transposition of rows of words, so that the words that a product reads together are next to each other."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     store_some,
 )
 
-# Words of a quarter of a register, within which rows are interleaved before quarters change places.
+# Words of a quarter of a register. Rows are interleaved within quarters before quarters change places.
 _QUARTER = 4
 
 
 @inlined
 def transpose(x, row_words, present, to, rows, num_words):  # type: ignore[no-untyped-def]
-    """to[k][r] = x[r][k] of words k in [0, num_words) and rows r in [0, rows), 0 for rows that are not present.
+    """Write to[k][r] = x[r][k] for words k in [0, num_words) and rows r in [0, rows), and 0 for missing rows.
 
-    x: row r lies r * row_words words behind it. present: at least 1.
+    Args:
+        x: row r is r * row_words words after it.
+        present: rows that are not missing, at least 1.
     """
     in_lines = num_words // 16 * 16
     for first in range(0, rows, 16):
@@ -46,12 +48,16 @@ def transpose(x, row_words, present, to, rows, num_words):  # type: ignore[no-un
 
 @intrinsic
 def _transpose_lines(typing, x, row_words, present, to, to_step, count, num_lines):  # type: ignore[no-untyped-def]
-    """`count` rows, at most sixteen, of 16 * num_lines words, at least one line. to_step: from one word to the next."""
+    """Transpose `count` rows, at most sixteen, of 16 * num_lines words, at least one line.
+
+    Args:
+        to_step: words from one word of a row to the next in `to`.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x_, row_words_, present_, to_, to_step_, count_, num_lines_ = arguments
         there = [builder.icmp_signed("<", index(row), present_) for row in range(LANES)]
-        # In place of a row that is not there, the first one is read.
+        # For a missing row, the first row is read.
         begins = [
             builder.mul(row_words_, builder.select(is_there, index(row), index(0)))
             for row, is_there in enumerate(there)
@@ -74,10 +80,11 @@ def _transpose_lines(typing, x, row_words, present, to, to_step, count, num_line
 
 @intrinsic
 def pair(typing, low, high, has_high, to, to_step, num_lines):  # type: ignore[no-untyped-def]
-    """Words of two bfloat16, one of each of two rows of 16 * num_lines: `low` in the low half.
+    """Write words of two bfloat16, one from each of two rows of 16 * num_lines, with that of `low` in the low half.
 
-    has_high: whether that row is there; 0 stands for it where not, and it is not read. to: lines of sixteen words, each
-    to_step words behind the one before.
+    Args:
+        has_high: the row `high` exists. If not, it is not read, and its values are 0.
+        to: lines of sixteen words, each to_step words after the one before.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -101,8 +108,8 @@ def _line(builder: Any, address: Any, word: Any) -> Any:
 
 
 def _columns(builder: Any, rows: list[Any]) -> list[Any]:
-    """Of sixteen rows, four at a time: sixteen registers, that of word k with row r in lane r."""
-    # Of each four rows, four registers: quarter q of register j has word 4 * q + j of all four.
+    """Transpose sixteen rows, four at a time, into sixteen registers. Lane r of register k is word k of row r."""
+    # Each four rows give four registers. Quarter q of register j has word 4 * q + j of all four rows.
     fours = [_interleaved(builder, rows[first : first + _QUARTER]) for first in range(0, LANES, _QUARTER)]
     columns: list[Any] = [None] * LANES
     for j, (a, b, c, d) in enumerate(zip(*fours, strict=True)):
@@ -114,7 +121,7 @@ def _columns(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _interleaved(builder: Any, rows: list[Any]) -> list[Any]:
-    """Four rows, transposed in each quarter: by single words, then by two."""
+    """Transpose four rows in each quarter: by single words, then by two."""
     low, high = [0, 4, 1, 5], [2, 6, 3, 7]
     a, b, c, d = rows
     first = [_in_quarters(builder, a, b, order) for order in (low, high)]
@@ -126,7 +133,7 @@ def _interleaved(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _in_quarters(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
-    """The same in each quarter: words 0 to 3 are those of a, 4 to 7 those of b."""
+    """Choose the same words in each quarter: words 0 to 3 are those of a, 4 to 7 those of b."""
     lanes = [
         _QUARTER * quarter + (word if word < _QUARTER else LANES + word - _QUARTER)
         for quarter in range(LANES // _QUARTER)
@@ -136,7 +143,7 @@ def _in_quarters(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
 
 
 def _quarters(builder: Any, a: Any, b: Any, of_a: list[int], of_b: list[int]) -> Any:
-    """Two quarters of a, then two of b."""
+    """Return two quarters of a, then two of b."""
     begins = [_QUARTER * quarter for quarter in of_a] + [LANES + _QUARTER * quarter for quarter in of_b]
     lanes = [begin + word for begin in begins for word in range(_QUARTER)]
     return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))

@@ -1,8 +1,8 @@
-# Sourced by the scripts beside it. `set_up ROOT` makes ROOT/.venv hold this checkout and exactly the packages of
-# constraints.txt, and returns at once where it already does.
+# The other scripts of launch/ source this file. `set_up ROOT` installs this checkout and the exact packages of
+# constraints.txt into ROOT/.venv. If they are installed already, it returns at once.
 
-# Prints the first Python that runs, is new enough and can make virtual environments. Names alone prove nothing: a
-# version manager's shim may be on PATH and fail when it is called, and Debian ships Python without ensurepip.
+# Prints the first Python that runs, is new enough and can make virtual environments. A name alone proves nothing: the
+# shim of a version manager may be on PATH and fail when it is called, and Debian ships Python without ensurepip.
 _find_python() {
     local name runs=""
     for name in python3.11 python3.12 python3.13 python3.14 python3; do
@@ -13,16 +13,16 @@ _find_python() {
         return
     done
     if [ -n "$runs" ]; then
-        echo "setup: $runs runs, but cannot make virtual environments (no venv or ensurepip module)." >&2
+        echo "setup: $runs cannot make virtual environments: it has no module venv or ensurepip." >&2
         echo "  try  apt-get install python3-venv" >&2
     else
-        echo "setup: no Python 3.11 or newer runs here; tried python3.11 to python3.14 and python3 on PATH." >&2
-        echo "  try  installing Python 3.11 or newer, then run this again" >&2
+        echo "setup: there is no Python 3.11 or newer here; tried python3.11 to python3.14 and python3 on PATH." >&2
+        echo "  try  installing Python 3.11 or newer, then run this script again" >&2
     fi
     return 1
 }
 
-# What .venv was made from: an edited pin, another Python or a moved checkout all need another set-up.
+# Prints all that .venv depends on. An edited pin, another Python or a moved checkout needs a new set-up.
 _stamp() {
     printf '%s\n' "$1"
     "$1/.venv/bin/python" -V
@@ -37,25 +37,27 @@ _install() {
     local root=$1 venv=$1/.venv python
     python=$(_find_python) || return 1
     echo "setup: installing into $venv (the first time takes minutes)" >&2
-    # Scripts in an environment name its path, so that of a moved checkout is of no use.
+    # The scripts of an environment contain its path, so a moved checkout needs a new environment.
     if [ "$(cat "$venv/root" 2>/dev/null)" != "$root" ] || ! "$venv/bin/python" -m pip -V >/dev/null 2>&1; then
         "$python" -m venv --clear "$venv" || return 1
         printf '%s\n' "$root" >"$venv/root"
     fi
     rm -f "$venv/stamp"
-    # The build backend is pinned like everything else, so it comes first and builds without isolation.
-    "$venv/bin/python" -m pip install -q -c "$root/constraints.txt" setuptools &&
-        "$venv/bin/python" -m pip install -q -c "$root/constraints.txt" --no-build-isolation -e "${root}[cpu,dev]" ||
-        return 1
+    local quiet=(-q)
+    if [ -t 2 ]; then quiet=(); fi # a person sees what is downloaded
+    # The build backend is pinned too. So install it first and build without isolation.
+    "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} -c "$root/constraints.txt" setuptools &&
+        "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} -c "$root/constraints.txt" --no-build-isolation \
+            -e "${root}[cpu,dev,docs]" || return 1
     _stamp "$root" >"$venv/stamp"
 }
 
 set_up() {
-    # Either would put packages in front of the pinned ones.
+    # With either variable Python would find other packages before the pinned ones.
     unset PYTHONHOME PYTHONPATH
     if _is_set_up "$1"; then return; fi
-    # Two set-ups of one checkout wait for each other. The lock goes with the descriptor, so none is left behind; it is
-    # open for writing because NFS locks no other.
+    # Two set-ups of one checkout wait for each other. The lock ends with the descriptor, so no stale lock remains. The
+    # file is open for writing, because NFS locks only such files.
     exec 9>>"$1/constraints.txt"
     flock 9
     _is_set_up "$1" || _install "$1" || return 1

@@ -1,10 +1,10 @@
-"""What each rule of `balanced` is worth: the policy without it, on SARATHI's GPT-3 pipeline and on two CPU cores,
-simulated.
+"""Measure the gain of each rule of `balanced`: the policy without the rule, simulated on two pipelines.
 
-    python examples/benchmarks/ablate_balanced.py --output docs/benchmarks/ablation.json
+    python examples/benchmarks/ablate_balanced.py --output docs/benchmarks/results/ablation.json
 
-Each variant replaces one function or constant of the policy by what a scheduler without the idea would have. Throughput
-is a ratio to the whole policy's, bubbles are steady ones, of one seed.
+The pipelines are SARATHI's GPT-3 pipeline and two CPU cores. Each variant replaces one function or constant of the
+policy, so that it works as a scheduler without the rule. Throughput is a ratio to that of the whole policy. Bubbles are
+steady ones. There is one seed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sarathi_pp.sim.workload import parse_workload
 
 SEED = 31
 # Two stages of the 298M model on two cores, as `sarathi-pp profile` measured them for `measure_300m.py`.
-CPU_PROFILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "profile-300m.json"
+CPU_PROFILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "results" / "profile-300m.json"
 KEPT = ("tokens_per_s", "steady", "whole", "request_bubble_p50_s", "itl_p50_s", "itl_p99_s", "ttft_p50_s")
 
 
@@ -95,7 +95,7 @@ def _fixed(size: int) -> Callable[..., balanced._Cycle]:
     )
 
 
-# What makes a variant of the policy for as long as it is entered.
+# Each context manager makes a variant of the policy inside its block.
 VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "all of it": nullcontext,
     "no microbatch to spare": lambda: patch.object(balanced.Balanced, "spare_microbatches", 0),
@@ -121,7 +121,7 @@ def measure(variant: str, work: str, requests: int) -> dict[str, Any]:
 
 @click.command()
 @click.option("--requests", type=click.IntRange(min=10), default=400, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(requests: int, output: Path | None) -> None:
     record = Record.begin()
     pairs = [(variant, work) for work in works(requests) for variant in VARIANTS]

@@ -1,12 +1,12 @@
-"""Cores that stay awake while something is measured.
+"""Keep the cores awake during a measurement.
 
-A virtual core that has nothing to do is handed back, and on a busy host it may take milliseconds to come back when a
-message arrives: a wait that is neither the runtime's nor that of a machine of one's own. So every core gets a loop that
-runs only when nothing else wants to.
+A virtual core that has nothing to do is handed back to the host. On a busy host it may take milliseconds to come back
+when a message arrives. Neither the runtime nor a dedicated machine causes this wait. So every core gets a loop that
+runs only when no other process needs the core.
 
-SCHED_IDLE by itself is not enough. Where Linux shares cores out by session first (autogroups), a session that holds
-nothing but such loops gets as much as any other, and torchrun's workers, which are sessions of their own, lose a
-quarter of their cores to it. So each loop is a session too, of the least weight there is: 15 against 1024.
+SCHED_IDLE alone is not enough. Linux may divide cores among sessions first (autogroups). A session of idle loops then
+gets the same share as any other. torchrun's workers have sessions of their own, and lost a quarter of their cores to
+it. So each loop has a session too, with the least possible weight: 15 instead of 1024.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Ends by itself when whoever started it is gone.
+# The loop ends when its parent process has ended.
 _SPIN = """
 import os, sys, time
 os.setsid()
@@ -40,7 +40,7 @@ while os.getppid() == int(sys.argv[1]):
 
 @contextmanager
 def awake() -> Iterator[tuple[int, ...]]:
-    """For as long as it is entered, no core goes to sleep; the process ids of what keeps them awake."""
+    """Keep all cores awake inside the block. Yield the process ids of the loops."""
     command = (sys.executable, "-c", _SPIN, str(os.getpid()))
     loops = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
     try:

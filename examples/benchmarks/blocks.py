@@ -1,8 +1,9 @@
-"""One run in which something is done for some seconds and left out for the next: what it costs, on one machine.
+"""Blocks of one run in which some work is on or off, to measure the cost of that work.
 
-Separate runs of the same work differ by 10 % and more on shared machines; blocks of three seconds within one run see
-the same machine. Of each four blocks it is on in the first and the last, so that what grows over the run cancels out.
-Even so neighbouring blocks differ by several per cent: what costs little is done many times over, and a part counted.
+On shared machines, separate runs of the same work differ by 10 % and more. Blocks of three seconds within one run see
+the same machine. In each four blocks the work is on in the first and the last, so that a growth over the run cancels
+out. Neighbouring blocks still differ by several per cent. So cheap work is repeated, and the difference is divided by
+the number of repeats.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 from sarathi_pp.trace.latency import percentile
 
 BLOCK_S = 3.0
-# Left out at the beginning of a block: what was begun before it ends there.
+# Seconds that are left out at the start of a block, because work from before the block ends there.
 SETTLE_S = 1.0
 RESAMPLES = 10_000
 CONFIDENCE = "95 % confidence, bootstrap"
 
 
 def block_of(at_s: float) -> int:
-    """The same on every rank: they share the host's clock."""
+    """Return the block of a time. It is the same on every rank, because all ranks share the host's clock."""
     return int(at_s / BLOCK_S)
 
 
@@ -32,7 +33,7 @@ def is_on(block: int) -> bool:
 
 
 def interval_of_blocks(results_s: list[float]) -> dict[int, float]:
-    """Mean seconds between results of each block that lies wholly in the run."""
+    """Return, for each block that is wholly in the run, the mean seconds between its results."""
     blocks: dict[int, list[float]] = {}
     for at_s in results_s:
         if at_s % BLOCK_S >= SETTLE_S:
@@ -42,7 +43,7 @@ def interval_of_blocks(results_s: list[float]) -> dict[int, float]:
 
 
 def ratios(intervals: dict[int, float]) -> Iterator[float]:
-    """On against off, of each two neighbouring blocks of which one was."""
+    """Yield the ratio of on to off for each pair of neighbouring blocks that differ."""
     for before, after in pairwise(intervals):
         if is_on(before) != is_on(after):
             on, off = (before, after) if is_on(before) else (after, before)
@@ -64,7 +65,12 @@ def spread(found: list[float]) -> dict[str, Any]:
 
 
 def of_one(figures: dict[str, Any], times: int) -> dict[str, Any]:
-    """What doing it once costs, by a run in which it was done so many times: shares of the run."""
+    """Return the cost of the work done once, as a share of the run.
+
+    Args:
+        figures: spread of the ratios.
+        times: how often the run repeated the work.
+    """
 
     def one(ratio: float) -> float:
         return (ratio - 1) / times

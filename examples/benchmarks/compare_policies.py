@@ -1,15 +1,21 @@
-"""`balanced` without tuning against the other policies with theirs, on SARATHI's GPT-3 pipeline, simulated.
+"""Compare `balanced` without tuning with the other policies, tuned, on SARATHI's GPT-3 pipeline, simulated.
 
-    python examples/benchmarks/compare_policies.py --output docs/benchmarks/policies-gpt3.json
+    python examples/benchmarks/compare_policies.py --output docs/benchmarks/results/policies-gpt3.json \
+        --page docs/benchmarks/policies-gpt3.md
 
-Workloads of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five ratios of prompt to output, with a
-ratio that changes in mid-run, with noise, with a slow stage, and with Poisson arrivals at shares of what `balanced`
-reaches offline. Rivals that take a size (chunks, or gLLM's most prompt tokens) are run at every one, and the best
-throughput of each seed is taken afterwards, which no user could do; off the five ratios only the closest are.
-`balanced` gets no size. Each policy is listed at its default here too, and at its system's own where that is another:
-for all seeds where it is swept, else for the first seed, at the ratios and their change only. A row says how many seeds
-it is of, and `balanced` is compared with rows of as many as its own. Prints a table and, at the end, writes every run
-as JSON, the table as Markdown beside it.
+The workloads are those of SARATHI's section 5.3 (zipf, 1024 to 4096 tokens, theta 0.4) at five values of P:D. Further
+ones have a P:D that changes halfway, noise, a slow stage, or Poisson arrivals at shares of the rate of `balanced`.
+
+The other policies are the rivals. Rivals with a size (chunk size, or most prompt tokens of gLLM) run with every size.
+The tuned row takes the fastest size of each seed afterwards, which no user could do. On the further workloads only the
+closest rivals run. `balanced` gets no size.
+
+Each policy also has a row with its default size here, and one with the default of its original system if that differs.
+These rows have all seeds if the policy is tuned on the workload. Otherwise they have the first seed, and exist only for
+the five values of P:D and their change. Each row has its number of seeds. `balanced` is compared only with rows that
+have all of its seeds.
+
+Prints a table. At the end it writes every run as JSON, and with --page the table as a Markdown page.
 """
 
 from __future__ import annotations
@@ -35,17 +41,17 @@ from sarathi_pp.sim.workload import parse_workload
 RATIOS = (2, 5, 10, 20, 40)
 CHANGE = "P:D 2, then 20"
 JITTER = (0.02, 0.05)
-# The stage that takes 10 % longer.
+# One stage takes 10 % longer.
 SLOW = {3: 1.1}
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
 TUNED = ("sarathi", "sarathi-serve", "vllm", "sglang", "tensorrt-llm", "splitfuse", "distserve", "gllm")
-# Of those, the best two over the ratios in earlier figures; where the ratio changes a third was ahead of one of them.
+# The two fastest of these policies in earlier figures. With a changing P:D, another policy was faster than one of them.
 CLOSEST = ("sarathi", "sarathi-serve")
 CLOSEST_AT_CHANGE = (*CLOSEST, "tensorrt-llm", "gllm")
-# What systems take by themselves on an A100, where it is not what their policy takes here (REFERENCES of each policy).
+# Default sizes of the original systems on an A100, if they differ from ours (REFERENCES of each policy).
 OWN_SIZES = {"sarathi-serve": 512, "vllm": 2048}
 CHUNK_SIZES = (128, 256, 512, 1024, 2048)
-# Enough of them that filling and draining the pipeline do not count.
+# Enough requests that filling and draining the pipeline hardly count.
 CAPACITY_REQUESTS = 2000
 LATENCIES = ("ttft_s", "itl_s")
 CHECK_EVERY = 25
@@ -95,7 +101,7 @@ def noise(jitter_cv: float) -> str:
 
 
 def swept(*rivals: str) -> list[tuple[str, int]]:
-    """`balanced` as it is, and the rivals at every size."""
+    """Return policies with chunk sizes: `balanced` with its default, and the rivals with every size."""
     return [
         ("balanced", parse_policy("balanced").kind.default_chunk_size),
         *(of_size(policy, size) for policy in rivals for size in CHUNK_SIZES),
@@ -103,7 +109,7 @@ def swept(*rivals: str) -> list[tuple[str, int]]:
 
 
 def of_size(policy: str, size: int) -> tuple[str, int]:
-    """Policy and chunk size; gLLM's most prompt tokens is a parameter."""
+    """Return policy and chunk size. The size of gLLM is its parameter maxp instead."""
     return (f"gllm:maxp={size}", parse_policy("gllm").kind.default_chunk_size) if policy == "gllm" else (policy, size)
 
 
@@ -134,7 +140,7 @@ def offline_cases(requests: int, seeds: range) -> list[Case]:
         for run in swept(*CLOSEST):
             cases += [Case(noise(cv), steady, *run, seed, jitter_cv=cv) for cv in JITTER]
             cases.append(Case("a slow stage", steady, *run, seed, slow=True))
-    # In this order, so that a table starts with the ratios.
+    # The table starts with the five values of P:D.
     order = [*works, CHANGE, *(noise(cv) for cv in JITTER), "a slow stage"]
     return sorted(dict.fromkeys(cases), key=lambda case: order.index(case.work))
 
@@ -155,7 +161,7 @@ def arrival_cases(requests: int, seeds: range, capacity: float) -> list[Case]:
 
 
 def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each work and policy: `balanced`, the rivals without a size, at their systems' own, and tuned."""
+    """Return the rows for each work and policy: with the default size, the original system's default, and tuned."""
     table = []
     for work in dict.fromkeys(result["work"] for result in results):
         here = [result for result in results if result["work"] == work]
@@ -178,7 +184,7 @@ def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(work: str, policy: str, kind: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds that have the figure, None where none has."""
+    """Return means over the seeds that have a figure. A figure is None if no seed has it."""
     figures = [name for name in runs[0] if name not in Case._fields]
     known = {name: [run[name] for run in runs if run[name] is not None] for name in figures}
     return {
@@ -193,15 +199,15 @@ def _row(work: str, policy: str, kind: str, runs: list[dict[str, Any]]) -> dict[
 
 
 def gains(table: list[dict[str, Any]]) -> dict[str, float]:
-    """Throughput of `balanced` over the best rival's of the same work, of rows with all of its seeds.
+    """Return, for each work, the throughput of `balanced` over that of the best rival.
 
-    Those are the tuned rows, and others that were run with every seed: a mean of fewer is one of other requests.
+    Only rows with all seeds of `balanced` count, because a mean over fewer seeds is about other requests.
     """
     found = {}
     for work in dict.fromkeys(row["work"] for row in table):
         here = [row for row in table if row["work"] == work]
         ours = next(row for row in here if row["policy"] == "balanced")
-        # `balanced` is run with every seed of a work, so as many seeds are the same ones.
+        # `balanced` runs with every seed of a work, so an equal number of seeds means the same seeds.
         rivals = [row for row in here if row["policy"] != "balanced" and row["seeds"] == ours["seeds"]]
         found[work] = ours["tokens_per_s"] / max(row["tokens_per_s"] for row in rivals)
     return found
@@ -212,7 +218,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
-    """The rows as a table, means over the seeds."""
+    """Return the rows as a Markdown table of means over the seeds."""
     heads = (
         "work",
         "policy",
@@ -239,10 +245,27 @@ def markdown(table: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Known:
-    """Runs of the rivals that an earlier record holds: simulation repeats itself, so a new `balanced` needs no others.
+PAGE = """# Policies on a simulated GPT-3 pipeline
 
-    Every CHECK_EVERY-th is run again all the same; raises ClickException where it differs.
+One row per policy and kind of work: means over the seeds. The chunk size is this runtime's default, the original
+system's own default, or tuned: the fastest size of each seed. The floor is the bubble that unequal stages cost under
+any schedule. [simulated.md](simulated.md) explains it. `examples/benchmarks/compare_policies.py` writes this page.
+
+Commit {commit}, {machine}:
+`{command}`
+
+"""
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the Markdown page of a written record."""
+    return PAGE.format(**document) + markdown(document["rows"])
+
+
+class Known:
+    """The rivals' runs of an earlier record. Simulations repeat exactly, so a new `balanced` needs no new runs of them.
+
+    Every CHECK_EVERY-th run is repeated as a check.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -255,23 +278,27 @@ class Known:
         return self._document.get("capacity_requests_per_s")
 
     def described(self) -> dict[str, Any]:
-        """Where the rivals' runs were made, also if the earlier record had them from one before it."""
+        """Return the commit of the rivals' runs, also if the earlier record took them from a still earlier one."""
         key = "rivals from commit"
         return {key: self._document.get(key, self._document["commit"])} if self._runs else {}
 
     def complete(self, cases: list[Case]) -> list[dict[str, Any]]:
-        """The results in the order of the cases."""
+        """Return the results in the order of the cases.
+
+        Raises:
+            click.ClickException: a repeated run differs from the record.
+        """
         checked = [case for case in cases if case in self._runs][::CHECK_EVERY]
         missing = [case for case in cases if case not in self._runs]
         fresh = dict(zip((*checked, *missing), run_all([*checked, *missing]), strict=True))
         for case in checked:
             if fresh[case] != self._runs[case]:
-                raise click.ClickException(f"{case} is no longer what the record says: run without --rivals-from")
+                raise click.ClickException(f"{case} differs from the record; run without --rivals-from")
         return [fresh[case] if case in fresh else self._runs[case] for case in cases]
 
 
 def run_all(cases: list[Case]) -> list[dict[str, Any]]:
-    """The results in the order of the cases, and now and then a line of how many there are."""
+    """Run the cases and return the results in their order. Print the number of finished runs from time to time."""
     results = []
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for result in pool.map(run, cases):
@@ -282,7 +309,7 @@ def run_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def measure_capacity(seed: int) -> float:
-    """Requests a second of `balanced` where none is waited for."""
+    """Return the requests per second of `balanced` if all requests are there at time 0."""
     spec = zipf(CAPACITY_REQUESTS, 10, seed)
     lengths = [sum(pair) for pair in parse_workload(spec).lengths()]
     found = run(Case("capacity", spec, "balanced", parse_policy("balanced").kind.default_chunk_size, seed))
@@ -292,9 +319,14 @@ def measure_capacity(seed: int) -> float:
 @click.command()
 @click.option("--requests", type=click.IntRange(min=10), default=1000, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes, and the table, as .md.")
-@click.option("--rivals-from", type=click.Path(path_type=Path, exists=True), help="A record: runs `balanced` alone.")
-def main(requests: int, seeds: int, output: Path | None, rivals_from: Path | None) -> None:
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
+@click.option("--page", "page_path", type=click.Path(path_type=Path), help="Markdown page to write.")
+@click.option(
+    "--rivals-from",
+    type=click.Path(path_type=Path, exists=True),
+    help="Earlier record with the rivals' runs; only `balanced` runs again.",
+)
+def main(requests: int, seeds: int, output: Path | None, page_path: Path | None, rivals_from: Path | None) -> None:
     record, known, used = Record.begin(), Known(rivals_from), range(31, 31 + seeds)
     capacity = known.capacity or measure_capacity(used[0])
     results = known.complete([*offline_cases(requests, used), *arrival_cases(requests, used, capacity)])
@@ -309,9 +341,9 @@ def main(requests: int, seeds: int, output: Path | None, rivals_from: Path | Non
         print(f"{named} {ratios} {shown(row['request_bubble_p50_s'], '.3f'):>8}", file=sys.stderr)
     ahead = {"throughput over the best rival": gains(table)}
     figures = {**known.described(), "capacity_requests_per_s": capacity, **ahead, "rows": table, "runs": results}
-    record.write(output, figures, indent=None)  # of thousands of runs: one line
-    if output is not None:
-        output.with_suffix(".md").write_text(f"`{record.command}`\n\n{markdown(table)}")
+    document = record.write(output, figures, indent=None)  # on one line, because there are thousands of runs
+    if page_path is not None:
+        page_path.write_text(page(document))
     print(json.dumps(ahead))
 
 

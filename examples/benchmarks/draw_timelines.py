@@ -1,10 +1,10 @@
-"""The README's picture: the timelines of the same work under two policies, out of the HTML page.
+"""Draw the README's picture: the timelines of the same work under two policies, from the HTML page.
 
-    python examples/benchmarks/draw_timelines.py --work-dir /tmp/m300 --output docs/benchmarks/orca-sarathi.png
+    python examples/benchmarks/draw_timelines.py --work-dir /tmp/m300 --output docs/benchmarks/results/orca-sarathi.png
 
-Runs `orca` and `sarathi` on the workload of measure_300m.py at P:D 8, two stages, one compute thread each, makes the
-page that `sarathi-pp compare --html` makes, and photographs its timeline (photograph.py). The JSON beside the picture
-holds the figures of both runs.
+Runs `orca` and `sarathi` on the workload of measure_300m.py at P:D 8, with two stages and one compute thread each.
+Makes the page of `sarathi-pp compare --html` and takes a picture of its timeline (photograph.py). A JSON file next to
+the picture has the figures of both runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ def run_for_page(work: Work, policy: str) -> PageRun:
 
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="The picture; its figures go beside it.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="PNG file to write. Its figures go into a .json file.",
+)
 def main(work_dir: Path, output: Path) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Hosts with a switch between them, on one machine: network namespaces, each with an address and a name of its own.
+"""Simulated hosts on one machine, joined by a switch: network namespaces with an address and a name each.
 
     host 0  wire0 --- port0 \\
     host 1  wire1 --- port1 -- switch
     host 2  wire2 --- port2 /
 
-Each wire can be given a rate, by a token bucket on what the host sends, or where the kernel can, a delay. It needs the
+A wire can have a rate (a token bucket on the sending host), or a delay if the kernel supports it. This module needs the
 right to make namespaces, and Debian's iproute2. All hosts see the same files.
 """
 
@@ -19,30 +19,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-# Of payload, in frames of 1,514 bytes with 66 of headers: what TCP has of a wire's rate.
+# Share of a wire's rate that is payload of TCP: frames have 1,514 bytes, 66 of them headers.
 PAYLOAD = 1448 / 1514
-# What an idle wire lets through at once; the kernel cuts up larger pieces.
+# Burst of the token bucket: bytes that an idle wire sends at once. The kernel splits larger pieces.
 _BURST = "32kb"
-# Of queue, so that nothing is ever dropped.
+# Queue of the token bucket, large enough that no frame is dropped.
 _LIMIT = "16mb"
-# Each host has all ports to itself.
+# The port may be fixed, because each host has its own ports.
 _PORT = 29500
 
 
 class NoHostsError(Exception):
-    """Why this machine makes no hosts."""
+    """This machine cannot make simulated hosts, or shape their wires. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """names: of their namespaces. switch: that of the switch. table: what /etc/hosts is on all of them."""
+    """Simulated hosts and their switch.
+
+    Attributes:
+        names: namespaces of the hosts.
+        switch: namespace of the switch.
+        table: file that is /etc/hosts on all hosts.
+    """
 
     names: tuple[str, ...]
     switch: str
     table: Path
 
     def on(self, host: int) -> tuple[str, ...]:
-        """What runs a command there, under a host name of its own that leads to its address."""
+        """Return the words that, before a command, run it on a host. The host's name leads to its address."""
         # `ip netns exec` gives the command mounts of its own.
         begin = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
         named = ("unshare", "--uts", "sh", "-c", begin, f"host{host}", str(self.table))
@@ -55,7 +61,12 @@ class Hosts:
         return f"wire{host}"
 
     def torchrun(self, host: int, processes: int, *, elastic: bool = False) -> tuple[str, ...]:
-        """torchrun's part of the command line there; rank 0 is on host 0. elastic: they find each other by c10d."""
+        """Return torchrun's part of the command line on a host. Rank 0 is on host 0.
+
+        Args:
+            processes: ranks on the host.
+            elastic: use a c10d rendezvous instead of a static one.
+        """
         endpoint = f"{self.address(0)}:{_PORT}"
         place: tuple[str, ...]
         if elastic:
@@ -67,19 +78,21 @@ class Hosts:
         return (*self.on(host), torchrun, "--nnodes", str(len(self.names)), "--nproc-per-node", str(processes), *place)
 
     def unplug(self, host: int) -> None:
-        """The switch forwards nothing from or to it, and no host is told."""
+        """Cut a host off: the switch forwards nothing from or to it, and no host gets a message about it."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "nomaster")
 
     def plug(self, host: int) -> None:
         _ip("-n", self.switch, "link", "set", f"port{host}", "master", "switch")
 
     def shape(self, *, bits_per_s: float | None = None, delay_s: float = 0.0) -> None:
-        """All wires, both ways, from here on; as they were made without either. Raises NoHostsError.
+        """Give all wires a rate or a delay, in both directions. Without either, wires are as fast as when made.
 
-        Not both at once, which is a ValueError: no kernel here has netem, so nobody has seen what they do together.
+        Raises:
+            NoHostsError: the kernel refuses.
+            ValueError: rate and delay are both given. Their combination is untested, since our kernels lack netem.
         """
         if bits_per_s is not None and delay_s:
-            raise ValueError(f"a wire has a rate or a delay; asked for {bits_per_s:g} bits/s and {delay_s:g} s")
+            raise ValueError(f"a wire has a rate or a delay; given {bits_per_s:g} bits/s and {delay_s:g} s")
         for host, name in enumerate(self.names):
             wire = ("dev", self.interface(host), "root")
             _tc("-n", name, "qdisc", "del", *wire, check=False)
@@ -90,7 +103,7 @@ class Hosts:
                 _tc("-n", name, "qdisc", "add", *wire, "netem", "limit", "100000", "delay", f"{1e6 * delay_s:.0f}us")
 
     def can_delay(self) -> bool:
-        """Whether the kernel has netem."""
+        """Return True if the kernel has netem."""
         try:
             self.shape(delay_s=1e-3)
         except NoHostsError:
@@ -102,10 +115,14 @@ class Hosts:
 
 @contextmanager
 def make_hosts(count: int) -> Iterator[Hosts]:
-    """For as long as it is entered. Raises NoHostsError where this machine has not what it takes."""
+    """Make hosts that exist inside the block.
+
+    Raises:
+        NoHostsError: a tool or the right to make namespaces is missing.
+    """
     for tool in ("ip", "tc", "unshare"):
         if shutil.which(tool) is None:
-            raise NoHostsError(f"no `{tool}` here to make hosts with")
+            raise NoHostsError(f"cannot make hosts: `{tool}` is missing")
     folder = Path(mkdtemp(prefix="sarathi-pp-"))
     *names, switch = (f"{folder.name}-{name}" for name in (*map(str, range(count)), "switch"))
     hosts = Hosts(tuple(names), switch, folder / "hosts")
@@ -115,7 +132,7 @@ def make_hosts(count: int) -> Iterator[Hosts]:
     try:
         for name in (*names, switch):
             if subprocess.run(("ip", "netns", "add", name), capture_output=True, check=False).returncode:
-                raise NoHostsError("no rights here to make network namespaces")
+                raise NoHostsError("cannot make hosts: this process may not make network namespaces")
             made.append(name)
         _ip("-n", switch, "link", "add", "name", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")

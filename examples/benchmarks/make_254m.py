@@ -1,4 +1,4 @@
-"""The model with random weights on which other engines are compared with this one: 254M parameters, bfloat16.
+"""Make the model for comparisons with other engines: 254M parameters with random weights, in bfloat16.
 
 python examples/benchmarks/make_254m.py /tmp/m254
 """

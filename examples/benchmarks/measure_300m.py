@@ -1,18 +1,21 @@
-"""Policies on a 300M-parameter model with random weights, run and simulated: bubbles, throughput, 2 stages against 1.
+"""Run and simulate policies on a 300M model with random weights: bubbles, throughput, 2 stages compared with 1.
 
     python examples/benchmarks/measure_300m.py --work-dir /tmp/m300 --pd 8 --pd 20 --pd 2 \
-        --output docs/benchmarks/real-300m.json
+        --output docs/benchmarks/results/real-300m.json
 
-Makes the checkpoint (16 layers, hidden 1024, bfloat16, seeded; 600 MB in the work directory) and for each P:D the
-workload `uniform:n=32,min=256,max=1024,pd=P:D` (32 prompts of 256 to 1024 random tokens, end of sequence ignored, all
-there at time 0; `--requests` makes them more than the 32 that run at once). In a round, `sarathi-pp generate` of every
-policy on 2 stages, on a single one where asked for, and a profile of 2 stages take turns of four seconds on the cores
-(`turns.py`), one compute thread a stage; figures are of the traces without the time in which a job stood still. Two
-jobs of a single stage at once show what the cores can do together. Each run of 2 stages is also simulated, from the
-profile of its turns and from costs fitted to its own spans: the first predicts, the second shows what of the error is
-the cost model's. `balanced` gets no chunk size, the others 256; all get the profile that is measured at first. The
-cores are kept awake. Prints each run and writes all figures as JSON, with the share of the cores that the host took
-meanwhile.
+Makes the checkpoint in the work directory (16 layers, hidden size 1024, bfloat16, seeded, 600 MB), and a workload for
+each P:D: `uniform:n=32,min=256,max=1024,pd=P:D`. These are 32 prompts of 256 to 1024 random tokens, all there at time
+0. The end of sequence is ignored. 32 requests run at once, and `--requests` gives more of them.
+
+In a round several jobs take turns of four seconds on the cores (turns.py). The jobs are `sarathi-pp generate` with
+every policy on 2 stages, with some policies on one stage (`--single-stage`), and a profile of 2 stages. Each stage has
+one compute thread. The figures are from the traces, without the time in which a job was stopped. Two jobs with a single
+stage each, at the same time, show the speed of both cores together.
+
+Each run of 2 stages is also simulated, from the profile of its turns and from costs fitted to its own spans. The first
+simulation is the prediction. The second one shows which part of the error the cost model has. All runs of 2 stages get
+the profile that is measured at the start. The chunk size is the default of each policy. The cores are kept awake.
+Prints each run and writes all figures as JSON, with the share of the cores that the host took during the round.
 """
 
 from __future__ import annotations
@@ -53,12 +56,13 @@ from sarathi_pp.tuning.measure import measure
 
 POLICIES = ("balanced", "sarathi", "orca")
 ON_ONE_STAGE = ("balanced", "sarathi")
-# Also run twice at once on one stage each: two stages cannot be faster than cores that share memory let two jobs be.
+# This policy also runs as two jobs at once, with one stage each. The cores share memory, so two stages cannot be faster
+# than two such jobs.
 TWICE = "sarathi"
 STAGES = 2
 SEQS = 32
 SEEDS = 9
-# In the work directory: what the runs are given, and what takes turns with them, with its traces.
+# In the work directory: the profile that the runs get, and the profile that takes turns with them, with its traces.
 FIRST_PROFILE, TURNS_PROFILE, PROFILE_RUN = "profile.json", "profile-turns.json", "profile-turns.run"
 FIGURES = ("wall_s", "total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "overlap", "microbatch_tokens_cv")
 PREDICTIONS = ("predicted", "predicted from its own costs")
@@ -88,7 +92,13 @@ def make_checkpoint(directory: Path, intermediate_size: int = 3712) -> None:
 
 
 class Work(NamedTuple):
-    """The directory of the model and its prompts, what the weights are held in, and how many prompts there are."""
+    """The work of the runs.
+
+    Attributes:
+        dir: directory of the model and its prompts.
+        dtype: of the weights.
+        requests: number of prompts.
+    """
 
     dir: Path
     dtype: str
@@ -102,7 +112,7 @@ class Work(NamedTuple):
 
 
 def start(work: Work, name: str, stages: int, printed: Path, *options: str) -> subprocess.Popen[bytes]:
-    """A command that prints its JSON into that file, at its end."""
+    """Start a command. At its end it prints its JSON document into the file `printed`."""
     words = [sys.executable, "-P", "-m", "sarathi_pp", name, "--model", str(work.dir / "model"), "--quiet", "--json"]
     words += ["--dtype", work.dtype, "--stages", str(stages), "--max-num-seqs", str(SEQS), "--overwrite", *options]
     with printed.open("wb") as file:
@@ -116,7 +126,7 @@ def last_json(printed: Path) -> Report:
 
 @dataclass(frozen=True)
 class Case:
-    """`copies` of one run, at once."""
+    """One run, or several copies of it at the same time."""
 
     ratio: int
     policy: str
@@ -159,7 +169,7 @@ def traces(run_dir: Path, away: Sequence[Interval]) -> list[list[Event]]:
 
 
 def profile_of_turns(work: Work, away: Sequence[Interval]) -> Profile:
-    """What the profile says without the time in which it stood still."""
+    """Return the measured profile without the time in which its processes were stopped."""
     told = read_profile(work.dir / TURNS_PROFILE)
     events = traces(work.dir / PROFILE_RUN, away)
     counted = last_json((work.dir / TURNS_PROFILE).with_suffix(".printed"))["microbatches"]
@@ -177,7 +187,7 @@ def profile_of_turns(work: Work, away: Sequence[Interval]) -> Profile:
 
 
 def predict(profile: Profile, policy: str, workload: str) -> Report:
-    """Medians over several seeds of the noise that the profile has seen."""
+    """Simulate a run with several seeds of the profile's noise, and return the medians."""
     experiment = Experiment(
         profile=profile,
         workload=parse_workload(workload),
@@ -190,7 +200,7 @@ def predict(profile: Profile, policy: str, workload: str) -> Report:
 
 
 def refitted(profile: Profile, timeline: Timeline) -> Profile:
-    """The profile with what microbatches cost in that run itself: the machine as it was then."""
+    """Return the profile with costs fitted to the run itself, so that the speed of the machine is the same."""
     fit = fit_cost(timeline)
     assert fit is not None
     return replace(profile, cost=fit.model)
@@ -206,7 +216,7 @@ def cases_of(ratio: int, with_singles: bool) -> Iterator[Case]:
 
 
 def one_heat(work: Work, cases: Sequence[Case]) -> Report:
-    """The cases and a profile in turn."""
+    """Run the cases and a profile in turn, and return their figures."""
     run_dir = work.dir / PROFILE_RUN
     shutil.rmtree(run_dir, ignore_errors=True)
     jobs: dict[str, Callable[[], Sequence[subprocess.Popen[bytes]]]] = {
@@ -238,13 +248,21 @@ def one_heat(work: Work, cases: Sequence[Case]) -> Report:
 
 
 def share(case: Report) -> float:
-    """Of one stage's time, what two would take without any bubble on cores that do not slow each other down."""
+    """Return the slowest stage's share of the computation.
+
+    Two stages would take this share of the time of one, without bubbles and if cores did not slow each other down.
+    """
     computed_s = [stage["compute_s"] for stage in case["per_stage"]]
     return float(max(computed_s) / sum(computed_s))
 
 
 def summary(rounds: list[Report], singles: tuple[int, ...]) -> Report:
-    """Of the heats by P:D, a list of rounds."""
+    """Return medians and extremes over the rounds.
+
+    Args:
+        rounds: for each round the figures of its heats, by P:D.
+        singles: P:D values that also ran on one stage.
+    """
     heats = {ratio: [one[ratio]["cases"] for one in rounds] for ratio in rounds[0]}
     cases: Report = {}
     errors: Report = {}
@@ -270,7 +288,7 @@ def off(kind: str, cases: list[Report]) -> Report:
 
 
 def rivals(ratio: int, heats: list[Report]) -> Report:
-    """What `balanced` has more of tokens a second, and of bubble, in the same turns."""
+    """Compare `balanced` with each other policy in the same turns: ratio of tokens per second, difference of bubble."""
     first, *others = (Case(ratio, policy, STAGES).name for policy in POLICIES)
     return {
         other: {
@@ -303,7 +321,7 @@ def speedups(ratio: int, heats: list[Report]) -> Report:
     multiple=True,
     default=(8,),
     show_default=True,
-    help="Prompt tokens to output tokens; may be given several times.",
+    help="Prompt tokens per output token. May be repeated.",
 )
 @click.option(
     "--single-stage",
@@ -311,12 +329,12 @@ def speedups(ratio: int, heats: list[Report]) -> Report:
     type=int,
     metavar="PD",
     multiple=True,
-    help="A --pd to run on one stage too; may be given several times.",
+    help="A --pd to run on one stage too. May be repeated.",
 )
 @click.option("--requests", type=click.IntRange(min=1), default=SEQS, show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every round.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write after every round.")
 def main(
     work_dir: Path,
     ratios: tuple[int, ...],

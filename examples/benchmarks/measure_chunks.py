@@ -1,14 +1,15 @@
-"""What chunks cost, and what decodes cost that ride on them: one stage's microbatches on one core.
+"""Measure the cost of chunks, and of decodes that share a microbatch with a chunk: one stage on one core.
 
-    python examples/benchmarks/measure_chunks.py --model /tmp/m300/model --output docs/benchmarks/chunks.json
+    python examples/benchmarks/measure_chunks.py --model /tmp/m300/model --output docs/benchmarks/results/chunks.json
 
-riding      A chunk of 256 tokens behind 256 with 1 to 32 decodes at 400, and the same decodes alone: milliseconds that
-            each decode adds to the chunk, and that it takes without it (SARATHI, arXiv 2308.16369, Table 2). The chunk
-            stays as large; the head, which is the last stage's, is in neither.
-chunking    A prompt of 2,048 tokens in chunks of 64 to 1,024: how many times as long as whole (section 5.4).
+riding      A chunk of 256 tokens after 256 earlier ones, with 1 to 32 decodes at position 400, and the same decodes
+            alone. The figures are the milliseconds that each decode adds to the chunk, and that it takes alone
+            (SARATHI, arXiv 2308.16369, Table 2). The size of the chunk does not change. The LM head, which the last
+            stage has, is not included.
+chunking    A prompt of 2,048 tokens in chunks of 64 to 1,024, as a ratio to the time of the whole prompt (section 5.4).
 
-Loads half of a bfloat16 checkpoint's layers; in a round every microbatch takes its turn. Written are medians
-and extremes over the rounds, of times and of ratios and differences within a round.
+Loads half of the layers of a bfloat16 checkpoint. In each round every microbatch takes a turn. The document has medians
+and extremes over the rounds. Ratios and differences are taken within a round.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def show(title: str, found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> 
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path), required=True, help="As measure_300m.py makes one.")
+@click.option("--model", type=click.Path(path_type=Path), required=True, help="Checkpoint that measure_300m.py made.")
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path))
 def main(model: Path, rounds: int, output: Path | None) -> None:

@@ -1,15 +1,17 @@
-"""What each change of the code was worth: the same work by several commits' code, in turn.
+"""Measure the gain of each change of the code: several commits do the same work in turn.
 
     python examples/benchmarks/make_254m.py /tmp/m254
     python examples/benchmarks/measure_commits.py --model /tmp/m254 --commit a44db26 --commit c1cdb6a \
-        --output docs/benchmarks/commits.json
+        --output docs/benchmarks/results/commits.json
 
-Each commit's `sarathi_pp` and `kernels` are laid out by themselves and run by this Python with the libraries of now, on
-two stages with a compute thread each, in rounds of which every second goes backwards. A run of each before them, in
-which its kernels are compiled, is not counted. Of each commit: medians and extremes of its figures, what it has of the
-tokens a second of the one named before it, in the same round, and to how many of the requests it gave the same tokens
-as that one; then each round's. In bfloat16 a sum that is made in another order may give others. Two commits between
-which `sarathi_pp` did not change tell what the same code differs by. Written after every round.
+The folders `sarathi_pp` and `kernels` of each commit are extracted to a directory of their own. This Python runs them
+with the installed libraries, on two stages with one compute thread each. Every second round goes backwards. Before the
+rounds, one uncounted run of each commit compiles its kernels.
+
+The document has, for each commit, medians and extremes of its figures, and the figures of each round. Two figures
+compare a commit with the one named before it, in the same round: the ratio of tokens per second, and the share of
+requests with the same tokens. In bfloat16, another order of summation may change tokens. To see the noise, name two
+commits between which `sarathi_pp` did not change. The document is written after every round.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ GAIN, SAME = "tokens/s, of the one before", "same tokens as the one before"
 
 @dataclass(frozen=True, slots=True)
 class CommitRun(OurRun):
-    """`generate` of the code that lies in `tree`, with what it writes; the label is the commit's name."""
+    """A run of `generate` with the code of one commit. Its label is the commit's name.
+
+    Attributes:
+        tree: directory with the code, which also gets the answers.
+    """
 
     tree: Path
 
@@ -54,18 +60,22 @@ class CommitRun(OurRun):
         return {"PYTHONPATH": os.pathsep.join((str(self.tree), str(self.tree / "kernels")))}
 
     def _answers(self, work: Work) -> Path:
-        # Of its own: older code replaces no directory in which it finds files that it does not know.
+        # Each commit has its own output: older code does not replace a directory with files that it does not know.
         return self.tree / "answers.jsonl"
 
     @classmethod
     def lay_out(cls, commit: str, arguments: tuple[str, ...], directory: Path) -> CommitRun:
-        """Raises click.ClickException where the commit lacks a package, or this Python would run other files."""
+        """Extract the code of a commit.
+
+        Raises:
+            click.ClickException: the commit lacks a package, or this Python would run other files.
+        """
         run = cls(commit, arguments, directory / commit)
         found = subprocess.run(
             ("git", "-C", str(ROOT), "archive", commit, "sarathi_pp", "kernels"), capture_output=True
         )
         if found.returncode:
-            raise click.ClickException(f"{commit} is not laid out: {found.stderr.decode().strip()}")
+            raise click.ClickException(f"cannot extract {commit}: {found.stderr.decode().strip()}")
         with tarfile.open(fileobj=io.BytesIO(found.stdout)) as files:
             files.extractall(run.tree, filter="data")
         run._check()
@@ -77,11 +87,11 @@ class CommitRun(OurRun):
             found = subprocess.run(command, env=inherited(self._path), capture_output=True, text=True, check=True)
             taken = found.stdout.strip()
             if Path(taken) != folder / package:
-                raise click.ClickException(f"{self.label} would run {taken}, not what was laid out in {self.tree}")
+                raise click.ClickException(f"{self.label} would run {taken}, not the code in {self.tree}")
 
 
 def figures_of(report: Report) -> dict[str, float]:
-    """host: what the stages wait while the first one's program plans, sends and takes in; of all stages, in seconds."""
+    """Return the compared figures of a report. "host, s": time that all stages lose to the cause `host`."""
     return {
         "tokens/s": report["total_tokens_per_s"],
         "steady bubble": report["bubble_ratio_steady"],
@@ -91,7 +101,11 @@ def figures_of(report: Report) -> dict[str, float]:
 
 
 def compare(commits: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """In the order of the commits; runs: each commit's in the order of the rounds, all of as many."""
+    """Return the figures of each commit, in the order of the commits.
+
+    Args:
+        runs: in the order of the rounds, with the same number of rounds for each commit.
+    """
     of = {commit: [run for run in runs if run.entrant == commit] for commit in commits}
     found: list[dict[str, Any]] = []
     for before, commit in zip((None, *commits), commits, strict=False):
@@ -110,7 +124,11 @@ def _same(before: TokenIds, after: TokenIds) -> float:
 
 
 def resolve(commit: str) -> dict[str, str]:
-    """Raises click.ClickException where git knows no such commit."""
+    """Return the short name and the subject of a commit.
+
+    Raises:
+        click.ClickException: git does not know the commit.
+    """
     command = ("git", "-C", str(ROOT), "show", "--no-patch", "--format=%h%n%s", f"{commit}^{{commit}}")
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
@@ -121,7 +139,7 @@ def resolve(commit: str) -> dict[str, str]:
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
-@click.option("--commit", "named", multiple=True, required=True, help="Two or more, in order.")
+@click.option("--commit", "named", multiple=True, required=True, help="A commit. Give two or more, in order.")
 @click.option("--workload", default=DECODES, show_default=True)
 @click.option("--policy", default="balanced", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True)
@@ -130,7 +148,7 @@ def main(model: Path, named: tuple[str, ...], workload: str, policy: str, rounds
     subjects = {one["commit"]: one["subject"] for one in map(resolve, named)}
     commits = tuple(subjects)
     if len(commits) != len(named) or len(commits) < 2:
-        raise click.UsageError(f"--commit names two or more, each once; got {', '.join(named)}")
+        raise click.UsageError(f"--commit: give two or more different commits; got {', '.join(named)}")
     record, facts = Record.begin(), check_model(model)
     requests = list(parse_workload(workload).requests(vocabulary=facts.vocab_size))
     runs: list[Run] = []
@@ -139,7 +157,7 @@ def main(model: Path, named: tuple[str, ...], workload: str, policy: str, rounds
         arguments = ("--stages", "2", "--policy", policy)
         entrants = [CommitRun.lay_out(commit, arguments, Path(scratch)) for commit in commits]
         work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
-        for _ in hold(work, entrants, 1):  # warms up what later runs find in caches
+        for _ in hold(work, entrants, 1):  # fill the caches for the later runs
             pass
         for run in hold(work, entrants, rounds):
             _say(run)

@@ -1,12 +1,15 @@
-"""What the coordinator costs: milliseconds a step, and how fast the simulator runs.
+"""Measure the cost of the coordinator in milliseconds per step, and the speed of the simulator.
 
-    python examples/benchmarks/measure_coordinator.py --output docs/benchmarks/coordinator.json
+    python examples/benchmarks/measure_coordinator.py --output docs/benchmarks/results/coordinator.json
 
-A step is what the coordinator's rank does for one microbatch: pick, pages, plan and the encoded frame. It is timed on
-8 stages with 16 to 4096 running sequences, as many prompts waiting, prefill and decodes in every microbatch;
-taking in the result is listed beside it. Medians of the steps once the pipeline is full, on one core. Then the
-simulator on SARATHI's GPT-3 pipeline, microbatch-stages a second: with the real coordinator, and the clock alone on
-the schedule that this run made; and the most memory Python held, without the timeline.
+A step is the work of the coordinator's rank for one microbatch: pick, pages, plan and the encoded frame. The time to
+take in the result is a separate figure. Both are timed on one core for 8 stages with 16 to 4096 running sequences. The
+same number of prompts waits, and every microbatch has prefill and decodes. Figures are medians after the pipeline is
+full.
+
+The simulator runs SARATHI's GPT-3 pipeline. Its speed is in microbatch-stages per second: with the real coordinator,
+and for the virtual clock alone on the schedule of that run. The last figure is the most memory that Python held,
+without the timeline.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def requests() -> Iterator[Request]:
 
 
 def time_steps(policy: PolicySpec, running: int, steps: int) -> dict[str, float]:
-    """Median and 99th percentile of milliseconds, over `steps` microbatches with `running` sequences in seats."""
+    """Time `steps` microbatches with `running` sequences. Return median and 99th percentile in milliseconds."""
     chunk_size, inflight_most = max(256, 4 * running // STAGES), policy.inflight(STAGES)
     limits = Limits(STAGES, chunk_size, running, 4096, 16, running * 64, inflight_most)
     cost = preset("gpt3-a100-tp8pp8").cost if policy.kind.wants_cost else None
@@ -112,7 +115,7 @@ def time_simulator(policy: PolicySpec, num_requests: int) -> dict[str, float]:
 
 
 def peak_bytes(num_requests: int) -> int:
-    """Most memory that Python held while simulating, events told and not kept."""
+    """Return the most bytes that Python held during a simulation that does not keep its events."""
     spec = f"poisson:rate=4,zipf:n={num_requests},min=1024,max=4096,theta=0.4,pd=20,seed=31"
     experiment = Experiment(
         profile=preset("gpt3-a100-tp8pp8"),
@@ -132,7 +135,7 @@ def peak_bytes(num_requests: int) -> int:
 @click.option("--policy", "policies", multiple=True, default=("balanced", "sarathi", "vllm"), show_default=True)
 @click.option("--steps", type=click.IntRange(min=100), default=600, show_default=True)
 @click.option("--requests", "num_requests", type=click.IntRange(min=10), default=10_000, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(policies: tuple[str, ...], steps: int, num_requests: int, output: Path | None) -> None:
     record = Record.begin()
     step_rows: dict[str, Any] = {}

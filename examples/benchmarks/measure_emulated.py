@@ -1,12 +1,13 @@
-"""Is the simulator true? Emulated runs of 8 stages against their simulation.
+"""Check the simulator: compare emulated runs of 8 stages with their simulation.
 
-    python examples/benchmarks/measure_emulated.py --work-dir /tmp/emulated --output docs/benchmarks/emulated-8.json
+    python examples/benchmarks/measure_emulated.py --work-dir /tmp/emulated \
+        --output docs/benchmarks/results/emulated-8.json
 
-Stages of the real runtime (8 processes, gloo, the real coordinator) sleep the time that SARATHI's GPT-3 pipeline
-would compute, 25 times slower so that two cores keep up with nine processes, and with a hidden size of 1024 so that
-loopback carries the activations. The link of the profile is loopback as these processes find it: a run of other
-requests before the first measures it, as `sarathi-pp profile` does. The cores are kept awake. Three policies on three
-workloads, the last with a mix that changes in mid-run; wall time and bubble ratio beside the simulator's.
+Stages of the real runtime (8 processes, gloo, the real coordinator) sleep the times of SARATHI's GPT-3 pipeline. They
+sleep 25 times as long, so that two cores keep up with nine processes. The hidden size is 1024, so that loopback can
+carry the activations. A first run of other requests measures the link between these processes, as `sarathi-pp profile`
+does. The cores are kept awake. Three policies run on three workloads, and the mix of the last workload changes halfway.
+The document compares wall time and bubble ratio with those of the simulator.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def make_profile() -> Profile:
 
 
 def with_measured_link(profile: Profile, work_dir: Path) -> Profile:
-    """The profile with the link that its emulated stages have."""
+    """Return the profile with the measured link between its emulated stages."""
     spec, policy = CALIBRATION
     emulate(work_dir, profile, policy, spec)
     traces = find_traces(work_dir / "answers.jsonl.run", None)[0]
@@ -108,7 +109,7 @@ def largest_errors(runs: list[Report]) -> dict[str, float]:
 
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every run.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write after every run.")
 def main(work_dir: Path, output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)

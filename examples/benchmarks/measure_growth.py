@@ -1,17 +1,17 @@
-"""How a run's figures grow with its size: with stages, requests in flight, length of prompts and lines of input.
+"""Measure how the figures of a run grow with stages, requests in flight, prompt length and lines of input.
 
-    python examples/benchmarks/measure_growth.py --work-dir /tmp/m300 --output docs/benchmarks/growth.json
+    python examples/benchmarks/measure_growth.py --work-dir /tmp/m300 --output docs/benchmarks/results/growth.json
 
-stages      1 and 2 real ones, and 1 to 8 that sleep what a profile of the real ones says (`--emulate`), on 32 prompts
-            of 256 to 1,024 tokens, P:D 8
-in flight   1 to 512 requests at once, prompts of 64 to 128 tokens and 64 tokens to answer, 2 stages
-length      prompts of 128 to 32,768 tokens and 16 tokens to answer, 16,384 tokens of prompts in all where one is not
-            longer, 2 stages
-lines       10 to 100,000 short rows for the adder of examples/tiny-adder, 2 stages
+stages      1 and 2 real stages, and 1 to 8 stages that sleep the times of a profile (`--emulate`). 32 prompts of 256 to
+            1,024 tokens, P:D 8
+in flight   1 to 512 requests at once, prompts of 64 to 128 tokens, 64 output tokens, 2 stages
+length      prompts of 128 to 32,768 tokens, 16 output tokens, 2 stages. The prompts have 16,384 tokens together, unless
+            a single one has more
+lines       10 to 100,000 short rows for examples/tiny-adder, 2 stages
 
-The first three on the checkpoint of measure_300m.py, which is made where it is not there. Each point is a `generate` of
-its own, `balanced`, a compute thread a stage; points take their turns in every round. Prints each run; writes medians
-and extremes after every round. --picture: also drawn, in headless Chromium.
+The first three use the checkpoint of measure_300m.py, and make it if it does not exist. Each point is a `generate` with
+the policy `balanced` and one compute thread per stage. Points take turns in every round. Prints each run, and writes
+medians and extremes after every round. --picture also draws them, in headless Chromium.
 """
 
 from __future__ import annotations
@@ -46,14 +46,21 @@ LINES = (10, 100, 1000, 10_000, 100_000)
 PROMPT_TOKENS = 16384
 REPORTED = ("total_tokens_per_s", "bubble_ratio", "bubble_ratio_steady", "wall_s")
 FIGURES = (*REPORTED, "peak_bytes")
-# Not every run has all: where one request is alone, no two stages ever compute at once.
+# Some runs lack a figure: with a single request, two stages never compute at the same time.
 Figures = Mapping[str, float | None]
 Found = dict[str, dict[int, list[Figures]]]
 
 
 @dataclass(frozen=True)
 class Point:
-    """axis, at: where in the figures. workload: None for rows that the adder answers. options: of `generate`."""
+    """One point of the figures.
+
+    Attributes:
+        axis: name of the axis.
+        at: position on the axis.
+        workload: None for rows that the adder answers.
+        options: options of `generate`.
+    """
 
     axis: str
     at: int
@@ -79,21 +86,21 @@ def points(work_dir: Path) -> Iterator[Point]:
 
 
 def prepare(work_dir: Path) -> None:
-    """The checkpoint, the same with room for longer prompts, and the profile that stages are emulated from."""
+    """Make the checkpoint, a copy that allows longer prompts, and the profile of the emulated stages."""
     model, longer, profile = work_dir / "model", work_dir / "model-long", work_dir / "growth-profile.json"
     if not (model / "config.json").exists():
         make_checkpoint(model)
     if not longer.exists():
         shutil.copytree(model, longer, copy_function=os.link)
         config = json.loads((model / "config.json").read_text())
-        (longer / "config.json").unlink()  # linked: written to, it would be the other one's too
+        (longer / "config.json").unlink()  # a hard link: writing to it would change both models
         (longer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * max(LENGTHS)}))
     if not profile.exists():
         sarathi_pp("profile", "--model", str(model), "--stages", "2", "--output", str(profile), "--quiet")
 
 
 def sarathi_pp(*words: str) -> tuple[str, int]:
-    """What it prints, and the most bytes that its processes hold at once, the making of the report included."""
+    """Run a command. Return its output, and the most bytes that its processes hold at once, the report included."""
     command = [sys.executable, "-P", "-m", "sarathi_pp", *words]
     environment, footprint = {**os.environ, "OMP_NUM_THREADS": "1"}, Footprint()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -130,7 +137,7 @@ def summary(found: Found) -> dict[str, dict[str, Any]]:
 
 
 def spread_of(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Of the runs that have it; None where none has."""
+    """Return median and extremes of the runs that have the figure, or None if no run has it."""
     there = [value for value in values if value is not None]
     return spread(there) if there else None
 
@@ -140,7 +147,7 @@ def printed(value: float | None) -> str:
 
 
 def draw(grown: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
-    """Tokens a second and the bubble of each axis, side by side."""
+    """Draw tokens per second and the bubble of each axis next to each other."""
     titles = [f"{axis}{what}" for axis in grown for what in (": tokens/s", ": bubble, %")]
     figure = make_subplots(rows=len(grown), cols=2, subplot_titles=titles, vertical_spacing=0.3 / len(grown))
     for row, of_axis in enumerate(grown.values(), start=1):
@@ -169,10 +176,10 @@ def draw(grown: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
 
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--axis", "axes", multiple=True, help="Only this one; may be given several times.  [default: all]")
+@click.option("--axis", "axes", multiple=True, help="Only this axis. May be repeated.  [default: all]")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every round.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Where the plots go, a PNG.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write after every round.")
+@click.option("--picture", type=click.Path(path_type=Path), help="PNG file for the plots.")
 def main(work_dir: Path, axes: Sequence[str], rounds: int, output: Path | None, picture: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""What the journal costs: one run in which answers are appended and synced for some seconds and dropped for the next.
+"""Measure the cost of the journal: one run that writes and syncs answers for some seconds, then drops them for some.
 
     python examples/benchmarks/measure_journal.py --work-dir /tmp/journal --times 20 \
-        --output docs/benchmarks/journal-cost.json
+        --output docs/benchmarks/results/journal-cost.json
 
-Two stages on a Llama of two layers with random weights, one compute thread each, and rows with outputs of a few tokens:
-hundreds of requests a second, far more than a real model on these cores answers. What "off" leaves running is making
-the lines. With --times 20 every group of lines is appended and synced 20 times, to a file beside the output; the
-difference is then that of 20 journals, and a twentieth of it, confidence bounds included, is what one costs. See
-blocks.py.
+There are two stages on a Llama of two layers with random weights, with one compute thread each. Rows have outputs of a
+few tokens. So the run answers hundreds of requests per second, far more than a real model on these cores. In "off"
+blocks the lines are still made. With --times 20 every group of lines is appended and synced 20 times, to a file next to
+the output. The difference is then the cost of 20 journals, and a twentieth of it is the cost of one. The same holds for
+its confidence bounds. See blocks.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.clock import SystemClock
 
-_WORKER = "SARATHI_PP_MEASURE_JOURNAL"  # where rank 0 of the run writes down when rows ended, and what was written
+# The file in which rank 0 of the run writes the end times of rows and the durations of syncs.
+_WORKER = "SARATHI_PP_MEASURE_JOURNAL"
 _TIMES = "SARATHI_PP_MEASURE_JOURNAL_TIMES"
 
 
@@ -52,16 +53,20 @@ def make_checkpoint(directory: Path) -> None:
 
 
 class Beside:
-    """A journal in place of the output's: written so many times in blocks that are on, and not at all in the others."""
+    """A replacement for the output's journal. It writes several times in "on" blocks, and nothing in the others.
+
+    Args:
+        times: how often each group of lines is written.
+    """
 
     def __init__(self, path: str, times: int) -> None:
         from sarathi_pp.outputs.journal import Journal
 
-        # Now, since they are about to be replaced.
+        # Keep the methods of Journal, because the caller replaces them next.
         self._open, self._append, self._sync = Journal.open, Journal.append, Journal.sync
         self._path = path
         self._times = range(times)
-        self._journal: Any = None  # rank 0 alone makes one
+        self._journal: Any = None  # only rank 0 makes one
         self._clock = SystemClock()
         self.syncs_s: list[float] = []
 
@@ -82,7 +87,7 @@ class Beside:
 
 
 def work(results_path: Path) -> None:
-    """One rank of the run."""
+    """Run one rank of the run."""
     from sarathi_pp.cli.main import main as command
     from sarathi_pp.engine.engine import Engine
     from sarathi_pp.outputs.journal import Journal
@@ -97,7 +102,7 @@ def work(results_path: Path) -> None:
         finish_row(self, *arguments)
 
     def finish(self: Rank, facts: Any = None) -> None:
-        """What was dropped makes no report."""
+        """Skip the report, because some answers were dropped."""
         self.abandon()
         if ended_s:
             results_path.write_text(json.dumps([ended_s, beside.syncs_s]))
@@ -112,7 +117,7 @@ def work(results_path: Path) -> None:
 
 
 def run(work_dir: Path, requests: int, times: int) -> tuple[list[float], list[float]]:
-    """When the rows of one run ended, and how long each sync took."""
+    """Run once. Return the times at which rows ended, and the duration of each sync in seconds."""
     prompts, answers, results = (work_dir / f"journal{end}" for end in (".jsonl", "-answers.jsonl", "-results.json"))
     write_prompts(prompts, parse_workload(f"fixed:n={requests},prompt=32,output=8,seed=0").requests())
     results.unlink(missing_ok=True)
@@ -130,8 +135,10 @@ def run(work_dir: Path, requests: int, times: int) -> tuple[list[float], list[fl
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--requests", type=click.IntRange(min=1000), default=40_000, show_default=True)
-@click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Each group is written.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option(
+    "--times", type=click.IntRange(min=1), default=1, show_default=True, help="How often to write each group."
+)
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(work_dir: Path, requests: int, times: int, output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,15 @@
-"""What each of the CPU kernels is worth: one stage's microbatches with all of them, and with each taken away.
+"""Measure the gain of each CPU kernel: microbatches of one stage with all kernels, and without each of them.
 
-    python examples/benchmarks/measure_kernels.py --model /tmp/m300/model --output docs/benchmarks/kernels.json
+    python examples/benchmarks/measure_kernels.py --model /tmp/m300/model --output docs/benchmarks/results/kernels.json
 
-Loads half of a bfloat16 checkpoint's layers once for each variant and runs the same microbatches through all of them,
-in turn, on one core; and rows through the head by itself, as a first stage computes it. Prints milliseconds a
-microbatch (median of the rounds) and how many times as long it takes without the kernel (median and spread of the
-rounds' ratios), and writes them as JSON. What must not change is tested: tests/model/fuse/test_rewrite.py,
-test_packed_linear.py, test_attention.py, test_bare_model.py. What large pages of memory are worth it cannot tell:
-weights that a process loads later are read as fast without them.
+Loads half of the layers of a bfloat16 checkpoint once per variant. Runs the same microbatches through all variants in
+turn, on one core. Also runs rows through the LM head alone, as a first stage computes it. Prints the milliseconds per
+microbatch, and the ratio of the times without and with the kernel. Writes both as JSON, with the spread over the
+rounds.
+
+tests/model/fuse/ tests that kernels do not change results: test_rewrite.py, test_packed_linear.py, test_attention.py,
+test_bare_model.py. The gain of huge pages cannot be measured here: weights that a process loads later are read as fast
+without them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from sarathi_pp.model.fuse import packed_linear, rewrite
 from sarathi_pp.model.stage_model import LMHead, load_lm_head
 
 ALL = "all"
-# What is taken away, by what has to be replaced for it while a stage is loaded.
+# For each variant without a kernel, the replacements in the package while its stage is loaded and computes.
 WITHOUT: dict[str, Replaced] = {
     ALL: (),
     "one call of all layers": ((stage_model, "compile_layers", lambda layers: False),),
@@ -113,7 +115,7 @@ def compared(name: str, taken: dict[str, list[float]]) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path), required=True, help="As measure_300m.py makes one.")
+@click.option("--model", type=click.Path(path_type=Path), required=True, help="Checkpoint that measure_300m.py made.")
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path))
 def main(model: Path, rounds: int, output: Path | None) -> None:

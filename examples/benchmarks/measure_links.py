@@ -1,16 +1,16 @@
-"""Two hosts of two stages over wires of several kinds, beside what the simulator says of each.
+"""Run two hosts of two stages over several kinds of wires, and compare each with the simulator.
 
-    python examples/benchmarks/measure_links.py --work-dir /tmp/links --output docs/benchmarks/links.json
+    python examples/benchmarks/measure_links.py --work-dir /tmp/links --output docs/benchmarks/results/links.json
 
-The hosts are network namespaces (hosts.py), joined by torchrun. A token bucket gives the wire its rate, netem its
-delay; where the kernel has no netem, the profile does (`added_latency_s` of the edges between the hosts). Stages are
-emulated: they sleep the time that SARATHI's GPT-3 pipeline would compute, 5 times slower, and pass on activations of a
-hidden size of 1024 in float32, 1 MiB for a chunk of 256 tokens. That takes a stage 37 ms, a wire of 1 Gbit/s 8.8 and
-one of 100 Mbit/s 88.
+The hosts are network namespaces (hosts.py), joined by torchrun. A token bucket gives the wire its rate, and netem gives
+it its delay. If the kernel has no netem, the profile has the delay (`added_latency_s` of the edges between the hosts).
+Stages are emulated: they sleep 5 times as long as SARATHI's GPT-3 pipeline would compute. Activations have a hidden
+size of 1024 in float32, so a chunk of 256 tokens is 1 MiB. It takes 37 ms on a stage, 8.8 ms on a wire of 1 Gbit/s and
+88 ms on one of 100 Mbit/s.
 
-A run of other requests over the bare wire measures what each edge takes by itself. Everything else is predicted: the
-edges between the hosts have the wire's rate, as much of it as frames leave to their payload, and the delay besides.
-Links take turns, so that what else the machine does happens to all of them; figures are medians.
+A run of other requests over unshaped wires measures the cost of each edge. All other figures are predicted. The edges
+between the hosts then have the wire's rate for payload, and its delay. Wires take turns, so that other work on the
+machine affects all of them. Figures are medians.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sarathi_pp.tuning.fit import measure_links
 SLOWER = 5.0
 SEQS = 32
 STAGES = 4
-# Of the edges 0 -> 1 -> 2 -> 3 -> 0.
+# Indices among the edges 0 -> 1 -> 2 -> 3 -> 0.
 BETWEEN_HOSTS = (1, 3)
 POLICIES = ("sarathi", "balanced")
 WORKLOAD = "uniform:n=32,min=128,max=512,pd=8,seed=3"
@@ -62,7 +62,11 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """bits_per_s: None for as fast as the kernel copies."""
+    """A kind of wire between two hosts.
+
+    Attributes:
+        bits_per_s: None for a wire that is as fast as the kernel copies.
+    """
 
     bits_per_s: float | None = None
     delay_s: float = 0.0
@@ -95,7 +99,7 @@ def make_profile() -> Profile:
 
 
 def over(profile: Profile, wire: Wire) -> Profile:
-    """The profile of stages between whose hosts that wire is."""
+    """Return the profile with that wire on the edges between the hosts."""
 
     def between(link: EdgeLink) -> EdgeLink:
         rate = link.bytes_per_s if wire.bits_per_s is None else PAYLOAD * wire.bits_per_s / 8
@@ -106,7 +110,7 @@ def over(profile: Profile, wire: Wire) -> Profile:
 
 
 def emulate(hosts: Hosts, work_dir: Path, profile: Profile, policy: str, spec: str) -> Report:
-    """One run on both hosts; its report."""
+    """Run once on both hosts, and return the report."""
     (work_dir / "profile.json").write_text(json.dumps(profile.to_json()))
     write_prompts(work_dir / "prompts.jsonl", parse_workload(spec).requests())
     script = work_dir / "sarathi-pp"
@@ -137,7 +141,7 @@ def emulate(hosts: Hosts, work_dir: Path, profile: Profile, policy: str, spec: s
 
 
 def with_measured_links(hosts: Hosts, work_dir: Path, profile: Profile) -> Profile:
-    """What each edge takes by itself over bare wires."""
+    """Return the profile with the cost of each edge, measured over unshaped wires."""
     spec, policy = CALIBRATION
     emulate(hosts, work_dir, profile, policy, spec)
     (traces,) = find_traces(work_dir / "run-of-host0", None)
@@ -211,7 +215,7 @@ def row_of(policy: str, wire: str, runs: list[Figures], predicted: Figures) -> R
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--policy", "policies", multiple=True, default=POLICIES, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every round.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write after every round.")
 def main(work_dir: Path, repeats: int, policies: tuple[str, ...], output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)

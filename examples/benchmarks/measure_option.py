@@ -1,13 +1,16 @@
-"""What a way of running stages is worth: real runs with it and without, in turn.
+"""Measure the gain of an option for running stages: real runs with both of its values, in turn.
 
     python examples/benchmarks/make_254m.py /tmp/m254
-    python examples/benchmarks/measure_option.py --model /tmp/m254 --option head --output docs/benchmarks/head.json
+    python examples/benchmarks/measure_option.py --model /tmp/m254 --option head \
+        --output docs/benchmarks/results/head.json
 
-`head`: the first stage computes the head of some microbatches, or the last one of all. `transport`: stages send through
-memory that they have in common, or by gloo. Two stages, a compute thread each; both values of the option under each
-policy take turns in every round. Of each work and policy: medians and extremes of both, the tokens a second of the
-first value over those of the second in the same round, and the share of the requests to which all runs gave the same
-tokens.
+`head`: the first stage computes the LM head of some microbatches, or the last stage computes all of them. `transport`:
+stages send through shared memory, or by gloo. There are two stages with one compute thread each. Both values of the
+option take turns in every round, with each policy.
+
+For each work and policy the document has medians and extremes of both values. It has the ratio of their tokens per
+second in the same round, the first value over the second. It also has the share of requests that got the same tokens
+in all runs.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ SEQS = 32
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The two values of an option of `generate`, the one that is usual first."""
+    """The two values of an option of `generate`, the default first."""
 
     name: str
     values: tuple[str, ...]
@@ -55,7 +58,7 @@ class Option:
         ]
 
     def compare(self, policies: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
-        """Of one work."""
+        """Return the figures of one work."""
         of = {one.label: [run for run in runs if run.entrant == one.label] for one in self.entrants(policies)}
         found: dict[str, Any] = {
             name: {key: spread([run.report[key] for run in mine]) for key in KEPT} for name, mine in of.items()
@@ -81,7 +84,7 @@ OPTIONS = {option.name: option for option in (Option("head", HEADS), Option("tra
     "--work", "works", type=click.Choice(list(WORKS)), multiple=True, default=tuple(WORKS), help="[default: all]"
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every work.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write after every work.")
 def main(
     model: Path, name: str, policies: tuple[str, ...], works: tuple[str, ...], rounds: int, output: Path | None
 ) -> None:

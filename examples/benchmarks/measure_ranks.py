@@ -1,20 +1,21 @@
-"""What many ranks cost: how soon they start, and how much of a core the coordinator takes.
+"""Measure the cost of many ranks: how soon they start, and the share of a core that the coordinator takes.
 
-    python examples/benchmarks/measure_ranks.py --output docs/benchmarks/ranks.json
+    python examples/benchmarks/measure_ranks.py --output docs/benchmarks/results/ranks.json
 
-start        `sarathi-pp generate --emulate` with 2, 4, 8 and 16 processes, the last as 8 stages of 2 replicas: from the
-             command until the first microbatch is issued, until every replica has issued one, and to the command's end.
-             A run before them is not counted. All processes share the cores of this machine.
-coordinator  One process: a coordinator and the edges of 8 to 64 stages, which are the in-process channel, so that every
-             frame passes the codec at every stage. 64 running sequences a stage, as a run has by default. Timed is what
-             the first rank does for each microbatch beside its stage's compute, in CPU time: the step (pick, pages,
-             plan, the encoded frame) and the result (decoded, and taken in). The numbers of ranks take turns of some
-             dozens of microbatches, since the machine's speed moves; each has the median of its turns' means. Beside it
-             the line through them by ranks, how far off that is, and which share of a core it is where every stage
-             takes a microbatch as long as one of SARATHI's GPT-3 on 64 A100s. Garbage collection goes over what is
-             made while it is timed, and not over what filling the pipelines has left.
+start        `sarathi-pp generate --emulate` with 2, 4, 8 and 16 processes, the last as 2 replicas of 8 stages. The
+             times are from the command until the first microbatch is issued, until every replica has issued one, and
+             to the end of the command. An uncounted run comes first. All processes share the cores of this machine.
+coordinator  One process with a coordinator and the edges of 8 to 64 stages. There are 64 running sequences per stage,
+             the default. The edges are in-process channels, so every frame passes the codec at every stage. The
+             figures are CPU times of the first rank's work per microbatch, without its stage's computation: the step
+             (pick, pages, plan, encode the frame) and the result (decode it and update the sequences).
 
-The load average stands beside both: start-up times of a machine that others use are not worth much.
+The speed of the machine changes, so the numbers of ranks take turns of some dozens of microbatches. Each figure is the
+median of the means of its turns. A line is fitted through the figures by number of ranks, and the document has its
+largest error. It also has the share of a core that the coordinator takes. That share is for stages as fast as those of
+SARATHI's GPT-3 on 64 A100s. Garbage collection covers only objects that were made during the timing.
+
+The document has the load average of both parts, because start-up times on a busy machine mean little.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import MicroBatchFrame, decode, encode
 
-# Replicas and stages.
+# (replicas, stages per replica)
 SHAPES = ((1, 2), (1, 4), (1, 8), (2, 8))
 RANKS = (8, 16, 32, 64)
 SEATS_A_STAGE = 64
-# Of a full pipeline.
+# Share of running sequences from which a pipeline counts as full.
 FULL = 0.9
 
 
@@ -74,7 +75,7 @@ def time_start(replicas: int, stages: int, directory: Path) -> dict[str, float]:
     begin_s = time.monotonic()
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
     end_s = time.monotonic()
-    # Traces have the same clock: all ranks are on this machine.
+    # Traces have the clock of this process, because all ranks are on this machine.
     leaders = [traces[0] for traces in find_traces(output.with_name(f"{output.name}.run"), None)]
     issues_s = [next(event.at_s for event in read_trace(path) if isinstance(event, Issued)) for path in leaders]
     return {
@@ -97,13 +98,13 @@ def time_starts(rounds: int) -> dict[str, Any]:
 
 
 class Ring:
-    """The edges of so many stages inside this process: what the first rank sends goes through all of them at once."""
+    """The edges of a pipeline inside this process. A microbatch passes all stages in one call."""
 
     def __init__(self, num_ranks: int) -> None:
         self._edges = [QueueChannel[None](SystemClock(), 1) for _ in range(num_ranks)]
 
     def through(self, microbatch: MicroBatch) -> StepResult:
-        """What comes back: every stage adds its time, the last one draws."""
+        """Send a microbatch through all stages and return its result. Each stage adds its time, the last one draws."""
         frame = MicroBatchFrame(microbatch)
         for edge in self._edges[:-1]:
             frame = self._over(edge, replace(frame, stage_times=(*frame.stage_times, *times_of(microbatch, 1))))
@@ -137,7 +138,13 @@ def stages_like_the_presets(num_ranks: int) -> CostModel:
 
 
 class Sample(NamedTuple):
-    """What one microbatch took: CPU seconds of the coordinator's rank, and what a stage like the preset's takes."""
+    """The times of one microbatch.
+
+    Attributes:
+        step_s: CPU seconds of the coordinator's rank to issue it.
+        result_s: CPU seconds of that rank to take in its result.
+        stage_s: modelled seconds of a stage of the preset.
+    """
 
     step_s: float
     result_s: float
@@ -146,7 +153,7 @@ class Sample(NamedTuple):
 
 
 def samples(policy: PolicySpec, num_ranks: int) -> Iterator[Sample]:
-    """Of each microbatch, without end, once nine of ten seats are taken."""
+    """Yield the times of microbatches without end, after nine tenths of the seats are taken."""
     seats, cost = SEATS_A_STAGE * num_ranks, stages_like_the_presets(num_ranks)
     limits = Limits(num_ranks, policy.kind.default_chunk_size, seats, 4096, 16, seats * 64, policy.inflight(num_ranks))
     coordinator = Coordinator(limits, policy.make(), cost=cost if policy.kind.wants_cost else None)
@@ -164,7 +171,7 @@ def samples(policy: PolicySpec, num_ranks: int) -> Iterator[Sample]:
         if len(inflight) < limits.inflight and microbatch is not None:
             continue
         oldest = inflight.popleft()
-        if coordinator.num_running < FULL * seats:  # filling takes thousands of them
+        if coordinator.num_running < FULL * seats:  # filling takes thousands of microbatches, so they skip the ring
             coordinator.complete(StepResult(oldest.index, drawn(oldest), times_of(oldest, num_ranks)))
             step_s = 0.0
             continue
@@ -179,7 +186,7 @@ def samples(policy: PolicySpec, num_ranks: int) -> Iterator[Sample]:
 
 
 def time_coordinator(policy: str, ranks: Sequence[int], turns: int, steps: int) -> dict[int, dict[str, float]]:
-    """By ranks, milliseconds a microbatch; stage_ms: what stages like the preset's take for one."""
+    """Return milliseconds per microbatch by number of ranks. stage_ms is the modelled time of a stage of the preset."""
     sources = {num_ranks: samples(parse_policy(policy), num_ranks) for num_ranks in ranks}
     for source in sources.values():
         next(source)
@@ -208,7 +215,7 @@ def _row(turns: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def fit_line(costs_ms: Mapping[int, float]) -> dict[str, float]:
-    """cost = fixed + a_rank * ranks, by least squares. residual: the most that it is off, as a share of the cost."""
+    """Fit cost = fixed + a_rank * ranks by least squares. The residual is the largest error, as a share of the cost."""
     ranks, costs = np.array([*costs_ms], dtype=float), np.array([*costs_ms.values()])
     a_rank, fixed = np.polyfit(ranks, costs, 1)
     off = np.abs(fixed + a_rank * ranks - costs) / costs
@@ -231,9 +238,9 @@ def time_coordinators(policies: Iterable[str], turns: int, steps: int) -> dict[s
 @click.command()
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Starts of each shape.")
 @click.option("--turns", type=click.IntRange(min=1), default=11, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=60, show_default=True, help="Microbatches a turn.")
+@click.option("--steps", type=click.IntRange(min=1), default=60, show_default=True, help="Microbatches per turn.")
 @click.option("--policy", "policies", multiple=True, default=("balanced", "sarathi"), show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(rounds: int, turns: int, steps: int, policies: tuple[str, ...], output: Path | None) -> None:
     record = Record.begin()
     coordinator = time_coordinators(policies, turns, steps)

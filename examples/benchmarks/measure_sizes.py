@@ -1,13 +1,15 @@
-"""Throughput over chunk size and P:D on real runs, and where SARATHI expects the most gain (arXiv 2308.16369, 5.1.3).
+"""Measure throughput by chunk size and P:D in real runs, and compare the best P:D with that of SARATHI.
 
-    python examples/benchmarks/measure_sizes.py --work-dir /tmp/m300 --output docs/benchmarks/sizes.json
+    python examples/benchmarks/measure_sizes.py --work-dir /tmp/m300 --output docs/benchmarks/results/sizes.json
 
-48 prompts of 128 to 384 tokens, 16 of them running at a time, on the 298M model of measure_300m.py, which is made where
-it is not there, on two stages, a compute thread each: `orca`, which cuts no prompt, and `sarathi` with chunk sizes of
-32 to 256, at P:D 2 to 64. All take their turns in every round. Written after every round are medians and extremes, of
-tokens a second and of what each size has more of them than `orca` in the same round; and for each size the P:D at which
-that is most in the median, beside the paper's C / (B - 1): in a microbatch of half of the running sequences B - 1 = 7
-decodes ride on a chunk, and C is the rest of the chunk size, which counts them too.
+There are 48 prompts of 128 to 384 tokens. 16 of them run at a time, on two stages with one compute thread each. The
+model is the 298M model of measure_300m.py, which is made if it does not exist. The runs are `orca`, which cuts no
+prompt, and `sarathi` with chunk sizes of 32 to 256, at P:D 2 to 64. All take turns in every round.
+
+The document is written after every round. It has medians and extremes of tokens per second, and of their ratio to
+`orca` in the same round. For each size it has the P:D with the largest median gain. The paper expects it at C / (B - 1)
+(arXiv 2308.16369, section 5.1.3). A microbatch has half of the running sequences, so B - 1 = 7 decodes ride on a chunk.
+C is the chunk size without these decodes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ RATIOS = (2, 4, 8, 16, 32, 64)
 CHUNK_SIZES = (32, 64, 128, 256)
 BASE = "orca"
 KEPT = ("total_tokens_per_s", "bubble_ratio")
-# By P:D and entrant, the figures of each round.
+# The figures of each round, by P:D and entrant.
 Found = dict[str, dict[str, list[Mapping[str, float]]]]
 
 
@@ -83,7 +85,7 @@ def gain(of_ratio: Mapping[str, Sequence[Mapping[str, float]]], name: str) -> di
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes; written after every round.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write after every round.")
 def main(work_dir: Path, rounds: int, output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)

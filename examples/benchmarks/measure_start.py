@@ -1,15 +1,14 @@
-"""How soon a command answers, and what memory a run takes: two stages of a checkpoint, a core each.
+"""Measure how soon a command answers, and how much memory a run takes: two stages of a checkpoint, one core each.
 
-    python examples/benchmarks/measure_start.py --model /tmp/m300/model --output docs/benchmarks/start.json
+    python examples/benchmarks/measure_start.py --model /tmp/m300/model --output docs/benchmarks/results/start.json
 
-help          `sarathi-pp --help`, until it has ended.
-first token   `sarathi-pp generate` with one prompt of 16 tokens and as many to answer: from the command to its first
-              token, which has then passed both stages, and to the command's end. Kernels were compiled and files read
-              by a run before, which is not counted.
-memory        Of one run of 32 prompts of 256 to 1,024 tokens: the most that all processes took, looked at once a
-              second, a page that several share counted once; beside it 1.5 times the weights, the KV pages that the
-              requests fill, and 450 MB a stage. What this program itself shares with them, torch's code, counts for
-              a part.
+help          `sarathi-pp --help`, from its start to its end.
+first token   `sarathi-pp generate` with one prompt of 16 tokens and 16 output tokens, from the command to its first
+              token and to its end. The first token has passed both stages. An uncounted run before it compiles kernels
+              and reads files.
+memory        One run of 32 prompts of 256 to 1,024 tokens: the most memory of all processes, measured once per second.
+              A shared page counts once. It is compared with the sum of 1.5 times the weights, the KV pages of the
+              requests, and 450 MB per stage. Pages of torch's code that this program shares count only in part.
 """
 
 from __future__ import annotations
@@ -45,7 +44,11 @@ STAGE_BYTES = 450e6
 
 
 def generate(model: Path, workload: str, directory: Path, footprint: Footprint | None = None) -> dict[str, float]:
-    """Seconds from the command to the first token of all, and to its end. footprint: where memory is watched."""
+    """Return the seconds from the command to the first token of all requests, and to its end.
+
+    Args:
+        footprint: measures the memory of the run, if given.
+    """
     prompts, output = directory / "prompts.jsonl", directory / "answers.jsonl"
     write_prompts(prompts, parse_workload(workload).requests())
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(model), "--stages", str(STAGES)]
@@ -81,7 +84,7 @@ def allowed_bytes(model: Path) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path), required=True, help="As measure_300m.py makes one.")
+@click.option("--model", type=click.Path(path_type=Path), required=True, help="Checkpoint that measure_300m.py made.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path))
 def main(model: Path, rounds: int, output: Path | None) -> None:

@@ -1,15 +1,17 @@
-"""What tracing costs: one run in which events are recorded for some seconds and thrown away for the next.
+"""Measure the cost of tracing: one run that records events for some seconds, then drops them for some.
 
-    python examples/benchmarks/measure_tracing.py --work-dir /tmp/m300 --output docs/benchmarks/tracing-cost.json
+    python examples/benchmarks/measure_tracing.py --work-dir /tmp/m300 \
+        --output docs/benchmarks/results/tracing-cost.json
 
-Two stages on the 298M model of measure_300m.py, one compute thread each, and eight requests that only decode: short
-microbatches, so many events a second. What "off" leaves running are the clock reads around a span and the making of
-events. With --times 50 every event is recorded 50 times, through the same queue, thread and file; the difference is
-then that of 50 traces, and a fiftieth of it, confidence bounds included, is what one costs. See blocks.py.
+There are two stages on the 298M model of measure_300m.py, with one compute thread each. Eight requests only decode, so
+microbatches are short and there are many events per second. In "off" blocks the clock is still read around a span, and
+events are still made. With --times 50 every event is recorded 50 times, through the same queue, thread and file. The
+difference is then the cost of 50 traces, and a fiftieth of it is the cost of one. The same holds for its confidence
+bounds. See blocks.py.
 
-The cores are kept awake. A block's figure is the time between results in it, its first second left out: the trace is
-written twice a second, and what was gathered before the block is then written. Last, what recording and writing an
-event costs by itself.
+The cores are kept awake. The figure of a block is the mean time between its results, without its first second: the
+trace is written twice per second, so earlier events may be written in that second. The last figures are the cost of
+recording and writing an event alone.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.recorder import Recorder, read_trace
 
-_WORKER = "SARATHI_PP_MEASURE_TRACING"  # where rank 0 of the run writes down when results came
+_WORKER = "SARATHI_PP_MEASURE_TRACING"  # file in which rank 0 of the run writes the times of results
 _TIMES = "SARATHI_PP_MEASURE_TRACING_TIMES"
 SEQS = 8
 
 
 def work(results_path: Path) -> None:
-    """One rank of the run."""
+    """Run one rank of the run."""
     from sarathi_pp.cli.main import main as command
     from sarathi_pp.core.coordinator import Coordinator
     from sarathi_pp.run.rank import Rank
@@ -60,7 +62,7 @@ def work(results_path: Path) -> None:
         return complete(self, result)
 
     def finish(self: Rank, facts: Any = None) -> None:
-        """Half a trace makes no report."""
+        """Skip the report, because the trace is incomplete."""
         self.abandon()
         if results_s:
             results_path.write_text(json.dumps(results_s))
@@ -74,7 +76,7 @@ def work(results_path: Path) -> None:
 
 
 def run(work_dir: Path, output_tokens: int, times: int) -> tuple[list[float], Path]:
-    """When the results of one run came, and rank 0's trace, which has most events."""
+    """Run once. Return the times of the results, and the trace of rank 0, which has most events."""
     prompts, answers, results = (work_dir / f"tracing{end}" for end in (".jsonl", "-answers.jsonl", "-results.json"))
     write_prompts(prompts, parse_workload(f"fixed:n={SEQS},prompt=64,output={output_tokens},seed=0").requests())
     results.unlink(missing_ok=True)
@@ -90,7 +92,12 @@ def run(work_dir: Path, output_tokens: int, times: int) -> tuple[list[float], Pa
 
 
 def cost_of_events(trace: Path, traced_s: float, times: int) -> dict[str, float]:
-    """Record the run's events once more, 20 times over: what each costs, and all of them of the time they are from."""
+    """Record the events of a run again, 20 times. Return the cost per event, and of all events per time of the run.
+
+    Args:
+        traced_s: seconds of the run in which these events were recorded.
+        times: how often the run recorded each event.
+    """
     events = list(read_trace(trace))[::times] * 20
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as folder:
@@ -111,9 +118,13 @@ def cost_of_events(trace: Path, traced_s: float, times: int) -> dict[str, float]
 
 @click.command()
 @click.option("--work-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--output-tokens", type=click.IntRange(min=100), default=2000, show_default=True, help="Of each request.")
-@click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Each event is recorded.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option(
+    "--output-tokens", type=click.IntRange(min=100), default=2000, show_default=True, help="Output tokens per request."
+)
+@click.option(
+    "--times", type=click.IntRange(min=1), default=1, show_default=True, help="How often to record each event."
+)
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(work_dir: Path, output_tokens: int, times: int, output: Path | None) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)

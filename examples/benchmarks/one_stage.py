@@ -1,4 +1,4 @@
-"""One stage alone, on one core: what its microbatches take, without a pipeline around it."""
+"""One stage alone on one core, without a pipeline: the time of its microbatches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ PAGE_SIZE = 16
 NUM_PAGES = 1024
 TURNS = 3
 
-# Tokens behind, and tokens of each sequence in the microbatch.
+# For each sequence of a microbatch, its earlier tokens and its tokens.
 Extents = list[tuple[int, int]]
-# What is replaced in the package, by what, for a variant of a stage.
+# The replacements that make a variant of a stage: an owner in the package, a name, and the new value.
 Replaced = Sequence[tuple[object, str, Any]]
 Case = TypeVar("Case", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """With its pages filled."""
+    """A stage with filled KV pages.
+
+    Attributes:
+        replaced: replacements that apply while the stage computes.
+    """
 
     model: StageModel
     kv: KVShard
@@ -57,13 +61,17 @@ def replacing(replaced: Replaced) -> Iterator[None]:
 
 
 def on_one_core() -> None:
-    """This process, from now on."""
+    """Bind this process to one core, with one thread."""
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 def load(directory: Path, most_tokens: int, *, replaced: Replaced = (), attention: str = "auto") -> Stage:
-    """Half of a bfloat16 checkpoint's layers. most_tokens: of a microbatch."""
+    """Load half of the layers of a bfloat16 checkpoint.
+
+    Args:
+        most_tokens: most tokens of a microbatch.
+    """
     facts = check_model(directory)
     layers = (0, facts.num_layers // 2)
     backend = choose_backend(attention, CPU, PAGE_SIZE)
@@ -78,14 +86,14 @@ def load(directory: Path, most_tokens: int, *, replaced: Replaced = (), attentio
 
 
 def inputs_of(extents: Extents) -> StageInputs:
-    """Pages lie scattered, as after a while of serving."""
+    """Build the inputs of a microbatch. Its pages are scattered, as after some time of serving."""
     pages = iter(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(0)).tolist())
     spans = [Span(start, count, list(islice(pages, -(-(start + count) // PAGE_SIZE)))) for start, count in extents]
     return build_inputs(spans, (), PAGE_SIZE, CPU)
 
 
 def seconds_of(cases: Mapping[Case, tuple[Stage, Extents]], rounds: int) -> dict[Case, list[float]]:
-    """Of each case in each round, the least of three turns; a round before them compiles and is not counted."""
+    """Return, for each case, the shortest of three turns in each round. An uncounted round before them compiles."""
     prepared = {case: (stage, inputs_of(extents)) for case, (stage, extents) in cases.items()}
     taken: dict[Case, list[float]] = {case: [] for case in cases}
     for turn in range(rounds + 1):

@@ -1,6 +1,6 @@
-"""Pictures of pages, taken in headless Chromium.
+"""Pictures of HTML pages, taken in headless Chromium.
 
-playwright is in the extra `dev`; Chromium has to be on PATH.
+playwright is in the extra `dev`. Chromium has to be on PATH.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from playwright.sync_api import sync_playwright
 
 
 def photograph(page_text: str, element: str, picture: Path, *, drawn: str, width: int, height: int) -> None:
-    """A PNG of one element of an HTML page. element, drawn: selectors; the second is there once the page is done."""
+    """Write a PNG of one element of an HTML page.
+
+    Args:
+        page_text: the HTML.
+        element: selector of the element.
+        drawn: selector that exists when the page is complete.
+    """
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder) / "page.html"
         file.write_text(page_text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The record of a measurement: at which commit, by which command and on which machine its figures were made."""
+"""The record of a measurement: its commit, command and machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Take it with `begin` before anything is measured: the tree may move while a program runs."""
+    """A record. Make it with `begin` before the measurement, because the tree may change while a program runs."""
 
     commit: str
     command: str
@@ -32,7 +32,11 @@ class Record:
         return cls(describe_commit(), f"python examples/benchmarks/{shlex.join(arguments)}", describe_machine())
 
     def write(self, output: Path | None, figures: Mapping[str, Any], *, indent: int | None = 1) -> dict[str, Any]:
-        """This and the figures as one JSON document, which is returned; output: None for no file."""
+        """Write the record and the figures as one JSON document, and return it.
+
+        Args:
+            output: None to write no file.
+        """
         document = {**asdict(self), **figures}
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -45,9 +49,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def describe_commit() -> str:
-    """The commit of this tree, `-dirty` where tracked files differ from it; empty outside of git.
+    """Return the commit of this tree, with `-dirty` if tracked files differ from it. Empty outside of git.
 
-    Figures do not count: one measurement after another writes them, and none reads them.
+    Changes in docs/benchmarks do not count, because one measurement after another writes its figures there.
     """
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)docs/benchmarks")
     return _git("rev-parse", "--short", "HEAD") + ("-dirty" if changes else "")
@@ -59,7 +63,7 @@ def describe_machine() -> str:
 
 
 def describe_cpu() -> str:
-    """The processor's name where Linux tells it, else what the platform module knows."""
+    """Return the processor's name from /proc/cpuinfo, or what the platform module knows."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

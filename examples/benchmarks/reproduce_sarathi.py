@@ -1,9 +1,9 @@
-"""SARATHI's section 5.3 once more: GPT-3 on 64 A100s, 10,000 requests, Orca against chunked prefills, simulated.
+"""Simulate SARATHI's section 5.3: GPT-3 on 64 A100s, 10,000 requests, Orca compared with chunked prefills.
 
-    python examples/benchmarks/reproduce_sarathi.py --output docs/benchmarks/sarathi-5.3.json
+    python examples/benchmarks/reproduce_sarathi.py --output docs/benchmarks/results/sarathi-5.3.json
 
-The same as `sarathi-pp simulate --preset gpt3-a100-tp8pp8 --workload ... --policy ...`, and the two factors that the
-paper states: 6.29 times the median bubble of a request, and 1.91 times the throughput.
+The simulation is that of `sarathi-pp simulate --preset gpt3-a100-tp8pp8 --workload ... --policy ...`. The document also
+has the two factors of the paper: 6.29 for the median bubble of a request, and 1.91 for the throughput.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(policy: str) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(output: Path | None) -> None:
     record = Record.begin()
     runs = {policy: run(policy) for policy in POLICIES}

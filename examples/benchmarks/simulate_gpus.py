@@ -1,13 +1,13 @@
-"""Llama-3 8B, 70B and 405B on 2 to 16 GPUs in a row, over three kinds of links, simulated: bubble, throughput, chunks.
+"""Simulate Llama-3 8B, 70B and 405B on pipelines of 2 to 16 GPUs with three kinds of links.
 
-    python examples/benchmarks/simulate_gpus.py --output docs/benchmarks/gpus-h100.json
-    python examples/benchmarks/simulate_gpus.py --gpu gpu.json --output docs/benchmarks/gpus-measured.json
+    python examples/benchmarks/simulate_gpus.py --output docs/benchmarks/results/gpus-h100.json
+    python examples/benchmarks/simulate_gpus.py --gpu gpu.json --output docs/benchmarks/results/gpus-measured.json
 
---gpu: what `sarathi-pp bench gpu` wrote, whose measured rates are taken then. Without it those of an H100 SXM's data
-sheet: 989 TFLOP/s in bfloat16 at 60 %, 3.35 TB/s at 80 %, 80 GB. Links are data sheets' too, at 80 %: NVLink 4 with
-450 GB/s each way, PCIe 5 x16 with 63 GB/s, 100 Gbit/s Ethernet with 12.5 GB/s. One GPU a stage, layers cut evenly by
-time, a tenth of the memory left alone, the rest for weights and KV. Of the chunk sizes the one with most tokens a
-second is told; where the weights do not fit nothing is.
+The document has bubble and throughput at the chunk size with most tokens per second, or says that the weights do not
+fit. --gpu takes the measured rates of a document of `sarathi-pp bench gpu`. Without it the rates are from the data
+sheet of an H100 SXM: 60 % of 989 TFLOP/s in bfloat16, 80 % of 3.35 TB/s, and 80 GB. Links have 80 % of their data
+sheets: NVLink 4 with 450 GB/s each way, PCIe 5 x16 with 63 GB/s, 100 Gbit/s Ethernet with 12.5 GB/s. Each stage has one
+GPU, and layers are divided evenly by time. Weights and KV take nine tenths of the memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sarathi_pp.sim.workload import parse_workload
 STAGES = (2, 4, 8, 16)
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 PAGE_SIZE, WEIGHT_BYTES = 16, 2
-# Most sequences of a stage's microbatch.
+# Running sequences per stage.
 SEQS_PER_STAGE = 64
 
 
@@ -52,7 +52,11 @@ class Shape:
         return estimate_cost(layers, **sizes, weight_bytes=WEIGHT_BYTES, speed=speed, page_size=PAGE_SIZE)
 
     def weights_bytes(self, num_layers: int, ends: int) -> int:
-        """Of a stage with that many layers, and embedding and head where it has them (`ends`)."""
+        """Return the size of the weights of a stage.
+
+        Args:
+            ends: matrices of vocabulary size that the stage holds: embedding, LM head, or both.
+        """
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return WEIGHT_BYTES * (num_layers * layer + ends * self.hidden_size * self.vocab_size)
@@ -74,15 +78,15 @@ LINKS = {
     "pcie": Link(10e-6, 0.8 * 63e9),
     "100gbe": Link(30e-6, 0.8 * 12.5e9),
 }
-# Launches are inside of graphs: 20 us a layer is what an eager one would take.
+# Layers are launched in CUDA graphs. An eager launch would take 20 us per layer.
 H100 = DeviceSpeed({2: 0.6 * 989e12}, 0.8 * 3.35e12, tile=128, layer_s=2e-6)
 
 
 def profile_of(name: str, stages: int, link: str, speed: DeviceSpeed, memory_bytes: float) -> Profile | None:
-    """None where the weights and one long request do not fit."""
+    """Return the profile of a pipeline, or None if the weights and one long request do not fit."""
     shape = SHAPES[name]
     each = shape.cost(tuple((layer, layer + 1) for layer in range(shape.num_layers)), speed).stages
-    # What a chunk of 512 takes on each layer, and the head on the last one.
+    # The time of a chunk of 512 tokens on each layer, and of the LM head on the last one.
     taken = [stage.a0 + stage.a1 * 512 / speed.tile + stage.head_s * SEQS_PER_STAGE for stage in each]
     layers = partition_by_time(shape.num_layers, stages, lambda stage, first, end: sum(taken[first:end]))
     cost = shape.cost(layers, speed)
@@ -143,7 +147,7 @@ def measured(path: Path) -> tuple[str, DeviceSpeed, float]:
 
 
 @click.command()
-@click.option("--gpu", type=click.Path(path_type=Path, exists=True), help="What `sarathi-pp bench gpu` wrote.")
+@click.option("--gpu", type=click.Path(path_type=Path, exists=True), help="Document of `sarathi-pp bench gpu`.")
 @click.option("--workload", "spec", default="zipf:n=512,min=1024,max=4096,theta=0.4,pd=10", show_default=True)
 @click.option("--models", default=",".join(SHAPES), show_default=True)
 @click.option("--stages", default=",".join(map(str, STAGES)), show_default=True)

@@ -1,17 +1,17 @@
 """Train examples/tiny-adder: a 5-layer Llama that adds two numbers after a long list of worked sums.
 
-A prompt is lines such as "17+26=43" and, last, a question such as "37+48="; the model answers "85" and stops.
-The list makes prompts long enough to be cut into chunks, and anybody can see whether the answer is right.
+A prompt is lines such as "17+26=43", followed by a question such as "37+48=". The model answers "85" and stops. The
+list makes prompts long enough to be cut into chunks, and every reader can check the answer.
 
-- One token per character. The line end is the end-of-sequence token: in a prompt it ends a worked sum, and
-  after the question it ends the answer, so the model learns to stop from every line it reads.
-- Sums are 0..999 + 0..999. One pair in sixteen is held out, whichever number comes first, and never trained on,
-  neither as a question nor as a worked sum. Accuracy is measured on held-out questions only.
-- Training rows are packed with sums and only the answers count in the loss: the questions are random digits.
-  Short rows teach addition cheaply; long rows then teach to read the last line only, out of a hundred.
-  Beyond the longest row the answers fail, so a prompt should stay under about 1150 tokens (100 worked sums).
-- Muon for the matrices of the layers and AdamW for the rest. In one short trial of equal steps, Muon had come to a
-  loss of 0.80 where AdamW alone had come to 1.20; neither was tuned further.
+- Each character is one token. The line end is the end-of-sequence token. It ends each worked sum of a prompt, and the
+  answer. So the model learns from every line to stop.
+- Both numbers of a sum are from 0 to 999. One pair in sixteen is held out, in both orders. It is never trained on,
+  neither as a question nor as a worked sum. Accuracy is measured only on held-out questions.
+- Training rows are packed with sums. Only the answers count in the loss, because the questions are random digits. Short
+  rows teach addition cheaply. Long rows then teach the model to read only the last of a hundred lines. Prompts that are
+  longer than the longest row get wrong answers, so the configuration allows 1,152 tokens (about 100 worked sums).
+- Muon trains the matrices of the layers, and AdamW the other weights. In one short trial with equal steps, Muon reached
+  a loss of 0.80 and AdamW alone 1.20. Neither was tuned further.
 """
 
 import json
@@ -33,7 +33,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 VOCABULARY = {text: index for index, text in enumerate(["<unk>", "<bos>", "<pad>", "\n", *"0123456789+="])}
 BOS, PAD, EOS = VOCABULARY["<bos>"], VOCABULARY["<pad>"], VOCABULARY["\n"]
-IGNORED = -100  # the label that the cross entropy of torch leaves out
+IGNORED = -100  # torch's cross entropy ignores this label
 TOKENS_PER_STEP = 2304
 MUON_RATE, ADAMW_RATE, WARMUP_STEPS = 0.02, 5e-3, 50
 
@@ -55,7 +55,7 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 def draw_number(rng: random.Random) -> int:
-    """Favours three digits, but shows one and two far more often than 0..999 evenly would."""
+    """Draw a number from 0 to 999. One and two digits are more frequent than in an even draw."""
     low, high = rng.choices([(0, 9), (10, 99), (100, 999)], weights=[0.10, 0.25, 0.65])[0]
     return rng.randint(low, high)
 
@@ -68,7 +68,7 @@ def draw_pair(rng: random.Random, held_out: bool) -> tuple[int, int]:
 
 
 def draw_prompt(rng: random.Random, fewest: int, most: int) -> tuple[str, str, str]:
-    """The question ("37+48"), its prompt with fewest..most worked sums, and its answer."""
+    """Draw a question ("37+48"), its prompt and its answer. The prompt has `fewest` to `most` worked sums."""
     worked = [draw_pair(rng, held_out=False) for _ in range(rng.randint(fewest, most))]
     a, b = draw_pair(rng, held_out=True)
     return f"{a}+{b}", "".join(f"{x}+{y}={x + y}\n" for x, y in worked) + f"{a}+{b}=", str(a + b)
@@ -115,7 +115,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def packed_row(rng: random.Random, row_tokens: int) -> tuple[list[int], list[int]]:
-    """Token ids and labels of sums one after another; the last one may be cut."""
+    """Return token ids and labels of consecutive sums. The last sum may be cut."""
     ids, labels = [BOS], [IGNORED]
     while len(ids) < row_tokens:
         a, b = draw_pair(rng, held_out=False)
@@ -148,7 +148,7 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def train(model: LlamaForCausalLM, rng: random.Random) -> float:
-    """Runs the curriculum; returns the seconds it took."""
+    """Run the curriculum, and return the seconds that it took."""
     started_s = time.perf_counter()
     optimizers = build_optimizers(model)
     steps = sum(phase.steps for phase in CURRICULUM)
@@ -173,7 +173,10 @@ def train(model: LlamaForCausalLM, rng: random.Random) -> float:
 
 @torch.inference_mode()
 def measure_accuracy(directory: Path, num_tested: int, rng: random.Random) -> float:
-    """The share of held-out sums that the saved checkpoint answers exactly, stop included, by greedy generation."""
+    """Return the share of held-out sums that the saved checkpoint answers exactly with greedy decoding.
+
+    The end of sequence after the answer must be right too.
+    """
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     num_right = 0
@@ -200,12 +203,12 @@ def write_prompts(path: Path, rng: random.Random, num_prompts: int) -> None:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=EXAMPLES / "tiny-adder", help="Checkpoint directory.")
 @click.option("--prompts", type=click.Path(path_type=Path), default=EXAMPLES / "prompts.jsonl", help="Prompts file.")
-@click.option("--prompts-only", is_flag=True, help="Write the prompts and train nothing.")
+@click.option("--prompts-only", is_flag=True, help="Write only the prompts; do not train.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--threads", type=int, default=1, show_default=True, help="More threads may change the last bits.")
-@click.option("--num-tested", type=int, default=512, show_default=True, help="Held-out sums to test in the end.")
+@click.option("--num-tested", type=int, default=512, show_default=True, help="Held-out sums of the final test.")
 def main(out: Path, prompts: Path, prompts_only: bool, seed: int, threads: int, num_tested: int) -> None:
-    """Train the tiny adder, test it on sums that it has never seen, and write prompts to try it with."""
+    """Train the tiny adder, test it on sums that it has never seen, and write prompts for it."""
     write_prompts(prompts, random.Random(f"prompts {seed}"), num_prompts=24)
     if prompts_only:
         return

@@ -1,9 +1,9 @@
-"""Jobs that take turns on the same cores, so that whatever a shared host does in those minutes happens to all of them.
+"""Jobs that take turns on the same cores, so that changes of a shared host affect all of them.
 
-A virtual core may take 2.5 times as long for the same product while a neighbour computes on its other hardware thread;
-that shows nowhere, and changes from one second to the next. Runs one after the other then differ by more than what is
-to be compared. So each runs for a moment, is stopped where it is, and goes on in its next turn. Afterwards the time in
-which it stood still is taken out of its traces: what is left is the run that it would have been.
+A virtual core may take 2.5 times as long for the same product while a neighbour computes on its other hardware thread.
+No counter shows that, and it changes from one second to the next. Runs one after another then differ by more than the
+effect that is measured. So each job runs for a short turn, is stopped by a signal, and continues in its next turn.
+Afterwards the time in which it was stopped is removed from its traces. The result is the run without interruptions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from sarathi_pp.analysis.intervals import Interval
 from sarathi_pp.trace.events import Event, RequestFinished
 
-# Long against a microbatch and what a job needs to find its caches again, short against how long a host stays as it is.
+# Seconds of a turn: long compared with a microbatch and with refilling caches, short compared with changes of the host.
 TURN_S = 4.0
 _LOOK_S = 0.02
 _TIMES = {"at_s", "issued_s", "arrived_s", "start_s", "end_s", "first_issue_s", "first_token_s", "finished_s"}
@@ -33,9 +33,11 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(slots=True)
 class _Job:
-    """Processes that run and stand still together. away: when all of them stood still, on the monotonic clock.
+    """Processes that run and are stopped together.
 
-    Finding and telling all of them takes milliseconds, and a span of one that runs by then must not seem to take none.
+    Attributes:
+        away: intervals in which all of them were stopped, on the monotonic clock. To find and signal all processes
+            takes milliseconds. These are not part of an interval, because some processes still run then.
     """
 
     start: Callable[[], Sequence[Process]]
@@ -63,7 +65,7 @@ class _Job:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        """To all of them, those included that they start meanwhile."""
+        """Send a signal to all processes and their descendants, including those that they start meanwhile."""
         told: set[int] = set()
         while new := set(_with_descendants(process.pid for process in self.processes if process.poll() is None)) - told:
             for pid in new:
@@ -73,9 +75,13 @@ class _Job:
 
 
 def take_turns(jobs: Mapping[str, Callable[[], Sequence[Process]]]) -> dict[str, list[Interval]]:
-    """Starts every job and runs all to their ends, a turn each, in order; when each of them stood still.
+    """Start every job and run all of them to their ends, in turns.
 
-    Raises CalledProcessError for the first process that failed, when the others have been ended.
+    Returns:
+        For each job, the intervals in which it was stopped.
+
+    Raises:
+        CalledProcessError: a process failed. The other jobs were ended.
     """
     started = {name: _Job(start) for name, start in jobs.items()}
     waiting = list(started.values())
@@ -99,7 +105,7 @@ def take_turns(jobs: Mapping[str, Callable[[], Sequence[Process]]]) -> dict[str,
 
 
 def without(away: Sequence[Interval], events: Iterable[Event]) -> Iterator[Event]:
-    """A trace of this machine as if the time in which its process stood still had not passed."""
+    """Yield the events of a trace of this machine, without the time in which its process was stopped."""
     ends = [end for _, end in away]
     lost = [0.0, *accumulate(end - begin for begin, end in away)]
 

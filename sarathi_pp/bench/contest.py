@@ -1,9 +1,9 @@
-"""The same work done by several entrants in turn, some rounds of it: policies of ours, and other engines.
+"""A contest: several entrants do the same work in turn, for some rounds. They are our policies, and other engines.
 
-    work -> entrant's command -> its processes (watched: memory, what the host took meanwhile) -> one Run
+    work -> entrant's command -> its processes (measured: memory, and CPU time that the host took) -> one Run
 
-Every run is a fresh process on a machine that was waited for until it was quiet, and its time is that of the work
-alone, loading excluded. Entrants alternate, so that whatever a shared host does over minutes happens to all of them.
+Every run is a new process, and starts when the machine is quiet. Its time is that of the work alone, without loading.
+Entrants alternate, so that a change of a shared host over minutes affects all of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ from sarathi_pp.bench.peers import PeerChoice
 from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.environment import inherited
 from sarathi_pp.errors import SarathiError
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.latency import Spread
 
-# Characters of what a failed command said, and seconds that one has to end itself.
+# Characters of a failed command's messages that an error shows, from the end.
 _TAIL = 2000
+# Seconds that a command has to end after SIGTERM.
 _GRACE_S = 10.0
 TokenIds = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What all entrants are given. requests: all there at time 0. max_num_seqs: over the whole pipeline."""
+    """The work that every entrant gets.
+
+    Attributes:
+        requests: all of them arrive at time 0.
+        max_num_seqs: running sequences over the whole pipeline.
+        directory: scratch files of the contest.
+    """
 
     model: Path
     dtype: str
@@ -52,13 +60,13 @@ class Work:
         return self.directory / "prompts.jsonl"
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Prompt and output tokens of each request."""
+        """Yield prompt and output length of the requests, in tokens."""
         for request in self.requests:
             yield len(request.prompt_token_ids), request.sampling.max_new_tokens
 
 
 def write_prompts(path: Path, requests: Iterable[Request]) -> None:
-    """As lines that `generate` reads; of what a request asks for, its length alone."""
+    """Write requests as lines that `generate` reads. Of the sampling parameters, only the output length is kept."""
     with path.open("w") as file:
         for request in requests:
             row = {
@@ -71,7 +79,11 @@ def write_prompts(path: Path, requests: Iterable[Request]) -> None:
 
 
 class Entrant(Protocol):
-    """One way to do the work. label: its own among all entrants."""
+    """One way to do the work.
+
+    Attributes:
+        label: unique among all entrants.
+    """
 
     @property
     def label(self) -> str: ...
@@ -79,13 +91,21 @@ class Entrant(Protocol):
     def environment(self, work: Work) -> dict[str, str]: ...
 
     def outcome(self, work: Work, printed: str) -> tuple[Report, TokenIds]:
-        """From what the command printed: figures under the names of a report, and the output tokens of each request."""
+        """Return the figures of a run, under the names of a report, and the output tokens per request.
+
+        Args:
+            printed: standard output of the command.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OurRun:
-    """`generate` with some options. arguments: all but those that say what is read and written."""
+    """A run of `generate` with some options.
+
+    Attributes:
+        arguments: options of `generate`, except those for the model, its inputs and outputs.
+    """
 
     label: str
     arguments: tuple[str, ...]
@@ -109,6 +129,12 @@ class OurRun:
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
+    """A run of another engine.
+
+    Attributes:
+        peers_dir: directory with the environments of other engines.
+    """
+
     choice: PeerChoice
     peers_dir: Path
 
@@ -135,7 +161,7 @@ class PeerRun:
         return self.choice.peer.environment(self.choice.python(self.peers_dir), self.choice.parameters)
 
     def outcome(self, work: Work, printed: str) -> tuple[Report, TokenIds]:
-        # Engines print what they like before it.
+        # The answer is the last such line. Engines may print other lines.
         answered = next(filter(None, map(_answer_of, reversed(printed.splitlines()))), None)
         if answered is None:
             raise SarathiError(f"{self.label} ended without an answer:\n{printed[-_TAIL:]}")
@@ -154,7 +180,7 @@ class PeerRun:
 
 
 def _answer_of(line: str) -> dict[str, Any] | None:
-    """What a peer's program prints, or None for anything else."""
+    """Parse the answer that a peer's program prints. Return None for any other line."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -164,10 +190,13 @@ def _answer_of(line: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One entrant's work in one round.
+    """One entrant's run in one round.
 
-    busy_before: share of the cores that others took when it began. stolen: of their time, by the host, meanwhile.
-    peak_bytes: of all its processes, loading included. command_s: from its start to its end, loading included.
+    Attributes:
+        busy_before: share of the cores that other processes took just before the run.
+        stolen: share of the cores' time that the host took during the run.
+        peak_bytes: most memory of all its processes together, loading included.
+        command_s: seconds from the start of the command to its end, loading included.
     """
 
     entrant: str
@@ -180,31 +209,42 @@ class Run:
     command_s: float
 
     def to_json(self, first: TokenIds) -> Report:
-        """first: the first run's outputs, to say for which share of the requests these are the same."""
+        """Return the run as JSON.
+
+        Args:
+            first: outputs of the contest's first run. `same_tokens` is the share of requests with the same tokens.
+        """
         same = sum(ours == theirs for ours, theirs in zip(self.token_ids, first, strict=True)) / len(first)
         facts = {name: getattr(self, name) for name in ("entrant", "round", "busy_before", "stolen", "command_s")}
         return {**facts, "peak_memory_bytes": self.peak_bytes, "same_tokens": same, **self.report}
 
 
-def hold(work: Work, entrants: Sequence[Entrant], rounds: int) -> Iterator[Run]:
+def hold(work: Work, entrants: Sequence[Entrant], rounds: int, activity: Activity | None = None) -> Iterator[Run]:
     """Run all rounds and yield each run when it is over.
 
-    Every second round goes backwards. Drift of the machine, and what one entrant leaves for the next, then do not
-    always hit the same entrant.
+    Every second round goes backwards. So drift of the machine does not always hit the same entrant. The same holds for
+    the state in which one entrant leaves the machine for the next.
 
-    Raises SarathiError where an entrant failed, with the end of what it said, or where its outputs are of other lengths
-    than they were asked to be: it did not do the work.
+    Raises:
+        SarathiError: an entrant failed, or its outputs do not have the lengths that were asked for, so that it did not
+            do the work. The message has the end of the entrant's own messages.
     """
     write_prompts(work.prompts, work.requests)
+    total, activity = rounds * len(entrants), activity or Activity()
     for number in range(rounds):
-        for entrant in entrants[:: -1 if number % 2 else 1]:
-            yield _run(work, entrant, number)
+        for place, entrant in enumerate(entrants[:: -1 if number % 2 else 1]):
+            which = f"{entrant.label}, run {number * len(entrants) + place + 1} of {total}"
+            with activity.phase(f"waiting until the machine is quiet for {which}"):
+                busy = wait_until_quiet()
+            with activity.phase(f"running {which}"):
+                run = _run(work, entrant, number, busy)
+            yield run
 
 
-def _run(work: Work, entrant: Entrant, number: int) -> Run:
+def _run(work: Work, entrant: Entrant, number: int, busy: float) -> Run:
     command, environment = entrant.command(work), inherited(entrant.environment(work))
     printed, said = work.directory / "printed", work.directory / "said"
-    busy, footprint, clock = wait_until_quiet(), Footprint(), SystemClock()
+    footprint, clock = Footprint(), SystemClock()
     begin = clock.now()
     with printed.open("wb") as out, said.open("wb") as error, stolen() as lost:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=error, start_new_session=True)
@@ -223,7 +263,7 @@ def _run(work: Work, entrant: Entrant, number: int) -> Run:
 
 def _check_lengths(label: str, work: Work, token_ids: TokenIds) -> None:
     if len(token_ids) != len(work.requests):
-        raise SarathiError(f"{label} answered {len(token_ids)} requests; it was given {len(work.requests)}")
+        raise SarathiError(f"{label} answered {len(token_ids)} of {len(work.requests)} requests")
     wrong = [
         (index, wanted, len(found))
         for index, ((_, wanted), found) in enumerate(zip(work.lengths(), token_ids, strict=True))
@@ -232,22 +272,25 @@ def _check_lengths(label: str, work: Work, token_ids: TokenIds) -> None:
     if wrong:
         index, wanted, found = wrong[0]
         raise SarathiError(
-            f"{label} answered {len(wrong)} of {len(token_ids)} requests with another number of tokens than it was "
-            f"asked for; request {index}: {found} instead of {wanted}"
+            f"{label} answered {len(wrong)} of {len(token_ids)} requests with a wrong number of tokens. For example, "
+            f"request {index}: {found} instead of {wanted}"
         )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It and all that it has started: also what a killed one has left behind, which is in its session."""
+    """End the process and all processes that it started, those that outlived it included.
+
+    Those that outlived it are found by its process group.
+    """
     family: list[psutil.Process] = []
-    if process.poll() is None:  # somebody interrupts
+    if process.poll() is None:  # the contest was interrupted
         family = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for member in family:  # our own workers are sessions of their own
+    for member in family:  # our own workers have sessions of their own, which killpg does not reach
         with suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait()

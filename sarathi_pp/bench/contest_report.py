@@ -1,4 +1,4 @@
-"""What a contest says: all its runs, and of each entrant the medians over the rounds beside the machine's floor."""
+"""The document of a contest: all runs, each entrant's medians over the rounds, and the floor of the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sarathi_pp.analysis.summary import RUNS_SCHEMA, Report
 
-# Where each is in a run.
+# The path of each figure in a run.
 _FIGURES = {
     "total_tokens_per_s": ("total_tokens_per_s",),
     "wall_s": ("wall_s",),
@@ -23,7 +23,13 @@ _FIGURES = {
 
 
 def contest_document(runs: Sequence[Report], floor_s: float, **facts: Any) -> dict[str, Any]:
-    """What `bench --json` prints. runs: in order, with `entrant` and `round`; facts: what all have in common."""
+    """Return the document that `bench --json` prints.
+
+    Args:
+        runs: in the order in which they ran, with `entrant` and `round`.
+        floor_s: the least time in which the machine can do the work.
+        facts: keys that describe all runs.
+    """
     names = list(dict.fromkeys(run["entrant"] for run in runs))
     of = {name: [run for run in runs if run["entrant"] == name] for name in names}
     tokens = runs[0]["prompt_tokens"] + runs[0]["output_tokens"]

@@ -1,10 +1,10 @@
 """The least time in which a machine can do a piece of work, however it is scheduled.
 
-Every token but each request's last goes through all layers; a row of logits is needed for each output token alone.
+All tokens except the last one of each request go through all layers. Only output tokens need a row of logits.
 
-    arithmetic_s    those products and the attention's, at the rate of large matrix products
-    reading_s       every weight once for each token of the longest output, and the keys and values that decodes attend
-                    to, at the rate at which memory is read
+    arithmetic_s    products of the layers, the LM head and attention, at the rate of large matrix products
+    reading_s       reads at the rate of reading memory: each weight once per token of the longest output, and the keys
+                    and values that decodes attend to
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from sarathi_pp.core.cost.model import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds. Layers with a sliding window count as if they saw everything, and experts as if each step read them all:
-    for such models it is not quite a floor.
+    """The least seconds of arithmetic and of reading memory.
+
+    A sliding window counts as if its layers saw everything. Experts count as if each step read all of them. For such
+    models this is not quite a floor.
     """
 
     arithmetic_s: float
@@ -26,14 +28,17 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """Computing and reading can go on at once."""
+        """The larger of both: the machine can compute and read at the same time."""
         return max(self.arithmetic_s, self.reading_s)
 
     @classmethod
     def of(cls, cost: CostModel, lengths: Iterable[tuple[int, int]]) -> Floor:
-        """cost: all layers and the head as one stage, from the machine's own rates, in tiles of one token, without
-        launching: what it takes at least is the reading of the weights. lengths: prompt and output tokens of each
-        request, neither 0.
+        """Return the floor of some requests.
+
+        Args:
+            cost: all layers and the LM head as one stage, from the measured rates of the machine. Tiles have one token
+                and launching costs nothing, so the fixed cost is the reading of the weights.
+            lengths: prompt and output length per request, in tokens, each at least 1.
         """
         (whole,) = cost.stages
         computed_s = read_s = 0.0

@@ -1,4 +1,4 @@
-"""Memory that a tree of processes takes, watched while it runs."""
+"""The memory of a tree of processes, measured while it runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import psutil
 from sarathi_pp.trace.clock import SystemClock
 
 _LOOK_S = 1.0
-# Reading it walks the page tables of every process, 60 ms for 2 GB: no more than this share of a core.
+# Most of a core that measuring may take. A measurement walks the page tables of every process: 60 ms for 2 GB.
 _MOST_SHARE = 0.01
 
 
 class Footprint:
-    """peak_bytes: of all processes together, a page that several share counted once; 0 before the first look."""
+    """The most memory that a tree of processes has taken so far.
+
+    Attributes:
+        peak_bytes: sum over all processes. A page that several of them share counts once. 0 before the first
+            measurement.
+    """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
 
     @contextmanager
     def watching(self, pid: int) -> Iterator[None]:
-        """Until left, looks once a second at the process and what it has started; less often where that takes long."""
+        """Measure the process and its descendants inside the block, once per second, or less often if that is slow."""
         over, clock = threading.Event(), SystemClock()
 
         def watch() -> None:
@@ -43,7 +48,10 @@ class Footprint:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Of a process and its descendants now, each page divided by those that map it; 0 where it has ended."""
+    """Return the memory of a process and its descendants.
+
+    Each page is divided by the number of processes that map it (PSS). 0 if the process has ended.
+    """
     total = 0
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

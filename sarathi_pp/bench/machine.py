@@ -1,4 +1,4 @@
-"""What this machine can do, and how undisturbed it is."""
+"""The rates of this machine, and how much other processes disturb it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ from torch.nn import functional
 from sarathi_pp.process.host import usable_cpus
 from sarathi_pp.trace.clock import SystemClock
 
-# Large enough that a product's rate no longer grows, and that an array is in no cache.
+# Sizes of a product whose rate would not grow any more, and of an array that fits no cache.
 _ROWS, _WIDTH = 1024, 2048
 _ARRAY_BYTES = 1 << 29
 _MEASURE_S = 1.0
-# Others' share of the cores below which a run may start, how long that is waited for, and what it is taken over.
-_QUIET, _PATIENCE_S, _LOOK_S = 0.1, 60.0, 0.5
+# The machine is quiet if other processes take less than this share of the cores.
+_QUIET = 0.1
+# Most seconds to wait for that.
+_PATIENCE_S = 60.0
+# Seconds over which the share is measured.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """flops: of matrix products in that dtype, a second; bytes_per_s: of reading memory; both by all cores together."""
+    """The rates of all usable cores together.
+
+    Attributes:
+        dtype: of the matrix products, by torch's name.
+        flops: floating-point operations per second of large matrix products.
+        bytes_per_s: rate of reading memory.
+    """
 
     cores: int
     dtype: str
@@ -32,7 +42,11 @@ class MachineRates:
 
 
 def measure_rates(dtype: str) -> MachineRates:
-    """Of the cores that this process may use, at their best in a second each. dtype: torch's name."""
+    """Measure the cores that this process may use. Each rate is the best one seen in a second.
+
+    Args:
+        dtype: of the matrix products, by torch's name.
+    """
     cores, before = usable_cpus(), torch.get_num_threads()
     element: torch.dtype = getattr(torch, dtype)
     torch.set_num_threads(cores)
@@ -58,7 +72,7 @@ def _least_s(call: Callable[[], object]) -> float:
 
 
 def wait_until_quiet() -> float:
-    """Returns when others leave the cores alone, or after a minute; the share that they took at last."""
+    """Wait until other processes take almost no cores, at most a minute. Return the share that they took at the end."""
     deadline_s = SystemClock().now() + _PATIENCE_S
     while True:
         busy = psutil.cpu_percent(interval=_LOOK_S) / 100
@@ -68,20 +82,25 @@ def wait_until_quiet() -> float:
 
 @dataclass
 class Stolen:
-    """share: of all cores' time, what the host gave to others, once the measurement is over."""
+    """The CPU time that the host gave to other machines.
+
+    Attributes:
+        share: of the time of all cores. Set when the measurement ends.
+    """
 
     share: float = field(default=0.0, init=False)
 
 
 @contextmanager
 def stolen() -> Iterator[Stolen]:
-    """Measures while it is entered. On a shared virtual machine the largest disturbance there is; Linux counts it, and
-    where it is not counted nothing is known to be stolen.
+    """Measure the stolen time inside the block.
+
+    On a shared virtual machine this is the largest disturbance. Linux counts it. On other systems the share stays 0.
     """
     found, before = Stolen(), psutil.cpu_times()
     yield found
     after = psutil.cpu_times()
-    # Guests' time is counted in user's already.
+    # The time of guests is part of the user time.
     names = [name for name in after._fields if not name.startswith("guest")]
     passed = sum(getattr(after, name) - getattr(before, name) for name in names)
     found.share = (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / max(passed, 1e-9)

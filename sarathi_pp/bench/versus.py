@@ -1,4 +1,4 @@
-"""A contest from what a user asks for: entrants by name, the floor of the machine, one document."""
+"""The contest of `sarathi-pp bench`, from its options to one document, with the floor of the machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.sim.workload import Workload
 
@@ -27,7 +28,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The options of `bench`, under their names."""
+    """The options of `bench`, under their own names."""
 
     model: str
     workload: str
@@ -44,15 +45,20 @@ class Setting:
     kv_cache_memory: int | None
 
 
-def compete(setting: Setting) -> Iterator[tuple[Run, Document]]:
-    """Run it, and yield each run when it is over, with the document so far.
+def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Document]]:
+    """Run the contest, and yield each run when it is over, with the document so far.
 
-    Raises ConfigError or MissingError for what cannot run, before anything runs, and what `hold` raises.
+    Args:
+        activity: gets the current run, and the number of all runs.
+
+    Raises:
+        ConfigError, MissingError: something cannot run. Raised before anything runs.
+        SarathiError: see `hold`.
     """
     workload = read_workload(setting.workload)
     if workload.has_arrivals:
         raise ConfigError(
-            f"--workload {setting.workload}: here all requests are there at 0; leave out poisson: and arrival_s"
+            f"--workload {setting.workload}: in bench all requests arrive at 0; leave out poisson: and arrival_s"
         )
     directory = find_model(setting.model)
     facts = check_model(directory)
@@ -61,9 +67,11 @@ def compete(setting: Setting) -> Iterator[tuple[Run, Document]]:
     labels = [entrant.label for entrant in entrants]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"{label} is asked for {labels.count(label)} times; leave all but one of them out")
-    wait_until_quiet()
-    rates = measure_rates(dtype)
+            raise ConfigError(f"{label} is given {labels.count(label)} times; give it once")
+    with activity.phase("waiting until the machine is quiet"):
+        wait_until_quiet()
+    with activity.phase("measuring the machine's rates"):
+        rates = measure_rates(dtype)
     floor = _floor(directory, facts, workload, rates)
     told = {
         "model": setting.model,
@@ -78,14 +86,18 @@ def compete(setting: Setting) -> Iterator[tuple[Run, Document]]:
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-bench-") as scratch:
         requests = list(workload.requests(vocabulary=facts.vocab_size))
         work = Work(directory, dtype, requests, setting.max_num_seqs, Path(scratch))
-        for run in hold(work, entrants, setting.rounds):
+        for run in hold(work, entrants, setting.rounds, activity):
             runs.append(run)
             first = runs[0].token_ids
             yield run, contest_document([one.to_json(first) for one in runs], floor.seconds, **told)
 
 
 def _entrants(setting: Setting) -> Iterator[Entrant]:
-    """Our own first, in the order given. All peers are looked for before the first one runs."""
+    """Yield our own entrants in the given order, then the peers.
+
+    Raises:
+        ConfigError, MissingError: a peer does not exist or cannot run.
+    """
     given: list[str] = []
     if setting.profile is not None:
         given += ["--profile", str(setting.profile)]

@@ -1,10 +1,10 @@
-"""Workloads out of files: what somebody's requests were, one JSON line each.
+"""Workloads from files: the lengths of recorded requests, one JSON line each.
 
     {"num_prompt_tokens": 812, "num_output_tokens": 64, "arrival_s": 0.25}
 
-The keys of `generate`'s own output, so its answers are a workload, and so are OpenAI lines, which count tokens as
-`usage`; other keys are nobody's business. Lines with an error or without output asked nothing of the pipeline and are
-left out. arrival_s: seconds, never less than the line before has; on all of the lines or on none.
+These are keys of `generate`'s output, so its answers are a workload. OpenAI lines work too: they count tokens in
+`usage`. Other keys are ignored. Lines with an error or without output are left out, because the pipeline did nothing
+for them. `arrival_s` is in seconds and never decreases. All lines have it, or no line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.inputs.lines import read_lines
 from sarathi_pp.sim.workload import Workload, parse_workload
 
-# Beyond every pipeline, as in sim/workload.py.
+# No pipeline takes a longer request. The same limit as in sim/workload.py.
 _MOST_TOKENS = 10_000_000
 # A hundred years.
 _MOST_SECONDS = 3.2e9
@@ -32,10 +32,15 @@ class _Recorded(NamedTuple):
 
 
 def read_workload(text: str) -> Workload:
-    """By name or from a file, which may also stand where a name takes another workload.
+    """Return a workload by its name or from a file.
 
-    A file is read once to be checked and again at each use, never held. Raises ConfigError, MissingError (it cannot be
-    read) or InputError, which names the line.
+    A file may also be given inside a name that takes another workload, such as "poisson:rate=2,FILE". It is read once
+    to check it and again at each use. It is never kept in memory.
+
+    Raises:
+        ConfigError: the name is unknown or has wrong parameters, or the file holds no answered request.
+        MissingError: the file cannot be read.
+        InputError: a line is wrong. The message names the line.
     """
     return parse_workload(text, _recorded)
 
@@ -45,20 +50,20 @@ def _recorded(name: str) -> Workload | None:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return None
-    except (OSError, ValueError):  # no such file, or no name that a file can have
+    except (OSError, ValueError):  # the file does not exist, or the name is not possible for a file
         return None
     count, longest, timed, latest = 0, 0, False, 0.0
     for line, one in _numbered(path):
         if count and timed != (one.arrival_s is not None):
-            raise InputError(f"{path} line {line}: arrival_s must be on all of the lines or on none")
+            raise InputError(f"{path} line {line}: arrival_s must be on all lines or on none")
         if one.arrival_s is not None and one.arrival_s < latest:
             raise InputError(
-                f"{path} line {line}: arrival_s is {one.arrival_s:g}, before the {latest:g} of a line above"
+                f"{path} line {line}: arrival_s is {one.arrival_s:g}, less than {latest:g} in an earlier line"
             )
         count, longest, timed = count + 1, max(longest, one.prompt + one.output), one.arrival_s is not None
         latest = one.arrival_s or 0.0
     if not count:
-        raise ConfigError(f"the workload {path} holds no request that was answered")
+        raise ConfigError(f"the workload {path} holds no answered request")
 
     def lengths() -> Iterator[tuple[int, int]]:
         return ((one.prompt, one.output) for _, one in _numbered(path))
@@ -81,7 +86,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, _Recorded]]:
 
 
 def _of_line(where: str, data: bytes) -> _Recorded | None:
-    """Return what a line records; None if its request was not run.
+    """Return the recorded request of a line, or None if it was not run.
 
     Args:
         where: names the line, for errors.
@@ -89,9 +94,9 @@ def _of_line(where: str, data: bytes) -> _Recorded | None:
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):
-        raise InputError(f"{where} is not JSON; each line is an object like those that generate writes") from None
+        raise InputError(f"{where} is not JSON; each line must be an object, as generate writes it") from None
     if not isinstance(record, dict):
-        raise InputError(f"{where} is no object; each line is one like those that generate writes")
+        raise InputError(f"{where} is not an object; each line must be one, as generate writes it")
     response = record.get("response")
     refused = isinstance(response, dict) and response.get("status_code", 200) != 200
     if record.get("error") is not None or refused:

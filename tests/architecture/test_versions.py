@@ -25,9 +25,9 @@ def pins() -> dict[str, str]:
 
 
 def wanted() -> list[Requirement]:
-    """What a set-up installs: build backend, dependencies and two of the extras."""
+    """Return what a set-up installs: build backend, dependencies and three of the extras."""
     project = SETTINGS["project"]
-    extras = [line for name in ("cpu", "dev") for line in project["optional-dependencies"][name]]
+    extras = [line for name in ("cpu", "dev", "docs") for line in project["optional-dependencies"][name]]
     listed = [*SETTINGS["build-system"]["requires"], *project["dependencies"], *extras]
     return [Requirement(line) for line in listed]
 

@@ -1,6 +1,6 @@
-"""Every command of the README files is run, here or by a test that is named here; those that take long are parsed.
+"""Every command of the README files and of docs/ is run, here or by a test that is named here, or at least parsed.
 
-A command that is in neither table is run here.
+Commands that take long are parsed. A command that is in neither table is run here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from sarathi_pp.cli.main import cli
 from tests.commands.processes import COMMAND, ROOT, TORCHRUN, console_script, environment, free_port
 from tests.machine import patient
 
-PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/benchmarks/README.md")
+DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *DOCS)
 
 TWO_NODES = "tests/launch/test_multinode.py::test_two_nodes_answer_a_file_and_end_with_the_code_of_the_run"
 TWO_AGENTS = "tests/commands/test_processes.py::test_two_agents_with_run_directories_of_their_own_make_one_run"
 BENCH = "tests/commands/test_bench_command.py::test_people_are_told_each_run_and_the_table"
-# What they begin with -> who runs them, or what stands in their place.
+# The start of a command -> the test or script that runs it.
 ELSEWHERE = {
     "bash launch/test.sh": ".ci/run::launch/test.sh",
     "export NNODES=": TWO_NODES,
@@ -37,13 +38,13 @@ ELSEWHERE = {
     "kubectl apply": "tests/launch/test_kubernetes.py::test_the_train_job_runs_as_two_pods",
     "python -m pip": "tests/packaging/test_install.py::test_the_wheel_brings_all_that_the_main_job_takes",
     'eval "$(_SARATHI_PP_COMPLETE': "tests/packaging/test_completion.py::test_bash_completes_by_the_script",
-    "python -m tests.architecture.supported_models": (
-        "tests/architecture/test_readme.py::test_every_supported_architecture_is_listed_and_no_other"
+    "python -m tests.architecture.reference_pages": (
+        "tests/architecture/test_readme.py::test_a_reference_page_is_what_the_code_makes"
     ),
     "source .venv/bin/activate": "launch/setup.sh::set_up",  # it makes what the tests run in
     "sarathi-pp bench --model examples": BENCH,
 }
-# What they begin with: minutes to hours, or other engines. Their options are parsed by click, types and all.
+# The start of commands that take minutes to hours, or need other engines. Click parses their options and types.
 LONG = (
     "python examples/benchmarks/",
     "sarathi-pp bench --model /tmp/m254",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.architecture.reference_pages import EXIT_CODES
 from tests.commands.processes import ROOT, free_port
 from tests.launch.manifests import Document, action_on, pods, problems
 from tests.launch.nodes import ADDER, EMULATED, PROMPTS, SMALL, started, write_token_ids
@@ -82,8 +83,7 @@ def test_what_is_not_legal_is_found(path: tuple[str | int, ...], value: Any) -> 
 def test_a_lost_stage_is_tried_again_and_nothing_else_is() -> None:
     ((_, job),) = pods(documents()["TrainingRuntime"])
     assert job is not None and job["backoffLimit"] > 0
-    readme = (ROOT / "README.md").read_text()
-    codes = {int(code) for code in re.findall(r"^\| (\d+) \| ", readme, re.MULTILINE)} - {0}
+    codes = EXIT_CODES.keys() - {0}
     assert {code: action_on(job, code, {}) for code in codes} == {
         code: "Count" if code == 75 else "FailJob" for code in codes
     }

@@ -1,4 +1,4 @@
-"""The attention backends of a GPU beside each other: how exact, and how fast."""
+"""A comparison of the attention backends of a GPU: exactness and speed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sarathi_pp.model.graphs import CudaGraph
 from sarathi_pp.model.inputs import build_inputs
 from sarathi_pp.model.kv import KVShard
 
-# Of any model in bfloat16 whose layers are right.
+# Largest distance of bfloat16 logits to float32, relative to the norm of the logits, if the layers are right.
 _MOST_DISTANCE = 0.05
-# Kernels made for it. torch's own operations, one sequence after the other, are no rival.
+# Kernels that were written for attention. `sdpa` is not among them: it runs one sequence after another.
 _FUSED = ("triton", "flash", "varlen", "dense")
 
 
 def logits(bench: Bench, figures: Figures) -> None:
-    """Of a small model in half precision, by each backend: how far from float32, beside transformers' own distance."""
+    """Compare bfloat16 logits of a small model with float32: those of each backend, and those of transformers."""
     shape, dtype, device = bench.sizes.small, torch.bfloat16, bench.device
     extents: Extents = [(0, 100)]
     ids = synthetic_tokens(0, 100, shape.vocab_size)
@@ -54,19 +54,20 @@ def logits(bench: Bench, figures: Figures) -> None:
 
 
 def attention(bench: Bench, figures: Figures) -> None:
-    """A layer's attention by every backend that runs, each over the pages that it takes.
+    """Time the attention of one layer with every backend that runs here, each with its own page size.
 
-    Through the keys and values of all layers, one after the other, as in a model: those of one alone would lie in the
-    device's cache. In one graph, since a layer's takes the device no longer than the host.
+    The calls go through the keys and values of all layers, as in a model. One layer's keys and values alone would fit
+    the device's cache. All layers are in one CUDA graph. Otherwise the host would need longer to launch the attention
+    of a layer than the device to run it.
     """
-    bench.forget()  # its weights are not needed here
+    bench.forget()  # the weights of the large model are not needed here
     shape = replace(bench.sizes.large, num_layers=bench.sizes.layers)
     taken: dict[str, Figures] = {what: {} for what in bench.sizes.attention}
     figures |= {"layers": shape.num_layers, "of_a_layer": taken}
     for name in _serving(bench, bench.dtype, shape):
         try:
             _by_backend(bench, shape, name, taken)
-        except Exception as error:  # of a library that is there and does not run
+        except Exception as error:  # a library is installed and does not run
             for found in taken.values():
                 found.setdefault(name, {"error": f"{type(error).__name__}: {error}"})
             bench.check(f"attention {name} runs", False, True)
@@ -105,7 +106,10 @@ def _paged(
 
 
 def _dense(bench: Bench, shape: ModelShape, start: int, count: int) -> Callable[[int], Tensor]:
-    """What torch takes for one chunk whose keys lie in a row, with as many heads as queries: no pages to look up."""
+    """Return a call of torch's attention for one chunk, as the fastest case.
+
+    Keys and values are contiguous instead of in pages, and have one head per query head.
+    """
     size = (1, shape.num_heads, start + count, shape.head_dim)
     keys, values = (
         [torch.randn(size, dtype=bench.dtype, device=bench.device) for _ in range(shape.num_layers)] for _ in range(2)
@@ -123,7 +127,7 @@ def _of_a_layer(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) 
 
     call: Callable[[], object] = all_layers
     if bench.on_gpu:
-        all_layers()  # what is compiled on the way cannot be while it is captured
+        all_layers()  # kernels cannot be compiled during a capture
         graph = CudaGraph(torch.cuda.graph_pool_handle())
         graph.capture(all_layers)
         call = graph.replay
@@ -132,7 +136,7 @@ def _of_a_layer(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) 
 
 
 def _compare(bench: Bench, what: str, extents: Extents, shape: ModelShape, taken: Figures) -> None:
-    """Triton's kernel with the quickest of the others; of decodes, how near to the rate of reading too."""
+    """Compare Triton's kernel with the fastest other kernel, and for decodes also with the rate of reading memory."""
     if "s" not in taken.get("triton", {}):
         return
     own_s = taken["triton"]["s"]

@@ -1,4 +1,4 @@
-"""What whole microbatches take on a GPU: all layers of the large model, as a pipeline's stage runs them."""
+"""The time of whole microbatches on a GPU: all layers of the large model, as a stage of a pipeline runs them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sarathi_pp.bench.gpu.stage import Extents, GpuStage
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.model.sampling import sample
 
-# What a clock tells.
+# The smallest time that a clock can show.
 _LEAST_S = 1e-9
-# Kernels that are told of one microbatch.
+# Most kernels that the document lists per microbatch.
 _MOST_KERNELS = 16
 
 
 def microbatches(bench: Bench, figures: Figures) -> None:
-    """A prompt chunk against the products' rate, and decodes against the rate of reading."""
+    """Compare a prompt chunk with the rate of matrix products, and decodes with the rate of reading memory."""
     stage, sizes = bench.large(), bench.sizes
     prefill, decodes = _prefill(bench), _decodes(bench)
     calls = [stage.microbatch(prefill), stage.microbatch(decodes)]
@@ -32,7 +32,7 @@ def microbatches(bench: Bench, figures: Figures) -> None:
     figures["decode"] = {"decodes": sizes.decodes, "context": sizes.context, "eager": taken[1]}
     if stage.has_graphs:
         figures["prefill"]["graph"], figures["decode"]["graph"] = taken[2:]
-    # What a pipeline runs is a graph, where there are any.
+    # The last two are graphs if the stage has them, as in a pipeline.
     prefill_s, decode_s = (one["s"] for one in taken[-2:])
     share = stage.shape.flops(prefill, 1) / prefill_s / bench.rates["flops"]
     read = stage.shape.read_bytes(decodes, bench.dtype.itemsize) / decode_s / bench.rates["bytes_per_s"]
@@ -42,18 +42,21 @@ def microbatches(bench: Bench, figures: Figures) -> None:
 
 
 def piggyback(bench: Bench, figures: Figures) -> None:
-    """What a decode costs beside a chunk that it fills up to its size, and in a microbatch of decodes (SARATHI 3)."""
+    """Measure the cost of a decode that shares a microbatch with a chunk, and in a microbatch of decodes alone.
+
+    Chunk and decodes together have the chunk size (SARATHI, arXiv 2308.16369, section 3).
+    """
     stage, sizes = bench.large(), bench.sizes
     curve: list[Figures] = []
     figures |= {"chunk": sizes.chunk, "context": sizes.context, "curve": curve}
     for count in sizes.piggybacked:
         decodes: Extents = [(sizes.context, 1)] * count
         chunk: Extents = [(0, sizes.chunk - count)]
-        # By graphs: launched one by one, the kernels of a few decodes take the host longer than the device.
+        # As graphs: otherwise the host launches the kernels of a few decodes more slowly than the device runs them.
         calls = [_launched(stage, extents) for extents in (decodes, chunk, [*chunk, *decodes])]
         alone, beneath, both = bench.seconds(*calls)
         cost_s = (both["s"] - beneath["s"]) / count
-        # Where the difference is less than what two measurements differ by, that is the most it can be.
+        # If the cost is smaller than the noise of two measurements, the noise is its upper bound.
         noise_s = sum(high - low for low, high in (beneath["quartiles_s"], both["quartiles_s"])) / count
         factor = alone["s"] / count / max(cost_s, noise_s, _LEAST_S)
         point = {"decodes": count, "alone": alone, "chunk": beneath, "both": both, "cost_s": cost_s, "noise_s": noise_s}
@@ -63,7 +66,7 @@ def piggyback(bench: Bench, figures: Figures) -> None:
 
 
 def sampling(bench: Bench, figures: Figures) -> None:
-    """What it takes to draw a token for each of the decodes, until the host has them."""
+    """Measure the time to draw a token for each of the decodes, until the host has the tokens."""
     rows, vocabulary = bench.sizes.decodes, bench.sizes.large.vocab_size
     logits = torch.randn(rows, vocabulary, dtype=bench.dtype, device=bench.device)
     kinds = {
@@ -76,7 +79,7 @@ def sampling(bench: Bench, figures: Figures) -> None:
 
 
 def kernels(bench: Bench, figures: Figures) -> None:
-    """Where the time of a microbatch goes, so that a share that is missed can be explained."""
+    """List the kernels in which a microbatch spends its time. They explain a share that was not reached."""
     stage = bench.large()
     for what, extents in (("prefill", _prefill(bench)), ("decode", _decodes(bench))):
         figures[what] = _profiled(bench, _launched(stage, extents))
@@ -95,7 +98,7 @@ def _launched(stage: GpuStage, extents: Extents) -> Callable[[], Tensor]:
 
 
 def _profiled(bench: Bench, call: Callable[[], Tensor]) -> list[Figures]:
-    """The kernels of one call that take longest: their time together, and how many there are."""
+    """Return the kernels of one call with the most time: for each, its total time and the number of its calls."""
     activity = torch.profiler.ProfilerActivity
     call()
     with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if bench.on_gpu else [])]) as profiled:

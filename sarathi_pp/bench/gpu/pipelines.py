@@ -1,4 +1,4 @@
-"""Whole pipelines on a GPU, as a user starts them: their tokens against transformers', and their speed."""
+"""Whole pipelines on a GPU, as a user starts them, compared with transformers: their tokens and their speed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sarathi_pp.distributed.environment import inherited
 
 _COMMAND = (sys.executable, "-P", "-m", "sarathi_pp", "generate", "--ignore-eos", "--quiet")
 _NEW_TOKENS = 24
-# Between the two best logits. Where they are nearer, rounding may decide, and a token says nothing about exactness.
+# Least difference between the two best logits. If it is smaller, rounding may decide, and the token proves nothing.
 _LEAST_GAP = 1e-3
-# Of one process; one that hangs must leave time for the others.
+# Most seconds of one process, so that one that hangs leaves time for the others.
 _MOST_S = 120.0
 
 
 def exact(bench: Bench, figures: Figures) -> None:
-    """Greedy tokens of whole pipelines in float32 against transformers, on the same device."""
+    """Compare greedy float32 tokens of whole pipelines with those of transformers, on the same device."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = _write_small(bench.sizes.small, folder / "model").to(bench.device)
@@ -62,7 +62,7 @@ def _pipelines(bench: Bench) -> list[tuple[int, list[str]]]:
 def _write_small(shape: ModelShape, folder: Path) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape.config(tie_word_embeddings=False), dtype=torch.float32)
-    # Larger than usual, so that what a layer adds shows in the logits.
+    # Larger weights than usual, so that each layer changes the logits.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -73,7 +73,7 @@ def _write_small(shape: ModelShape, folder: Path) -> Any:
 
 @torch.inference_mode()
 def _greedy(model: Any, prompt: Sequence[int], device: torch.device) -> tuple[list[int], float]:
-    """transformers' answer, and the smallest gap between the two best logits on the way."""
+    """Return transformers' answer, and the smallest difference between the two best logits of a token."""
     settings = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}
     told = {"return_dict_in_generate": True, "output_logits": True}
     found = model.generate(torch.tensor([prompt], device=device), **settings, **told)
@@ -83,7 +83,7 @@ def _greedy(model: Any, prompt: Sequence[int], device: torch.device) -> tuple[li
 
 def _generate(bench: Bench, folder: Path, stages: int, options: list[str], expected: list[list[int]]) -> Figures:
     output = folder / f"out-{stages}-{'-'.join(options).replace('--', '')}.jsonl"
-    # Little KV: the ranks share one device, and what they need is known.
+    # A small KV cache: the ranks share one device, and the lengths are known.
     more = ["--dtype", "float32", "--max-new-tokens", str(_NEW_TOKENS), "--chunk-size", "64", "--max-num-seqs", "16"]
     more += ["--kv-cache-memory", "256MiB", "--stages", str(stages), *options]
     try:
@@ -103,7 +103,10 @@ def _generate(bench: Bench, folder: Path, stages: int, options: list[str], expec
 
 
 def contest(bench: Bench, figures: Figures) -> None:
-    """Mixed requests, greedy and to their length, here and by transformers' continuous batching, on the same model."""
+    """Compare the speed with transformers' continuous batching, on mixed requests and the same model.
+
+    Both decode greedily, and ignore the end of sequence.
+    """
     sizes, dtype = bench.sizes, str(bench.dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -148,14 +151,18 @@ def _files(folder: Path, output: Path) -> tuple[str, ...]:
 
 
 def _run(bench: Bench, command: Sequence[str]) -> str:
-    """What it prints. Raises RuntimeError with the end of what it said where it fails or takes too long."""
+    """Run a command and return its standard output.
+
+    Raises:
+        RuntimeError: the command failed or took too long. The message has the end of its standard error.
+    """
     environment = inherited({"HF_HUB_OFFLINE": "1"})
     patience_s = min(_MOST_S, max(bench.end_s - bench.clock.now(), 1.0))
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience_s)
     except subprocess.TimeoutExpired as error:
         said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
-        raise RuntimeError(f"not over after {patience_s:.0f} s: {said[-2000:]}") from error
+        raise RuntimeError(f"still running after {patience_s:.0f} s: {said[-2000:]}") from error
     if done.returncode:
-        raise RuntimeError(f"ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"ended with code {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout

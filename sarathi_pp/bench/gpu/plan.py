@@ -1,4 +1,4 @@
-"""What `sarathi-pp bench gpu` measures, how large, and what its parts share."""
+"""The plan of `sarathi-pp bench gpu`: the sizes of its measurements, and the state that its parts share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sarathi_pp.trace.clock import Clock
 
 Figures = dict[str, Any]
 
-# What is promised of a GPU.
+# The least share, or factor, that a GPU must reach for a check to be met.
 PREFILL_SHARE, DECODE_SHARE, PIGGYBACK_FACTOR, ATTENTION_SHARE, CONTEST_FACTOR = 0.6, 0.7, 10.0, 0.8, 2.0
 
-# Of one layer's attention.
+# Microbatches whose attention is timed, by name: for each sequence its earlier tokens and its tokens.
 _SHAPES: dict[str, Extents] = {
     "chunk 512 at 0": ((0, 512),),
     "chunk 512 at 4096": ((4096, 512),),
@@ -29,13 +29,27 @@ _SHAPES: dict[str, Extents] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """large: what is timed. small: what is compared with transformers. rows: prompts of that comparison.
+    """The sizes of all measurements.
 
-    middle: what answers `requests` mixed requests, with up to `longest` tokens of prompt, here and in transformers;
-    serving: options of ours meanwhile. prefill: tokens of a microbatch. decodes: of another, each behind `context`
-    tokens. chunk: tokens of those in which decodes ride along, the numbers `piggybacked`. attention: sequences of a
-    microbatch, by what it is called; layers: whose keys and values it goes through, more than a device's cache holds.
-    warm_s: of each measurement, so that clocks are up.
+    Attributes:
+        large: model whose microbatches are timed.
+        small: model whose tokens and logits are compared with those of transformers.
+        middle: model of the contest with transformers.
+        rows: prompts of the comparison of tokens.
+        requests: mixed requests of the contest.
+        longest: most prompt tokens of these requests.
+        serving: further options of `generate` in the contest.
+        matrix: rows and columns of the matrices whose product is timed.
+        array_bytes: size of the array whose reading is timed.
+        prefill: tokens of the timed prompt chunk.
+        decodes: number of decodes in the timed microbatch of decodes.
+        context: number of earlier tokens per decode.
+        chunk: tokens of a microbatch in which decodes share with a chunk.
+        piggybacked: numbers of decodes in such a microbatch.
+        attention: microbatches whose attention is timed, by name.
+        layers: attention goes through the keys and values of that many layers, which exceed a device's cache.
+        repeats: timed repeats of each call.
+        warm_s: seconds of warm-up before each measurement, so that the device's clock rate is up.
     """
 
     large: ModelShape = LLAMA_3_8B
@@ -59,15 +73,20 @@ class Sizes:
 
     @property
     def kv_tokens(self) -> int:
-        """What the microbatches take, at pages of any backend's size."""
+        """Tokens of KV cache that the microbatches need, with the page size of any backend."""
         return self.decodes * (self.context + 256)
 
 
 @dataclass(slots=True)
 class Bench:
-    """device: where. dtype: of what is timed. end_s: when its time is over. checks: of all parts so far.
+    """The state that the parts share.
 
-    rates: of the device, as its first part has found them.
+    Attributes:
+        dtype: of the timed model.
+        end_s: time at which the budget is used up, on `clock`.
+        checks: checks of all parts so far.
+        rates: measured rates of the device, which the first part sets.
+        stage: the large model, while it is loaded.
     """
 
     device: torch.device
@@ -84,26 +103,32 @@ class Bench:
         return self.device.type == "cuda"
 
     def check(self, what: str, seen: float | bool, wanted: float | bool) -> None:
-        """wanted: the least that is to be seen."""
+        """Record a check.
+
+        Args:
+            what: name of the check.
+            seen: the measured value.
+            wanted: the least value that meets the check.
+        """
         self.checks.append({"what": what, "seen": seen, "wanted": wanted, "met": seen >= wanted})
 
     def large(self) -> GpuStage:
-        """Made when the first part asks."""
+        """Return the stage with the large model. It is made at the first call."""
         if self.stage is None:
             self.stage = GpuStage(self.sizes.large, self.dtype, self.device, self.sizes.kv_tokens)
         return self.stage
 
     def forget(self) -> None:
-        """The large stage is not needed any more, or not now."""
+        """Free the memory of the large stage. The next call of `large` makes it again."""
         self.stage = None
         give_back()
 
     @torch.inference_mode()
     def seconds(self, *calls: Callable[[], object]) -> list[Figures]:
-        """What each takes: the median, and the quartiles.
+        """Time some calls and return the median and quartiles of each.
 
-        They are taken in turn, so that a device that slows down slows all of them. Before that they run unmeasured
-        until its clocks are up.
+        The calls take turns, so that a device that slows down affects all of them. Before that they run unmeasured for
+        `warm_s` seconds.
         """
         warm_until_s = self.clock.now() + self.sizes.warm_s
         while True:

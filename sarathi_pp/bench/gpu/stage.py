@@ -1,4 +1,4 @@
-"""One stage with random weights on a device, and its microbatches: no checkpoint, no pipeline around it."""
+"""One stage with random weights on a device, and its microbatches, without a checkpoint and a pipeline."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.stage_model import StageModel
 
-# (tokens behind, tokens) of each sequence of a microbatch.
+# (earlier tokens, tokens) of each sequence of a microbatch.
 Extents = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Of a Llama."""
+    """The shape of a Llama."""
 
     hidden_size: int
     intermediate_size: int
@@ -41,19 +41,27 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Of linear layers, in all layers."""
+        """Number of weights in the linear layers of all layers. The LM head is not included."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     def flops(self, extents: Extents, num_logits: int) -> float:
-        """Of a microbatch: products with weights, and those of queries, keys and values that are seen."""
+        """Return the floating-point operations of a microbatch: products with weights, and attention.
+
+        Args:
+            num_logits: rows that go through the LM head.
+        """
         tokens = sum(count for _, count in extents)
         pairs = sum(count * start + count * (count + 1) // 2 for start, count in extents)
         linear = 2 * self.layer_weights * tokens + 2 * self.hidden_size * self.vocab_size * num_logits
         return linear + 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
 
     def read_bytes(self, extents: Extents, itemsize: int) -> int:
-        """Of a microbatch of decodes: every weight once, and the keys and values that they see."""
+        """Return the bytes that a microbatch of decodes reads: each weight once, and the keys and values it sees.
+
+        Args:
+            itemsize: bytes per number.
+        """
         weights = self.layer_weights + self.hidden_size * self.vocab_size
         keys = sum(start + count for start, count in extents)
         return itemsize * (weights + 2 * self.num_layers * self.num_kv_heads * self.head_dim * keys)
@@ -75,9 +83,12 @@ LLAMA_3_8B = ModelShape(4096, 14336, 32, 32, 8, 128256)
 
 
 class GpuStage:
-    """All layers of a model with weights of seed 0, and pages that hold numbers. attention: a backend's name.
+    """All layers of a model as one stage, with KV pages full of random numbers.
 
-    weights: in the place of random ones, by their names in transformers.
+    Args:
+        num_tokens: tokens that the KV pages hold.
+        attention: name of an attention backend.
+        weights: by their names in transformers. None: random weights of seed 0.
     """
 
     def __init__(
@@ -101,14 +112,14 @@ class GpuStage:
         fuse(module)
         use_bare_model(module, "model")
         if device.type == "cuda":
-            give_back()  # what was merged
+            give_back()  # memory of weights that fuse() has merged
         layers, count = (0, shape.num_layers), shape.num_layers
         self.model = StageModel(module, layers, count, (None,) * count, backend, 0, 0, bare_lm_head(module, "lm_head"))
         num_pages = -(-num_tokens // self.page_size)
         self.kv = filled_shard(shape, num_pages, self.page_size, dtype, device)
 
     def microbatch(self, extents: Extents) -> Callable[[], Tensor]:
-        """What computes it, launched operation by operation: logits behind each sequence."""
+        """Return a call that computes a microbatch without a graph. It gives the logits after each sequence."""
         spans, rows, ids = self._laid_out(extents)
         inputs = build_inputs(spans, rows, self.page_size, self.device)
         x = torch.tensor(ids, device=self.device)
@@ -119,7 +130,10 @@ class GpuStage:
         return self.device.type == "cuda" and isinstance(self.model.backend, CapturableBackend)
 
     def captured(self, extents: Extents) -> Callable[[], Tensor]:
-        """The same by a CUDA graph of that very shape, which is what a pipeline's uniform microbatches get."""
+        """Return a call that computes a microbatch by a CUDA graph of exactly its shape.
+
+        The uniform microbatches of a pipeline run in the same way.
+        """
         spans, rows, ids = self._laid_out(extents)
         shape = Shape(len(ids), len(spans), decodes=len(ids) == len(spans))
         graphs = StageGraphs(
@@ -132,7 +146,7 @@ class GpuStage:
             [CudaGraph(torch.cuda.graph_pool_handle())],
         )
         compute = graphs.prepare(spans, rows, ids)
-        assert compute is not None, "it was captured for it"
+        assert compute is not None, "the graph was captured for this shape"
         return lambda: compute(None)
 
     def _laid_out(self, extents: Extents) -> tuple[list[Span], list[int], list[int]]:
@@ -149,7 +163,7 @@ def synthetic_tokens(start: int, count: int, vocab_size: int) -> list[int]:
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> Any:
-    """transformers' own, with weights of seed 0."""
+    """Return transformers' own model with random weights of seed 0."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         with torch.device(device):
@@ -169,7 +183,7 @@ def filled_shard(
 
 
 def lay_out(extents: Extents, page_size: int, num_pages: int) -> list[Span]:
-    """In pages of their own, one after the other."""
+    """Give each sequence pages of its own, one after another."""
     spans, first_page = [], 0
     for start, count in extents:
         end_page = first_page + -(-(start + count) // page_size)

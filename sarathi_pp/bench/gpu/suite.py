@@ -1,11 +1,12 @@
-"""Everything that a GPU runs, checked and measured on one: `sarathi-pp bench gpu`.
+"""The suite of `sarathi-pp bench gpu`, which checks and measures on one GPU all that sarathi_pp runs on GPUs.
 
     machine -> rates -> nccl -> exact -> contest
             -> microbatches -> piggyback -> sampling -> kernels -> profile -> logits -> attention
 
-Each part is a function of its own, which fills in its figures as it gets them; what a part promises is a check with
-what was wanted and what was seen. An error ends its part alone; a part that there is no time left for says so. Whole
-pipelines come first: they are processes of their own, and a kernel that fails in this one leaves its device of no use.
+Each part is a function, which adds its figures to the document as it gets them. What a GPU must reach is a check, with
+the wanted and the measured value. An error ends only its own part. If the time is used up, a part writes that it was
+left out. Whole pipelines run first, as separate processes, because a kernel that fails in this process makes its device
+unusable.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ SCHEMA = "sarathi-pp/gpu/2"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A part that starts now, or has ended. document: all figures so far."""
+    """A part that starts now or has ended.
+
+    Attributes:
+        document: all figures so far.
+    """
 
     part: str
     ended: bool
@@ -43,9 +48,16 @@ class Step:
 
 
 def bench_gpu(device: torch.device, clock: Clock, budget_s: float, sizes: Sizes | None = None) -> Iterator[Step]:
-    """Run the parts, each before and after which a step is yielded. Raises ConfigError if there is no such device."""
+    """Run the parts. Yield a step before and after each of them.
+
+    Args:
+        budget_s: seconds after which no further part starts.
+
+    Raises:
+        ConfigError: torch finds no CUDA device.
+    """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("bench gpu: torch finds no CUDA device here")
+        raise ConfigError("bench gpu needs a CUDA device, and torch finds no CUDA device here")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     begin_s = clock.now()
     bench = Bench(device, dtype, sizes or Sizes(), clock, begin_s + budget_s)
@@ -67,7 +79,7 @@ def _run(part: Callable[[Bench, Figures], None], bench: Bench, figures: Figures)
     begin_s = bench.clock.now()
     try:
         part(bench, figures)
-    except Exception as error:  # the other parts are measured all the same, and this one's error is a result
+    except Exception as error:  # the other parts still run, and the error is a result
         figures |= {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         bench.check(f"{part.__name__} runs", False, True)
     figures["took_s"] = bench.clock.now() - begin_s
@@ -94,7 +106,7 @@ def machine(device: torch.device) -> Figures:
 
 
 def rates(bench: Bench, figures: Figures) -> None:
-    """What the device sustains: large products in the dtype, and reading memory."""
+    """Measure the rates of the device: large matrix products in the timed dtype, and reading memory."""
     size, device = bench.sizes.matrix, bench.device
     left, right = (torch.randn(size, size, device=device, dtype=bench.dtype) for _ in range(2))
     (product,) = bench.seconds(lambda: functional.linear(left, right))
@@ -107,7 +119,7 @@ def rates(bench: Bench, figures: Figures) -> None:
 
 
 def nccl(bench: Bench, figures: Figures) -> None:
-    """Between ranks it cannot run on one GPU; that it starts can be seen."""
+    """Check that NCCL starts. On one GPU it cannot run between ranks."""
     if not bench.on_gpu:
         figures["left_out"] = "NCCL runs between GPUs"
         return
@@ -116,10 +128,10 @@ def nccl(bench: Bench, figures: Figures) -> None:
 
 
 def profile(bench: Bench, figures: Figures) -> None:
-    """What `simulate` needs of this device: its speed as measured, and what that makes of the large model's stages."""
+    """Write the figures that `simulate` needs: the measured speed of the device, and the costs of the large model."""
     shape, sizes = bench.sizes.large, bench.sizes
     itemsize = bench.dtype.itemsize
-    # Shares that the parts before have measured; those of estimates where they have failed.
+    # The shares that earlier parts have measured. If those parts failed, the wanted shares.
     met = {check["what"]: check["seen"] for check in bench.checks}
     product_share = met.get(f"{sizes.prefill} prompt tokens: share of the products' rate", PREFILL_SHARE)
     read_share = met.get(f"{sizes.decodes} decodes: share of the rate of reading", DECODE_SHARE)
@@ -127,7 +139,7 @@ def profile(bench: Bench, figures: Figures) -> None:
         {itemsize: product_share * bench.rates["flops"], 2: product_share * bench.rates["flops"]},
         read_share * bench.rates["bytes_per_s"],
         tile=128 if bench.on_gpu else 1,
-        layer_s=0.0,  # inside of both shares
+        layer_s=0.0,  # included in both shares
     )
     cost = estimate_cost(
         [(0, shape.num_layers)],

@@ -1,8 +1,9 @@
-"""Other engines that the same work can be given to, each a program that runs in that engine's own environment.
+"""Other engines that can do the same work, each a program that runs in that engine's own environment.
 
-    sarathi-pp  --- Asked, as JSON in a file --->  PYTHON PROGRAM FILE  --- Answered, the last line of its output --->
+    sarathi-pp  --- requests, as JSON in a file --->  PYTHON PROGRAM FILE  --- answers, the last line of its output --->
 
-A program imports its engine and nothing of ours, loads, warms up, and takes the time of one call over all prompts.
+A program imports its engine and nothing of sarathi_pp. It loads the model, warms up and times one call over all
+prompts.
 """
 
 from __future__ import annotations
@@ -24,13 +25,24 @@ Environment = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """choices: none for a whole number of at least 1."""
+    """A parameter of an engine.
+
+    Attributes:
+        choices: the legal values. Empty: every whole number of at least 1 is legal.
+    """
 
     default: str
     choices: tuple[str, ...] = ()
 
     def check(self, where: str, value: str) -> None:
-        """Raises ConfigError naming what it takes."""
+        """Check a value.
+
+        Args:
+            where: names the parameter, for the error.
+
+        Raises:
+            ConfigError: the value is not legal. The message names the legal ones.
+        """
         if self.choices and value not in self.choices:
             raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(self.choices)}")
         if not self.choices and not (value.isdecimal() and int(value) > 0):
@@ -41,9 +53,13 @@ class Parameter:
 class Peer:
     """One engine.
 
-    program: a file of this package. own_environment: that is DIR/NAME, which launch/peers.sh makes; False for one that
-    runs in ours. environment: variables that it is to find, given its Python. pipeline_needs: a package that its
-    pipeline imports and its single process does not.
+    Attributes:
+        program: a file of this package.
+        own_environment: the engine has its own Python environment, PEERS_DIR/NAME, which launch/peers.sh makes. If
+            False, it runs in the environment of sarathi_pp.
+        environment: returns the environment variables to set, from the engine's Python and its parameters.
+        pipeline_needs: a package that the engine's pipeline imports and its single process does not. None: there is no
+            such package.
     """
 
     name: str
@@ -56,14 +72,23 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerChoice:
-    """A peer with its parameters, as on the command line: vllm-cpu:tokens=256,pp=2."""
+    """A peer with its parameters.
+
+    Attributes:
+        label: the peer as given on the command line, such as vllm-cpu:tokens=256,pp=2.
+        parameters: all of them, defaults included.
+    """
 
     label: str
     peer: Peer
     parameters: Parameters
 
     def python(self, peers_dir: Path) -> Path:
-        """Raises MissingError where the peer's environment was never made, or lacks something."""
+        """Return the Python that runs the peer.
+
+        Raises:
+            MissingError: the peer's environment does not exist, or lacks a package.
+        """
         needed = self.peer.pipeline_needs
         if not self.peer.own_environment:
             if needed is not None and self.parameters["pp"] != "1" and find_spec(needed) is None:
@@ -72,7 +97,7 @@ class PeerChoice:
         python = peers_dir / self.peer.name / "bin" / "python"
         if not python.exists():
             raise MissingError(
-                f"--against {self.label}: {python} is not there\n"
+                f"--against {self.label}: {python} does not exist\n"
                 f"  try  bash launch/peers.sh {self.peer.name} {peers_dir}"
             )
         return python
@@ -80,7 +105,7 @@ class PeerChoice:
     def command(self, python: Path, asked: Path) -> list[str]:
         program = ["-P", str(_HERE / self.peer.program), str(asked)]
         ranks = self.parameters["pp"]
-        # A program without this parameter does not start its ranks itself.
+        # A program without the parameter `launch` does not start its own ranks, so torchrun starts them.
         if self.parameters.get("launch", "own" if ranks == "1" else "torchrun") == "own":
             return [str(python), *program]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
@@ -88,13 +113,13 @@ class PeerChoice:
 
 
 def _vllm_environment(python: Path, parameters: Parameters) -> Environment:
-    """Threads bound to cores, and the allocator and OpenMP runtime that vLLM's documentation asks for."""
+    """Bind threads to cores, and preload the allocator and OpenMP runtime that vLLM's documentation asks for."""
     cores = sorted(os.sched_getaffinity(0))
     ranks = int(parameters["pp"])
     ends = [rank * len(cores) // ranks for rank in range(ranks + 1)]
     shares = [cores[begin:end] or [cores[begin]] for begin, end in pairwise(ends)]
     return {
-        "PYTHONPATH": "",  # ours is not for its Python
+        "PYTHONPATH": "",  # our own PYTHONPATH is for another Python
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "VLLM_CPU_KVCACHE_SPACE": parameters["kv"],
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -144,11 +169,15 @@ PEERS = {
 
 
 def parse_peer(text: str) -> PeerChoice:
-    """NAME[:key=value,...]. Raises ConfigError naming what is not known and what is."""
+    """Parse a peer with its parameters, NAME[:key=value,...].
+
+    Raises:
+        ConfigError: a name or a value is not legal. The message has the legal ones.
+    """
     name, _, rest = text.partition(":")
     peer = PEERS.get(name)
     if peer is None:
-        raise ConfigError(f"--against {text}: {name!r} is not known; it is one of {', '.join(PEERS)}")
+        raise ConfigError(f"--against {text}: {name!r} is not known; use one of {', '.join(PEERS)}")
     given = {}
     for pair in rest.split(",") if rest else []:
         key, equals, value = pair.partition("=")

@@ -1,8 +1,8 @@
-"""transformers by itself on the same work: one JSON file in, one JSON line out (peers/__init__.py).
+"""transformers alone on the same work: one JSON file in, one JSON line out (peers/__init__.py).
 
-    python -P transformers_program.py ASKED.json
+    python -P transformers_program.py REQUESTS.json
 
-batching=padded      `generate` on all prompts at once, padded on the left; goes on until the longest output is done
+batching=padded      `generate` on all prompts at once, padded on the left, until the longest output is done
 batching=continuous  `generate_batch`, its continuous batching
 pp=N                 `generate` on its own pipeline, under torchrun
 """
@@ -31,7 +31,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     given = asked["parameters"]
     placed: dict[str, Any] = {}
-    # torchrun leaves one thread to each of several ranks, whether the user wants it or not.
+    # torchrun gives each of several ranks one thread. Use all cores instead.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(given["pp"])))
     if int(given["pp"]) > 1:
         from transformers.distributed import DistributedConfig
@@ -41,7 +41,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     model.to(asked.get("device", "cpu"))
     model.generation_config.eos_token_id = None  # every request runs to its length
     requests: Requests = asked["requests"]
-    # On a GPU all that they will do: what is captured or chosen when a shape comes first is none of their speed.
+    # On a GPU the warm-up is the whole work: graphs are captured and kernels are chosen when a shape first occurs, and
+    # the time must not include that.
     on_cpu = model.device.type == "cpu"
     warm_up = [{**one, "output_tokens": 2} for one in requests[:2]] if on_cpu else requests
     with _continuous(model, requests) if given["batching"] == "continuous" else nullcontext(_padded) as answer:
@@ -75,9 +76,10 @@ def _padded(model: Any, requests: Requests) -> list[list[int]]:
 
 @contextmanager
 def _continuous(model: Any, requests: Requests) -> Iterator[Answer]:
-    """generate_batch's own machinery, its cache made before it is asked for anything, for all requests at once.
+    """Start the manager that generate_batch uses, so that its cache exists before the first request.
 
-    On a GPU of the size that it chooses: told the cache alone, it gives what is left to masks, gigabytes of them.
+    On CPU the cache has room for all requests at once. On a GPU transformers chooses its size: if only the cache had a
+    given size, transformers would spend the remaining memory on masks, which take gigabytes.
     """
     tokens = (len(one["prompt_token_ids"]) + one["output_tokens"] for one in requests)
     num_blocks = sum(-(-count // _PAGE) for count in tokens) if model.device.type == "cpu" else None
@@ -99,7 +101,7 @@ def _continuous(model: Any, requests: Requests) -> Iterator[Answer]:
                 if result is not None and result.is_finished():
                     answers[result.request_id] = list(result.generated_tokens)
                 elif not manager.is_running():
-                    sys.exit("generate_batch stopped before it had answered everything")
+                    sys.exit("generate_batch stopped before it had answered all requests")
             return [answers[name] for name in names]
 
         yield answer

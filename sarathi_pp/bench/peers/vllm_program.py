@@ -1,9 +1,10 @@
-"""Runs in vLLM's environment, never in ours: one JSON file in, one JSON line out (peers/__init__.py).
+"""vLLM on the same work, in vLLM's own environment: one JSON file in, one JSON line out (peers/__init__.py).
 
-    python -P vllm_program.py ASKED.json
+    python -P vllm_program.py REQUESTS.json
 
-As vLLM is at its best on such work: compiled, no prefix cache (no prompt begins like another), prompts as token ids.
-Under torchrun (`launch=torchrun`) every rank calls the same and gets all answers; rank 0 tells.
+The settings are the best ones for such work: compiled, prompts as token ids, and no prefix cache, because no two
+prompts begin alike. Under torchrun (`launch=torchrun`) every rank makes the same calls and gets all answers, and rank 0
+prints them.
 """
 
 from __future__ import annotations

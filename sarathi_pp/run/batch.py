@@ -212,8 +212,8 @@ def _show(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) 
         answered = resumed["rows"] + counts["completed"] + counts["failed"]
         if report["stopped_by"] is not None:
             total = count_total(options)
-            done = "" if total is None else f"{answered:,} of {total:,} answered, {total - answered:,} left. "
-            display.warn(f"stopped by {report['stopped_by']}. {done}{options.how_to_resume}")
+            done = "" if total is None else f": {answered:,} of {total:,} answered, {total - answered:,} left"
+            display.warn(f"stopped by {report['stopped_by']}{done}; {options.how_to_resume}")
         elif not is_unkept(options.output_path):
             failed = resumed["failed"] + counts["failed"]
             errors = f" ({failed:,} of them errors)" if failed else ""

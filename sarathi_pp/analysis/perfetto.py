@@ -6,7 +6,7 @@ r"""A run as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing 
     stage 0 [0, 8) host         compute   :    |=== m0 ===|  /          and: KV pages, microbatches in flight,
                                 idle      |host|        |   /           requests waiting and running (counters),
     stage 1 [8, 16) host        compute                 |=== m0 ===|    each request (asynchronous slices)
-                                idle      |- recv_wait -|
+                                idle      |- recv wait -|
 
 A flow arrow follows each microbatch from its issue through every stage and back. A microbatch that did not go the whole
 way (a killed run) has none. Neither has one whose way the aligned clocks put out of order by more than a span.
@@ -275,7 +275,8 @@ def _counts(issued: Issued | None) -> dict[str, object]:
 
 
 def _idle_event(idle: Idle, stage: StageTimeline, ruler: _Ruler, args: Mapping[str, object]) -> TraceEvent:
-    return _complete(idle.state, "idle", _idle_row(stage), ruler.ticks(idle.begin_s), ruler.ticks(idle.end_s), args)
+    name = idle.state.replace("_", " ")
+    return _complete(name, "idle", _idle_row(stage), ruler.ticks(idle.begin_s), ruler.ticks(idle.end_s), args)
 
 
 def _starved_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:

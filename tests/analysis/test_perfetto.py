@@ -153,7 +153,9 @@ def test_slices_are_the_spans_and_states_of_the_timeline(schedule: Schedule) -> 
         expected = [(f"prefill m{m}", s, e) for m, s, e in spans]
         assert seconds_on(events, rows[process, "compute"], timeline) == expected
         idles = idle_spans(stage, timeline.window)
-        assert seconds_on(events, rows[process, "idle"], timeline) == [(i.state, i.begin_s, i.end_s) for i in idles]
+        assert seconds_on(events, rows[process, "idle"], timeline) == [
+            (i.state.replace("_", " "), i.begin_s, i.end_s) for i in idles
+        ]
 
 
 def seconds_on(events: list[TraceEvent], row: tuple[int, int], timeline: Timeline) -> list[tuple[str, float, float]]:

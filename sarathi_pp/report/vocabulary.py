@@ -1,0 +1,48 @@
+"""Names of states, causes and latencies, the same in the terminal, on the pages and in the docs.
+
+A name is its key in a report, without the unit: `recv_wait_s` is "recv wait".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What a stage does: compute, or one of four reasons to be idle.
+STATES = {
+    "compute_s": "the stage computes a microbatch",
+    "recv_wait_s": "a microbatch is issued, and its input has not arrived",
+    "send_wait_s": "no send buffer is free",
+    "host_s": "the input is here, and Python has not started it yet",
+    "no_work_s": "no microbatch is issued",
+}
+CAUSES = {
+    "ramp_s": "the pipeline fills and drains",
+    "prefill_variance_s": "prompt chunks of unequal time follow each other",
+    "prefill_decode_s": "microbatches with and without prompt chunks follow each other",
+    "decode_context_s": "decodes read KV of unequal length",
+    "stage_imbalance_s": "stages take unequal time for the same microbatch",
+    "communication_s": "activations and tokens travel",
+    "host_s": "inputs wait for the host to start them",
+    "starvation_s": "nothing can be issued",
+    "unexplained_s": "measured beyond what the model of the run accounts for",
+}
+LATENCIES = {
+    "ttft_s": "time to the first token",
+    "tpot_s": "time per output token after the first",
+    "itl_s": "gap between neighbouring tokens",
+    "e2el_s": "time to the last token",
+}
+
+
+def name_of(key: str) -> str:
+    """Return the name of a key of a report: `prefill_decode_s` is "prefill decode"."""
+    return key.removesuffix("_s").replace("_", " ")
+
+
+def setup_of(report: Mapping[str, Any]) -> str:
+    """Return the model, dtype and device of a report; a report of traces alone knows only the device."""
+    device = "emulated stages" if report["device"] == "emulated" else report["device"]
+    if "model" not in report:
+        return f"device {device}"
+    return f"model {report['model']}, {report.get('dtype', 'unknown dtype')} on {device}"

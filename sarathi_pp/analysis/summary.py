@@ -89,6 +89,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit = None
         "layer_split": [stage.start.layers[1] - stage.start.layers[0] for stage in timeline.stages],
         "inflight": settings.inflight,
         "device": settings.device,
+        "started_unix_s": settings.unix_s or None,  # a simulated run has no date
         "microbatches": timeline.num_returned,
         "wall_s": bubbles.wall_s,
         **_throughput(timeline, bubbles.wall_s),

@@ -18,7 +18,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -272,7 +273,10 @@ class RunDirectory:
             (self.path / _UNFINISHED).touch(mode=0o600)
 
     def write_run(self, facts: dict[str, Any]) -> None:
-        self._write("run.json", json.dumps(facts, indent=2, default=str) + "\n")
+        """Write run.json: the facts, and the command that started the run. Raises OutputError."""
+        command = own_command(sys.argv)
+        known = facts if command is None else {**facts, "command": command}
+        self._write("run.json", json.dumps(known, indent=2, default=str) + "\n")
 
     def write_report(self, report: dict[str, Any]) -> None:
         self._write("report.json", json.dumps(report, indent=2) + "\n")
@@ -325,6 +329,18 @@ class RunDirectory:
         except OSError as error:
             raise OutputError(f"cannot make the run directory {self.path}: {error.strerror}") from error
         atomic_write(self.path / name, text, replace=replace, synced=synced)
+
+
+def own_command(words: Sequence[str]) -> list[str] | None:
+    """Return the words of a command of ours; None for another program, whose arguments may hold prompts.
+
+    Args:
+        words: of a process, its program first.
+    """
+    program = Path(words[0]) if words else Path()
+    if program.name != "sarathi-pp" and program.parts[-2:] != ("sarathi_pp", "__main__.py"):
+        return None
+    return ["sarathi-pp", *words[1:]]
 
 
 def replica_name(replica: int) -> str:

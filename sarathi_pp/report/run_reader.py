@@ -23,8 +23,10 @@ _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _REPLICA = re.compile(r"replica-(\d{4,})")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # What no trace holds, from run.json.
-_NAMES = ("model", "dtype", "attention")
+_NAMES = ("model", "dtype", "attention", "sarathi_pp", "torch")
 _NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
+# What only the end of a run knows, from report.json.
+_ENDINGS = ("resumed", "stopped_by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) ->
 
     Raises MissingError where the directory holds no traces or not all, InputError for traces that cannot be used.
     """
-    run = _fold(path, find_traces(path, attempt), _facts(path))
+    endings = _endings(path) if attempt is None else {}
+    run = _fold(path, find_traces(path, attempt), _facts(path) | endings)
     return replace(run, report=run.report | _advice(run)) if advised else run
 
 
@@ -169,13 +172,32 @@ def _facts(run: Path) -> dict[str, Any]:
     known = _known(run)
     names = {name: known[name] for name in _NAMES if isinstance(known.get(name), str)}
     numbers = {name: known.get(name) for name in _NUMBERS}
-    return names | {name: value for name, value in numbers.items() if isinstance(value, int | float) and value > 0}
+    facts = names | {name: value for name, value in numbers.items() if isinstance(value, int | float) and value > 0}
+    shards, command = known.get("tensor_parallel_size"), known.get("command")
+    if isinstance(shards, int) and shards > 1:
+        facts["tensor_parallel_size"] = shards
+    if isinstance(command, list):
+        facts["command"] = list(map(str, command))
+    return facts
+
+
+def _endings(run: Path) -> dict[str, Any]:
+    """Return what report.json alone holds about the last start; empty for a run that did not end in order."""
+    known = _read_object(run / "report.json")
+    found = {name: known[name] for name in _ENDINGS if name in known}
+    if not isinstance(found.get("resumed", {}), dict):
+        del found["resumed"]
+    return found
 
 
 def _known(run: Path) -> dict[str, Any]:
-    """run.json; empty for a run that was killed early, or traces that were moved: no figure needs it."""
+    """Return run.json; empty for a run that was killed early, or traces that were moved: no figure needs it."""
+    return _read_object(run / "run.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        known = json.loads((run / "run.json").read_text())
+        known = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

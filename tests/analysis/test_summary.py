@@ -77,6 +77,7 @@ GOLDEN = {
     "layer_split": [4, 4],
     "inflight": 3,
     "device": "cpu",
+    "started_unix_s": 1e9,
     "microbatches": 8,
     "wall_s": 9.0,
     "requests": 8,

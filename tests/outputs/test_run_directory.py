@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sarathi_pp.errors import CapacityError, ConfigError, OutputError
-from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.outputs.run_directory import RunDirectory, own_command
 
 
 def leave_a_run(path: Path) -> None:
@@ -309,3 +309,23 @@ def test_a_run_on_a_lost_host_is_waited_for(tmp_path):
         lease.start()
         with RunDirectory.claim(path, overwrite=True, patience_s=60.0):
             lease.join()
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/usr/bin/sarathi-pp", "generate", "-i", "p"], ["sarathi-pp", "generate", "-i", "p"]),
+        (["/x/sarathi_pp/__main__.py", "bench"], ["sarathi-pp", "bench"]),
+        (["ask.py", "a prompt"], None),
+        (["/x/other/__main__.py", "a prompt"], None),
+        ([], None),
+    ],
+)
+def test_only_a_command_of_ours_is_written_down(words, command):
+    assert own_command(words) == command
+
+
+def test_run_json_holds_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sarathi-pp", "generate"])
+    RunDirectory(tmp_path).write_run({"some": "facts"})
+    assert RunDirectory(tmp_path).read_run() == {"some": "facts", "command": ["sarathi-pp", "generate"]}

@@ -49,10 +49,11 @@ from sarathi_pp.report.remedies import (
     run_whole,
     smaller_chunks,
 )
+from sarathi_pp.report.vocabulary import CAUSES, name_of
 from sarathi_pp.sim.rerun import Change
 
-# For who shows several.
-APART = "Each of these was looked at by itself: what they save does not add up."
+# Shown below several pieces of advice.
+APART = "Each was tried alone: their gains do not add up."
 _MOST = 3
 # Of the run; below this a simulation says nothing.
 _WORTHWHILE = 0.03
@@ -156,8 +157,8 @@ def _tried(report: Report, proposal: _Proposal, trial: Trial) -> Advice | None:
     wall_s = report["wall_s"]
     gain_s = shares[remedy] * wall_s
     of = "of every" if remedy.change.times > 1 else "of"
-    gain = f"simulated to save {_told(report, gain_s)} {of} {_told(report, wall_s)} s ({gain_s / wall_s:.0%})"
-    return Advice(proposal.rule, f"{proposal.seen} {remedy.option} {remedy.how}, {gain}.", remedy.option, gain_s)
+    gain = f"In the simulator this saves {_told(report, gain_s)} {of} {_told(report, wall_s)} s ({gain_s / wall_s:.0%})"
+    return Advice(proposal.rule, f"{proposal.seen} {remedy.request}. {gain}.", remedy.option, gain_s)
 
 
 def _told(report: Report, seconds: float) -> str:
@@ -171,19 +172,19 @@ def _bubble(report: Report) -> Iterator[_Proposal]:
     if ratio is None or ratio <= _HIGH_BUBBLE or not causes:
         return
     run_s = report["stages"] * report["wall_s"]
-    for name in sorted(_CAUSES, key=lambda name: causes[name], reverse=True):
-        called, remedies = _CAUSES[name]
+    for name in sorted(_REMEDIES, key=lambda name: causes[name], reverse=True):
         if causes[name] >= _WORTHWHILE * run_s:
             lost, idle = _told(report, causes[name]), _told(report, ratio * run_s)
-            seen = f"The bubble is {ratio:.1%}; {lost} of its {idle} stage seconds are {called}."
-            yield _Proposal("bubble", seen, remedies(report))
+            cause = f"{name_of(name)} ({CAUSES[name]})"
+            seen = f"The bubble is {ratio:.1%}. Of its {idle} idle stage seconds, {lost} are {cause}."
+            yield _Proposal("bubble", seen, _REMEDIES[name](report))
 
 
 def _starvation(report: Report) -> Iterator[_Proposal]:
     causes, stages = report.get("causes"), report["stages"]
     if causes and causes["starvation_s"] > _STARVED * stages * report["wall_s"]:
         idle = _told(report, causes["starvation_s"] / stages)
-        seen = f"For want of anything to issue each stage stood idle for {idle} s on average."
+        seen = f"Each stage was idle for {idle} s on average, because nothing could be issued."
         yield _Proposal("starvation", seen, keep_busy(report))
 
 
@@ -199,9 +200,10 @@ def _spare_stages(report: Report, trial: Trial) -> Advice | None:
     share = trial.saved(remedy.change) if seen is not None and remedy is not None else -math.inf
     if seen is None or remedy is None or share < -_ABOUT_AS_FAST:
         return None
-    changed = f"takes {abs(share):.0%} {'longer' if share < 0 else 'less'}" if abs(share) > _NOTHING else "is as fast"
+    takes = f"{abs(share):.0%} {'longer' if share < 0 else 'less'}" if abs(share) > _NOTHING else "as long"
     gain_s = share * report["wall_s"] if share >= _WORTHWHILE else None
-    return Advice("few_decodes", f"{seen} {remedy.option} {changed}, {remedy.how} (simulated).", remedy.option, gain_s)
+    text = f"{seen} Use {remedy.option}: in the simulator the run takes {takes}, {remedy.how}."
+    return Advice("few_decodes", text, remedy.option, gain_s)
 
 
 def _lack_of_decodes(report: Report) -> str | None:
@@ -253,8 +255,8 @@ def _one_request(report: Report, trial: Trial) -> Advice | None:
     if share < _WORTHWHILE:
         return None
     seen = f"One request ran at a time, and its first token took {first_s:.2f} s in {chunks:.1f} chunks."
-    gain = f"simulated to give it after {(1 - share) * first_s:.2f} s"
-    return Advice("one_request", f"{seen} {remedy.option} {remedy.how}, {gain}.", remedy.option, None)
+    gain = f"In the simulator the first token comes after {(1 - share) * first_s:.2f} s"
+    return Advice("one_request", f"{seen} {remedy.request}. {gain}.", remedy.option, None)
 
 
 def _kv_fragmentation(report: Report) -> Advice | None:
@@ -265,8 +267,8 @@ def _kv_fragmentation(report: Report) -> Advice | None:
         return None  # there are as many as the profile says, of whichever size
     option, freed = f"--page-size {page_size // 2}", wasted / 2
     text = (
-        f"KV pages ran out, and {wasted:.0%} of the room in those held was empty. Smaller ones ({option}) are "
-        f"estimated to free {freed:.0%} of what is held, room for {freed / (1 - freed):.0%} more sequences."
+        f"KV pages ran out, and {wasted:.0%} of the room in those in use was empty. Use {option}: by estimate it frees "
+        f"{freed:.0%} of what is in use, enough for {freed / (1 - freed):.0%} more sequences."
     )
     return Advice("kv_fragmentation", text, option, None)
 
@@ -277,22 +279,22 @@ def _flat_chunks(fewer: ComparedRun, more: ComparedRun) -> _Proposal | None:
     if not before or inflight[1] < _MORE_INFLIGHT * inflight[0] or after > _FLAT * before:
         return None
     seen = (
-        f"From {fewer.label} to {more.label} requests in flight grew from {inflight[0]:.0f} to {inflight[1]:.0f}, and "
-        f"chunk throughput went from {before:.1f} to {after:.1f} a second. In the latter,"
+        f"From {fewer.label} to {more.label}, requests in flight grew from {inflight[0]:.0f} to {inflight[1]:.0f}, and "
+        f"chunk throughput only went from {before:.1f} to {after:.1f} per second. Change the second run."
     )
     return _Proposal("flat_chunks", seen, larger_chunks(more.report))
 
 
-# What each cause is called, and what may help against it.
-_CAUSES: dict[str, tuple[str, Callable[[Report], Iterator[Remedy]]]] = {
-    "prefill_variance_s": ("prefills of unequal length", even_prefills),
-    "prefill_decode_s": ("prefills beside shorter decodes", even_prefills),
-    "decode_context_s": ("decodes with unequal contexts", even_decodes),
-    "stage_imbalance_s": ("stages of unequal speed", even_layers),
-    "communication_s": ("transfers between stages", hide_transfers),
-    "host_s": ("the host's work between microbatches", larger_chunks),
-    "starvation_s": ("time with nothing to issue", keep_busy),
-    "ramp_s": ("filling and draining the pipeline", fill_longer),
+# What may help against each cause.
+_REMEDIES: dict[str, Callable[[Report], Iterator[Remedy]]] = {
+    "prefill_variance_s": even_prefills,
+    "prefill_decode_s": even_prefills,
+    "decode_context_s": even_decodes,
+    "stage_imbalance_s": even_layers,
+    "communication_s": hide_transfers,
+    "host_s": larger_chunks,
+    "starvation_s": keep_busy,
+    "ramp_s": fill_longer,
 }
 
 _RULES: tuple[Callable[[Report], Iterator[_Proposal]], ...] = (

@@ -22,11 +22,20 @@ Report = Mapping[str, Any]
 
 
 class Remedy(NamedTuple):
-    """An option, what it does, and the run with it."""
+    """An option, what it does, and the run with it.
+
+    action: the request to the user, up to what it does. None asks to use the option.
+    """
 
     option: str
     how: str
     change: Change
+    action: str | None = None
+
+    @property
+    def request(self) -> str:
+        """The sentence that asks for the change, without its full stop."""
+        return f"{self.action or f'Use {self.option}: it'} {self.how}"
 
 
 def even_layers(report: Report) -> Iterator[Remedy]:
@@ -43,7 +52,7 @@ def even_layers(report: Report) -> Iterator[Remedy]:
     found = {_even_split(split, computed_s, head_s) for head_s in (beyond_s, 0.0)}
     for counts in sorted(found - {tuple(split)}):
         option = f"--layer-split {','.join(map(str, counts))}"
-        yield Remedy(option, "shares the time out more evenly", Change(layers=counts))
+        yield Remedy(option, "gives the stages more equal times", Change(layers=counts))
 
 
 def _even_split(split: Sequence[int], computed_s: Sequence[float], head_s: float) -> tuple[int, ...]:
@@ -85,7 +94,7 @@ def fill_longer(report: Report) -> Iterator[Remedy]:
     """Stages for which there is never a microbatch look like a pipeline that is always filling."""
     stages, inflight = report["stages"], report["inflight"]
     if inflight < stages:
-        how = f"gives all {stages} stages a microbatch, where {inflight} had one"
+        how = f"gives a microbatch to all {stages} stages, of which {inflight} had one"
         yield Remedy(f"--inflight {stages}", how, Change(inflight=stages))
     if stages > 1:
         yield from more_input()
@@ -137,7 +146,11 @@ def more_seats(report: Report) -> Iterator[Remedy]:
     limit, answered = report.get("max_num_seqs"), report["completed"]
     if limit and answered > limit:
         wanted = min(answered, most_seats(limit, report["stages"]))
-        yield Remedy(f"--max-num-seqs {wanted}", "lets more of the requests run at once", Change(max_num_seqs=wanted))
+        yield Remedy(
+            f"--max-num-seqs {wanted}",
+            "lets more requests run at once, so that more of them share a pass",
+            Change(max_num_seqs=wanted),
+        )
 
 
 def more_pages(report: Report) -> Iterator[Remedy]:
@@ -145,12 +158,14 @@ def more_pages(report: Report) -> Iterator[Remedy]:
     held = report.get("kv_cache_bytes")
     if pages_ran_out(report) and held and report["device"] == "cpu":
         option = f"--kv-cache-memory {math.ceil(2 * held / 2**20)}MiB"
-        how = "a stage, twice what there was, holds more sequences at once: pages ran out"
+        how = "holds more sequences at once, with twice the pages that ran out on each stage"
         yield Remedy(option, how, Change(num_pages=2 * report["kv"]["pages"]))
 
 
 def more_input() -> Iterator[Remedy]:
-    yield Remedy("--input", "with twice the requests keeps the stages busy for longer", Change(times=2))
+    """A finished batch cannot grow, so this is about the next one."""
+    action = "Answer more requests in one run, if there are more: twice as many in --input"
+    yield Remedy("--input", "keep the stages busy for longer", Change(times=2), action)
 
 
 def fewer_stages(report: Report) -> Remedy | None:
@@ -160,7 +175,8 @@ def fewer_stages(report: Report) -> Remedy | None:
         return None
     share, extra = divmod(layers, requests)
     split = tuple(share + (stage < extra) for stage in range(requests))
-    return Remedy(f"--stages {requests}", f"on {stages - requests} fewer, where they hold it", Change(layers=split))
+    devices = f"with {stages - requests} devices fewer, if these hold the model"
+    return Remedy(f"--stages {requests}", devices, Change(layers=split))
 
 
 def pages_ran_out(report: Report) -> bool:

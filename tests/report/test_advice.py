@@ -140,8 +140,9 @@ def test_a_bubble_above_15_percent_is_named_with_its_cause_and_gain() -> None:
     advice = only(advise(report(bubble_ratio=0.16, causes=seconds), Simulator(told, 0.0)))
     assert advice == Advice(
         "bubble",
-        "The bubble is 16.0%; 20.0 of its 32.0 stage seconds are prefills beside shorter decodes. --chunk-size 128 "
-        "makes microbatches smaller, simulated to save 7.0 of 100.0 s (7%).",
+        "The bubble is 16.0%. Of its 32.0 idle stage seconds, 20.0 are prefill decode (microbatches with and without "
+        "prompt chunks follow each other). Use --chunk-size 128: it makes microbatches smaller. In the simulator this "
+        "saves 7.0 of 100.0 s (7%).",
         "--chunk-size 128",
         pytest.approx(7.0),
     )
@@ -210,17 +211,17 @@ def test_of_what_may_help_the_best_is_said() -> None:
 def test_a_cause_that_no_option_changes_gives_way_to_the_next() -> None:
     seconds = causes(host_s=20.0, communication_s=8.0)
     advice = given_by("bubble", report(bubble_ratio=0.2, causes=seconds, policy="orca"))
-    assert advice is not None and (advice.option, "8.0 of its" in advice.text) == ("--inflight 3", True)
+    assert advice is not None and (advice.option, "8.0 are communication" in advice.text) == ("--inflight 3", True)
 
 
 def test_the_seconds_of_a_short_run_are_told_to_the_hundredth() -> None:
     short = report(bubble_ratio=0.2, causes=causes(host_s=0.12), wall_s=1.8)
-    assert "save 0.09 of 1.80 s (5%)" in only(advise(short, Simulator())).text
+    assert "saves 0.09 of 1.80 s (5%)" in only(advise(short, Simulator())).text
 
 
 def test_twice_the_work_saves_of_every_so_many_seconds() -> None:
     ramp = report(bubble_ratio=0.2, causes=causes(ramp_s=20.0))
-    assert "keeps the stages busy for longer, simulated to save 5.0 of every 100.0 s" in (
+    assert "keep the stages busy for longer. In the simulator this saves 5.0 of every 100.0 s" in (
         only(advise(ramp, Simulator())).text
     )
 
@@ -271,13 +272,16 @@ def test_more_stages_than_requests_are_stages_to_spare() -> None:
     fewer = Change(layers=(8, 8))
     advice = given_by("few_decodes", few, {fewer: -0.04})
     assert advice is not None and (advice.option, advice.gain_s) == ("--stages 2", None)
-    assert "--stages 2 takes 4% longer, on 2 fewer, where they hold it (simulated)." in advice.text
+    assert (
+        "Use --stages 2: in the simulator the run takes 4% longer, with 2 devices fewer, if these hold the model."
+        in advice.text
+    )
     advice = given_by("few_decodes", few, {fewer: 0.01})
-    assert advice is not None and "--stages 2 takes 1% less, on 2 fewer" in advice.text and advice.gain_s is None
+    assert advice is not None and "takes 1% less, with 2 devices fewer" in advice.text and advice.gain_s is None
     advice = given_by("few_decodes", few, {fewer: 0.05})
     assert advice is not None and "takes 5% less" in advice.text and advice.gain_s == pytest.approx(5.0)
     advice = given_by("few_decodes", few, {fewer: -0.004})
-    assert advice is not None and "is as fast, on 2 fewer" in advice.text
+    assert advice is not None and "the run takes as long, with 2 devices fewer" in advice.text
     assert given_by("few_decodes", few, {fewer: -0.16}) is None
     assert fewer not in tried(few | {"completed": 4}) | tried(few | {"completed": 1})
 
@@ -287,7 +291,10 @@ def test_one_slow_stage_is_evened_out() -> None:
     advice = only(advise(slow, Simulator({Change(layers=(6, 10)): 0.12})))
     assert (advice.rule, advice.option, advice.gain_s) == ("slow_stage", "--layer-split 6,10", pytest.approx(12.0))
     assert "Stage 0 computed for 90.0 s, the mean stage 75.0 s." in advice.text
-    assert "--layer-split 6,10 shares the time out more evenly, simulated to save 12.0 of 100.0 s" in advice.text
+    assert (
+        "Use --layer-split 6,10: it gives the stages more equal times. In the simulator this saves 12.0 of 100.0 s"
+        in advice.text
+    )
     # Of 8 layers none is small enough to move: 9 of the quicker kind would be slower than 8 of the others.
     assert tried(report(causes=None, per_stage=computed(90.0, 81.0))) == set()
 
@@ -389,7 +396,7 @@ def test_a_single_request_that_waits_for_its_chunks_runs_whole() -> None:
     advice = only(advise(one_request(), Simulator(share=0.0, first={ORCA: 0.05})))
     assert (advice.rule, advice.option, advice.gain_s) == ("one_request", "--policy orca", None)
     assert "its first token took 0.20 s in 4.0 chunks" in advice.text
-    assert "runs prompts whole, in fewer passes, simulated to give it after 0.19 s." in advice.text
+    assert "runs prompts whole, in fewer passes. In the simulator the first token comes after 0.19 s." in advice.text
     assert advise(one_request(), Simulator(share=0.0, first={ORCA: 0.029})) == []
     assert not waits(one_request(ttft_s={"mean": 0.1}))
     assert waits(one_request(ttft_s={"mean": 0.11}))
@@ -422,7 +429,7 @@ def test_fragmentation_above_30_percent_where_pages_ran_out() -> None:
     assert only(advised(0.31)).rule == "kv_fragmentation"
     advice = only(advised(0.4))
     assert (advice.rule, advice.option, advice.gain_s) == ("kv_fragmentation", "--page-size 8", None)
-    assert "free 20% of what is held, room for 25% more sequences" in advice.text
+    assert "it frees 20% of what is in use, enough for 25% more sequences." in advice.text
     assert advise(report(kv=kv(0.4), preemptions=1, attention="emulated")) == []
 
 
@@ -496,8 +503,9 @@ def test_chunk_throughput_that_stays_while_requests_in_flight_grow() -> None:
         advice = only(compared(*pair, told={LARGER: 0.2}))
         assert advice == Advice(
             "flat_chunks",
-            f"From {names} requests in flight grew from 20 to 40, and chunk throughput went from 2.0 to 2.1 a second. "
-            "In the latter, --chunk-size 512 takes fewer microbatches, simulated to save 20.0 of 100.0 s (20%).",
+            f"From {names}, requests in flight grew from 20 to 40, and chunk throughput only went from 2.0 to 2.1 per "
+            "second. Change the second run. Use --chunk-size 512: it takes fewer microbatches. In the simulator this "
+            "saves 20.0 of 100.0 s (20%).",
             "--chunk-size 512",
             pytest.approx(20.0),
         )

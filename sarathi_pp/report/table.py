@@ -1,6 +1,7 @@
 """The table after a run: where each stage's time went, beneath the throughput it was for.
 
-It formats report.json and computes nothing, so that what people read is what programs read. Fits 80 columns.
+It formats report.json and computes nothing, so that what people read is what programs read. It fits 80 columns, and
+takes more if the terminal has them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from rich.text import Text
 
 from sarathi_pp.report import formats
 from sarathi_pp.report.advice import APART
+from sarathi_pp.report.vocabulary import LATENCIES, STATES, name_of, setup_of
 
-_SECONDS = ("compute_s", "recv_wait_s", "send_wait_s", "host_s", "no_work_s")
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a whole one
 _ASCII_BARS = " .:-=+*#@"  # for a terminal or file whose encoding has no blocks
-_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
+_NARROW = 80
+# Cells of the bar next to a cause, in 80 columns.
+_BAR_CELLS = 40
+_HIGH_BUBBLE = 0.15
 
 
 def render(report: Mapping[str, Any]) -> RenderableType:
@@ -39,7 +43,7 @@ def render(report: Mapping[str, Any]) -> RenderableType:
     ]
     parts.append(_work(report))
     if report["causes"] is not None:
-        parts += ["", _causes(report["causes"])]
+        parts += ["", _Causes(report["causes"])]
     advice = report.get("advice", [])
     parts += [Text(f"advice: {one['text']}", style="cyan") for one in advice]
     if len(advice) > 1:
@@ -52,7 +56,7 @@ def _headline(report: Mapping[str, Any]) -> Text:
     throughput = Text.assemble(
         (f"{formats.count(report['total_tokens_per_s'])} tokens/s", "bold"),
         f" ({formats.count(report['output_tokens_per_s'])} output), bubble ",
-        (formats.share(report["bubble_ratio"]), "bold"),
+        (formats.share(report["bubble_ratio"]), f"bold {_bubble_color(report['bubble_ratio'])}"),
         f" (steady {formats.share(report['bubble_ratio_steady'])}), {formats.seconds(report['wall_s'])} s",
     )
     requests = Text.assemble(
@@ -67,7 +71,16 @@ def _headline(report: Mapping[str, Any]) -> Text:
         f"{report['microbatches']:,} microbatches on {_shape(report)}",
         style="dim",
     )
-    return Text("\n").join([throughput, requests, schedule])
+    return Text("\n").join([throughput, requests, *_stopped(report), Text(setup_of(report), style="dim"), schedule])
+
+
+def _bubble_color(ratio: float | None) -> str:
+    return "default" if ratio is None else "yellow" if ratio > _HIGH_BUBBLE else "green"
+
+
+def _stopped(report: Mapping[str, Any]) -> list[Text]:
+    signal = report.get("stopped_by")
+    return [Text(f"stopped by {signal} before all requests were answered", style="yellow")] if signal else []
 
 
 def _shape(report: Mapping[str, Any]) -> str:
@@ -82,17 +95,17 @@ def _name(stage: Mapping[str, Any]) -> str:
 
 
 def _work(report: Mapping[str, Any]) -> Text:
-    """How even microbatches were, what became of the KV pages, and how well all this is known."""
+    """How even microbatches were, how the KV pages were used, and how exact these figures are."""
     kv = report["kv"]
     of_each = [one["collective_s"] / one["compute_s"] for one in report["per_stage"] if one.get("collective_s")]
     sums = f"sums over the ranks of a stage: {formats.share(max(of_each))} of its compute\n" if of_each else ""
     return Text(
-        sums + f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; cv of their time "
+        sums + f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; variation (cv) of time "
         f"{formats.share(report['microbatch_time_cv'])}, of tokens {formats.share(report['microbatch_tokens_cv'])}\n"
-        f"KV: at most {kv['peak_used']:,} of {kv['pages']:,} pages, {formats.count(kv['mean_used'])} on average, "
-        f"{formats.share(kv['fragmentation'])} of\ntheir room empty; {report['preemptions']:,} preemptions\n"
-        f"known: clocks within {formats.microseconds(report['clock_uncertainty_s'])} us, states within "
-        f"{formats.share(report['closing_error'])} of the window, costs within {formats.share(report['cost_error'])}",
+        f"KV pages: peak {kv['peak_used']:,} of {kv['pages']:,}, mean {formats.count(kv['mean_used'])}; "
+        f"{formats.share(kv['fragmentation'])} of their room empty; {report['preemptions']:,} preemptions\n"
+        f"exact within: clocks {formats.microseconds(report['clock_uncertainty_s'])} us, states "
+        f"{formats.share(report['closing_error'])} of the window, fitted costs {formats.share(report['cost_error'])}",
         style="dim",
     )
 
@@ -111,7 +124,7 @@ def _stages(report: Mapping[str, Any]) -> Table:
         table.add_row(
             _name(stage),
             f"{first}-{end - 1}" if end > first else "none",
-            *(formats.seconds(stage[name]) for name in _SECONDS),
+            *(formats.seconds(stage[name]) for name in STATES),
             formats.share(stage["bubble_ratio"]),
             formats.share(stage["bubble_ratio_steady"]),
             formats.gib(stage["peak_rss_bytes"]),
@@ -158,21 +171,33 @@ class _Strip:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         bars = _ASCII_BARS if options.ascii_only else _BARS
-        shown = "".join(bars[round(share * (len(bars) - 1))] for share in self.busy)
-        yield Text.assemble((f"stage {self.stage:<3} ", "dim"), shown)
+        label = f"stage {self.stage:<3} "
+        cells = max(len(self.busy), options.max_width - len(label)) if options.max_width > _NARROW else len(self.busy)
+        stretched = (self.busy[cell * len(self.busy) // cells] for cell in range(cells))
+        shown = "".join(bars[round(share * (len(bars) - 1))] for share in stretched)
+        yield Text.assemble((label, "dim"), (shown, "cyan"))
 
 
-def _causes(causes: Mapping[str, float]) -> Table:
-    """The largest first. Shares are of the whole bubble; a negative one made other waits shorter."""
-    bubble_s = sum(causes.values())
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("bubble by cause", style="dim")
-    table.add_column("s", justify="right")
-    table.add_column("share", justify="right")
-    for name, seconds in sorted(causes.items(), key=lambda item: -abs(item[1])):
-        share = "-" if bubble_s <= 0 else f"{seconds / bubble_s:.0%}"
-        table.add_row(name.removesuffix("_s").replace("_", " "), formats.seconds(seconds), share)
-    return table
+@dataclass(frozen=True, slots=True)
+class _Causes:
+    """The causes, the largest first. Shares are of the whole bubble; a negative one made other waits shorter."""
+
+    seconds: Mapping[str, float]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        bubble_s, largest = sum(self.seconds.values()), max(map(abs, self.seconds.values()))
+        cells = _BAR_CELLS + max(0, options.max_width - _NARROW)
+        block = "#" if options.ascii_only else _BARS[-1]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("bubble by cause", style="dim", no_wrap=True)
+        table.add_column("s", justify="right")
+        table.add_column("share", justify="right")
+        table.add_column("", style="cyan", no_wrap=True)
+        for name, seconds in sorted(self.seconds.items(), key=lambda item: -abs(item[1])):
+            share = "-" if bubble_s <= 0 else formats.share(seconds / bubble_s, 0)
+            bar = block * round(cells * max(0.0, seconds) / largest) if largest > 0 else ""
+            table.add_row(name_of(name), formats.seconds(seconds), share, bar)
+        yield table
 
 
 def _latencies(report: Mapping[str, Any]) -> Table:
@@ -180,7 +205,7 @@ def _latencies(report: Mapping[str, Any]) -> Table:
     table.add_column("latency s", style="dim")
     for name in ("mean", "p50", "p90", "p99"):
         table.add_column(name, justify="right")
-    for name in (*_LATENCIES, "request_bubble_s"):
+    for name in (*LATENCIES, "request_bubble_s"):
         cells = (formats.milliseconds_kept(report[name].get(key)) for key in ("mean", "p50", "p90", "p99"))
-        table.add_row(name.removesuffix("_s").replace("_", " "), *cells)
+        table.add_row(name_of(name), *cells)
     return table

@@ -28,9 +28,13 @@ def test_every_figure_of_a_stage_has_its_place() -> None:
 
 
 def test_headline_puts_the_bubble_beside_the_throughput() -> None:
-    first, second, third = printed(summarise(Schedule(8, 2, constant(0.01)).events())).splitlines()[:3]
+    report = summarise(Schedule(8, 2, constant(0.01)).events())
+    first, second, device, third = printed(report).splitlines()[:4]
     assert first == "978 tokens/s (88.9 output), bubble 11.1% (steady 0.0%), 0.09 s"
     assert second == "requests: 8 of 8 ok, 0 failed; 80 prompt and 8 output tokens"
+    assert device == "device cpu"
+    named = printed(report | {"model": "a/model", "dtype": "float32"}).splitlines()
+    assert named[2:4] == ["model a/model, float32 on cpu", third]
     assert third == "policy sarathi, chunk size 256, 8 microbatches on 2 stages"
 
 
@@ -46,10 +50,9 @@ def test_how_even_the_work_was_and_what_became_of_the_pages_is_said() -> None:
     report["kv"] |= {"peak_used": 1500, "pages": 4000, "mean_used": 1234.5, "fragmentation": 0.042}
     report["request_bubble_s"] = {"p50": 0.125, "p90": 0.25, "p99": None}
     lines = printed(report).splitlines()
-    assert "microbatches: 12.3 chunks/s; cv of their time 5.1%, of tokens -" in lines
-    assert "KV: at most 1,500 of 4,000 pages, 1,234 on average, 4.2% of" in lines
-    assert "their room empty; 1,234 preemptions" in lines
-    assert "known: clocks within 42 us, states within 0.1% of the window, costs within 3.4%" in lines
+    assert "microbatches: 12.3 chunks/s; variation (cv) of time 5.1%, of tokens -" in lines
+    assert "KV pages: peak 1,500 of 4,000, mean 1,234; 4.2% of their room empty; 1,234 " in lines
+    assert "exact within: clocks 42 us, states 0.1% of the window, fitted costs 3.4%" in lines
     assert ["request", "bubble", "-", "0.125", "0.250", "-"] in [line.split() for line in lines]
 
 
@@ -94,8 +97,8 @@ def test_a_strip_shows_when_a_stage_computed() -> None:
 def test_causes_come_with_the_largest_first() -> None:
     report = summarise(Schedule(2, 2, constant(1.0)).events())
     assert "bubble by cause" not in printed(report)
-    report["causes"] = {"ramp_s": 1.0, "prefill_variance_s": 6.5, "host_s": -2.5, "unexplained_s": 0.0}
-    lines = [line.split() for line in printed(report).splitlines()]
+    report["causes"] = {"ramp_s": 1.0, "prefill_variance_s": 6.5, "host_s": -2.5, "unexplained_s": -0.001}
+    lines = [line.replace("\u2588", "").split() for line in printed(report).splitlines()]
     first = next(place for place, line in enumerate(lines) if line[:2] == ["bubble", "by"])
     assert lines[first + 1 : first + 5] == [
         ["prefill", "variance", "6.50", "130%"],
@@ -103,6 +106,26 @@ def test_causes_come_with_the_largest_first() -> None:
         ["ramp", "1.00", "20%"],
         ["unexplained", "0.00", "0%"],
     ]
+
+
+def test_a_bar_shows_how_large_a_cause_is() -> None:
+    report = summarise(Schedule(2, 2, constant(1.0)).events())
+    report["causes"] = {"ramp_s": 1.0, "prefill_variance_s": 4.0, "host_s": -2.5}
+    bars = {line.split("  ")[0]: line.count("\u2588") for line in printed(report).splitlines() if "%" in line}
+    assert (bars["prefill variance"], bars["ramp"], bars["host"]) == (40, 10, 0)
+
+
+def test_a_wide_terminal_is_used() -> None:
+    report = summarise(Schedule(2, 2, constant(1.0)).events())
+    report["per_stage"][0]["busy_strip"] = [1.0, 0.0]
+    (strip,) = (line.rstrip() for line in printed(report, width=120).splitlines() if line.startswith("stage 0"))
+    assert strip == "stage 0   " + "\u2588" * 55
+
+
+def test_a_run_that_was_stopped_says_so() -> None:
+    report = summarise(Schedule(2, 2, constant(1.0)).events())
+    assert "stopped by" not in printed(report)
+    assert "stopped by SIGTERM before all requests were answered" in printed(report | {"stopped_by": "SIGTERM"})
 
 
 def over_two_hosts() -> Report:

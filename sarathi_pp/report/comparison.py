@@ -10,24 +10,30 @@ Runs that differ in what they were asked to do are compared all the same: the no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.errors import InputError
+from sarathi_pp.report import formats
+from sarathi_pp.report.vocabulary import CAUSES, LATENCIES, name_of
 
 SCHEMA = "sarathi-pp/comparison/1"
 
 Better = Literal["lower", "higher"]
 
-# Runs beside each other in 80 columns; further ones come in a table below, each beside the first run again.
+# Runs next to each other in 80 columns. Further runs come in a table below, with the first run again.
 _RUNS_ABREAST = 4
+_NARROW = 80
+# Columns that each further run takes in a wider terminal.
+_RUN_COLUMNS = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +56,19 @@ class _Figure:
         return value if isinstance(value, int | float) else None
 
     def show(self, value: float | None) -> str:
-        if value is None:
-            return "-"
-        if self.share:
-            return f"{value:.1%}"
+        if value is None or self.share:
+            return formats.share(value)
         if abs(value) >= 1_000_000:
             return f"{value:.3g}"
         if isinstance(value, int) or abs(value) >= 1000:
             return f"{value:,.0f}"
-        return f"{value:.{1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3}f}"
+        decimals = 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+        return formats.unsigned_zero(f"{value:.{decimals}f}")
 
 
 def _spread(name: str, heading: str, keys: Sequence[str] = ("mean", "p50", "p90", "p99")) -> tuple[_Figure, ...]:
     return tuple(_Figure((name, key), f"{heading} {key} s", "lower") for key in keys)
 
-
-_CAUSES = (
-    "ramp",
-    "prefill_variance",
-    "prefill_decode",
-    "decode_context",
-    "stage_imbalance",
-    "communication",
-    "host",
-    "starvation",
-    "unexplained",
-)
 
 # A cause has no direction: it is in seconds, of a run that may have had more to do.
 _SECTIONS: tuple[tuple[_Figure, ...], ...] = (
@@ -92,13 +85,8 @@ _SECTIONS: tuple[tuple[_Figure, ...], ...] = (
         _Figure(("overlap",), "all stages busy", "higher", share=True),
         *_spread("request_bubble_s", "request bubble", ("p50", "p90", "p99")),
     ),
-    tuple(_Figure(("causes", f"{cause}_s"), f"{cause.replace('_', ' ')} s") for cause in _CAUSES),
-    (
-        *_spread("ttft_s", "ttft"),
-        *_spread("tpot_s", "tpot"),
-        *_spread("itl_s", "itl"),
-        *_spread("e2el_s", "e2el"),
-    ),
+    tuple(_Figure(("causes", cause), f"{name_of(cause)} s") for cause in CAUSES),
+    tuple(chain.from_iterable(_spread(latency, name_of(latency)) for latency in LATENCIES)),
     (
         _Figure(("microbatch_time_cv",), "microbatch time cv", "lower"),
         _Figure(("microbatch_tokens_cv",), "microbatch tokens cv"),
@@ -123,7 +111,9 @@ def compare(reports: Sequence[tuple[str, Report]]) -> dict[str, Any]:
     A report is what summary.summarise returns; the name, a directory's, tells runs apart whose settings do not.
     `figures` holds, by dotted key of the report and only for figures that at least one run has: `values` and
     `ratios`, one a run, None where there is none; `better`, None where neither direction is; and `best`, the
-    runs within 1 % of the best value, none where all are. Raises InputError for fewer than two runs.
+    runs within 1 % of the best value, none where all are. `differences` holds the settings that differ: `name`,
+    `values` (one per run) and `same_work`, False if the runs were asked to do different work. Raises InputError for
+    fewer than two runs.
     """
     if len(reports) < 2:
         raise InputError(f"{len(reports)} run given; a comparison needs two or more")
@@ -134,21 +124,53 @@ def compare(reports: Sequence[tuple[str, Report]]) -> dict[str, Any]:
         "schema": SCHEMA,
         "runs": runs,
         "figures": {name: found for name, found in figures.items() if found is not None},
+        "differences": [found._asdict() for found in _differences(runs)],
         "notes": _notes(runs),
     }
 
 
+class Row(NamedTuple):
+    """One figure of all runs, as text. best: the runs to mark; ratios are to the first run."""
+
+    heading: str
+    values: list[str]
+    ratios: list[str]
+    best: list[int]
+
+
+def sections_of(comparison: Mapping[str, Any]) -> list[list[Row]]:
+    """Return the rows of a comparison's table, in its sections."""
+    figures = comparison["figures"]
+    return [[_row(one, figures[one.name]) for one in section if one.name in figures] for section in _SECTIONS]
+
+
+def differences_of(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return the settings that differ, each with its value in every run."""
+    return [(one["name"].replace("_", " "), list(map(_shown, one["values"]))) for one in comparison["differences"]]
+
+
 def render_comparison(comparison: Mapping[str, Any]) -> RenderableType:
-    """A comparison as `compare` makes it, in 80 columns: figures as rows, runs as columns, the best ones marked."""
-    count = len(comparison["runs"])
-    parts: list[RenderableType] = []
-    for first in range(1, count, _RUNS_ABREAST - 1):
-        shown = [0, *range(first, min(first + _RUNS_ABREAST - 1, count))]
-        parts += [_table(comparison, shown), ""]
+    """Return tables of a comparison as `compare` makes it: figures as rows, runs as columns, the best ones marked."""
+    parts: list[RenderableType] = [_Tables(comparison)]
     parts.append(Text("* the best, or within 1 % of it; x: times the first run", style="dim"))
     parts += [Text(f"advice: {advice['text']}", style="cyan") for advice in comparison.get("advice", [])]
     parts += [Text(f"note: {note}", style="yellow") for note in comparison["notes"]]
     return Group(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """As many runs next to each other as the console has room for."""
+
+    comparison: Mapping[str, Any]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        count = len(self.comparison["runs"])
+        abreast = _RUNS_ABREAST + max(0, options.max_width - _NARROW) // _RUN_COLUMNS
+        for first in range(1, count, abreast - 1):
+            shown = [0, *range(first, min(first + abreast - 1, count))]
+            yield _table(self.comparison, shown)
+            yield ""
 
 
 def _labels(reports: Sequence[tuple[str, Report]]) -> list[str]:
@@ -194,26 +216,24 @@ def _ratio(value: float | None, first: float | None) -> float | None:
     return value / first if value is not None and first is not None and value >= 0 and first > 0 else None
 
 
+class _Difference(NamedTuple):
+    name: str
+    values: list[Any]
+    same_work: bool
+
+
+def _differences(runs: Sequence[Report]) -> list[_Difference]:
+    """Return the settings that are not the same in all runs, those that decide what ratios mean first."""
+    settings = ((key, [run.get(key) for run in runs], key not in _WORK) for key in (*_WORK, *_SETUP))
+    return [_Difference(*one) for one in settings if len(set(map(_shown, one[1]))) > 1]
+
+
 def _notes(runs: Sequence[Report]) -> list[str]:
-    """What differs besides the figures, then what each run's own report warns of."""
-    work = [_difference(key, runs) for key in _WORK]
-    setup = [_difference(key, runs) for key in _SETUP]
-    notes = [note for note in work if note]
-    if notes:
+    """Say what to know before believing a ratio, then what each run's own report warns of."""
+    notes = []
+    if not all(one.same_work for one in _differences(runs)):
         notes.append("these runs did not do the same work: their ratios say less than they seem to")
-    notes += [note for note in setup if note]
     return notes + [f"{run['label']}: {note}" for run in runs for note in run.get("notes", ())]
-
-
-def _difference(key: str, runs: Sequence[Report]) -> str | None:
-    """One setting, with the runs that have each of its values; None if it is the same in all."""
-    labels: dict[str, list[str]] = {}
-    for run in runs:
-        labels.setdefault(_shown(run.get(key)), []).append(run["label"])
-    if len(labels) < 2:
-        return None
-    sides = "; ".join(f"{value} in {' and '.join(names)}" for value, names in labels.items())
-    return f"different {key.replace('_', ' ')}: {sides}"
 
 
 def _shown(value: object) -> str:
@@ -230,18 +250,23 @@ def _table(comparison: Mapping[str, Any], shown: Sequence[int]) -> Table:
     table.add_column("figure", style="dim", no_wrap=True)
     for run in shown:
         table.add_column(Text(comparison["runs"][run]["label"]), justify="right", overflow="fold")
-    figures = comparison["figures"]
-    for section in _SECTIONS:
-        for figure in section:
-            if figure.name in figures:
-                table.add_row(figure.heading, *(_cell(figure, figures[figure.name], run) for run in shown))
+    for section in sections_of(comparison):
+        for row in section:
+            table.add_row(row.heading, *(_cell(row, run) for run in shown))
         table.add_section()
+    for name, values in differences_of(comparison):
+        table.add_row(name, *(Text(values[run], style="dim") for run in shown))
     return table
 
 
-def _cell(figure: _Figure, compared: Mapping[str, Any], run: int) -> Text:
-    best = run in compared["best"]
-    text = f"{figure.show(compared['values'][run])}{'*' if best else ' '} {_times(compared['ratios'][run]):>5}"
+def _row(figure: _Figure, compared: Mapping[str, Any]) -> Row:
+    ratios = list(map(_times, compared["ratios"]))
+    return Row(figure.heading, list(map(figure.show, compared["values"])), ratios, compared["best"])
+
+
+def _cell(row: Row, run: int) -> Text:
+    best = run in row.best
+    text = f"{row.values[run]}{'*' if best else ' '} {row.ratios[run]:>5}"
     return Text(text, style="bold green" if best else "")
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from sarathi_pp.analysis.summary import Report, summarise
 from sarathi_pp.errors import InputError
-from sarathi_pp.report.comparison import compare, render_comparison
+from sarathi_pp.report.comparison import compare, differences_of, render_comparison
 from tests.analysis.schedules import Schedule, constant, start
 
 CAUSES = {
@@ -148,23 +148,28 @@ def test_runs_of_one_name_are_numbered() -> None:
     ]
 
 
-def test_notes_say_what_differs_and_what_each_run_warns_of() -> None:
+def test_settings_that_differ_are_listed_with_the_work_first() -> None:
     first = report(policy="orca", notes=["cores were shared"])
     other = report(requests=1600, layer_split=[5, 3])
     third = report()
     del third["model"]
-    assert compare([("a", first), ("b", other), ("c", third)])["notes"] == [
-        "different model: m in orca and sarathi, b; unknown in sarathi, c",
-        "different requests: 8 in orca and sarathi, c; 1,600 in sarathi, b",
+    compared = compare([("a", first), ("b", other), ("c", third)])
+    assert [tuple(one.values()) for one in compared["differences"]] == [
+        ("model", ["m", "m", None], False),
+        ("requests", [8, 1600, 8], False),
+        ("policy", ["orca", "sarathi", "sarathi"], True),
+        ("layer_split", [[4, 4], [5, 3], [4, 4]], True),
+    ]
+    assert differences_of(compared)[-1] == ("layer split", ["4,4", "5,3", "4,4"])
+    assert compared["notes"] == [
         "these runs did not do the same work: their ratios say less than they seem to",
-        "different policy: orca in orca; sarathi in sarathi, b and sarathi, c",
-        "different layer split: 4,4 in orca and sarathi, c; 5,3 in sarathi, b",
         "orca: cores were shared",
     ]
 
 
 def test_runs_that_differ_in_nothing_have_no_notes() -> None:
-    assert compare([("a", report()), ("b", report())])["notes"] == []
+    compared = compare([("a", report()), ("b", report())])
+    assert compared["notes"] == compared["differences"] == []
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -188,7 +193,7 @@ def test_table() -> None:
     assert row(text, "preemptions") == "3 1.00x 0* 0.00x"
     assert row(text, "prefill variance s") == "0.500 1.00x 0.500 1.00x"
     assert row(text, "e2el p99 s") == "0.089 1.00x 0.089 1.00x"
-    assert "note: different policy: orca in orca; sarathi in sarathi" in text
+    assert row(text, "policy") == "orca sarathi" and "note:" not in text
     assert "\x1b" not in text
 
 
@@ -216,6 +221,17 @@ def test_any_number_of_long_runs_fits_80_columns(count: int) -> None:
     assert [line.split()[1] for line in lines] == ["876,543"] * math.ceil((count - 1) / 3)
     assert sum(line.count("987,654* 1.13x") for line in lines) == count - 1
     assert row(text[: text.index("starvation")], "host s").startswith("0.500 1.00x 500,000 -")
+
+
+def test_a_wide_terminal_has_more_runs_next_to_each_other() -> None:
+    runs = [("a", report(policy=f"p{n}")) for n in range(6)]
+    tables = [printed(compare(runs), width=width).count("figure ") for width in (80, 114)]
+    assert tables == [2, 1]
+
+
+def test_no_figure_is_a_negative_zero() -> None:
+    runs = [("a", report(causes=CAUSES | {"host_s": -0.0001})), ("b", report(policy="orca"))]
+    assert row(printed(compare(runs)), "host s").startswith("0.000 ")
 
 
 def test_names_are_no_markup() -> None:

@@ -1,4 +1,4 @@
-"""Entrants that did the same work, a line each: medians over the rounds, beside the floor of the machine."""
+"""Entrants that did the same work, a line each: medians over the rounds, next to the floor of the machine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class _Column:
 
 
 _COLUMNS = (
-    _Column("tok/s", "total_tokens_per_s", spread=True),
-    _Column("x first", "tokens_per_s_against_first", 2, spread=True),
-    _Column("of floor", "of_floor", -1),
-    _Column("steady", "bubble_ratio_steady", -1),
-    _Column("TTFT", "ttft_p50_s", 2),
-    _Column("p99", "ttft_p99_s", 2),
-    _Column("MB", "peak_memory_bytes", 0, 1e-6),
+    _Column("tokens/s", "total_tokens_per_s", spread=True),
+    _Column("x\nfirst", "tokens_per_s_against_first", 2, spread=True),
+    _Column("of\nfloor", "of_floor", -1),
+    _Column("steady\nbubble", "bubble_ratio_steady", -1),
+    _Column("ttft\np50 s", "ttft_p50_s", 2),
+    _Column("ttft\np99 s", "ttft_p99_s", 2),
+    _Column("peak\nGiB", "peak_memory_bytes", 2, 1 / 2**30),
 )
 
 
 def render_contest(document: Mapping[str, Any]) -> Table:
-    """The document of `bench/contest_report.py` as a table of at most 80 columns."""
+    """Return the document of `bench/contest_report.py` as a table. It fits 80 columns."""
     machine = document["machine"]
     title = (
         f"{document['workload']}\n{document['rounds']} rounds; the floor, {document['floor_tokens_per_s']:.0f} "
@@ -43,8 +43,8 @@ def render_contest(document: Mapping[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.caption_justify = "left"
     table.caption = (
-        "medians, and from least to most below; x first: against the first line in the same round; steady: bubble "
-        "ratio; seconds to first token; memory of all processes"
+        "medians, with least and most below; x first: times the first line in the same round; peak: memory of all "
+        "processes"
     )
     table.add_column("", overflow="fold")
     for column in _COLUMNS:

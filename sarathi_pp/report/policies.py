@@ -1,14 +1,18 @@
-"""Runs of several policies on the same work, a line each: bubbles always beside throughput and latency."""
+"""Runs of several policies on the same work, a line each: bubbles next to throughput and latency."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from sarathi_pp.analysis.summary import RUNS_SCHEMA, Report
-from sarathi_pp.report.formats import share
+from sarathi_pp.report import formats
 
 
 def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
@@ -31,46 +35,66 @@ def bubble_floor(report: Report) -> float | None:
     return 1 - sum(map(sum, replicas.values())) / least_s if least_s > 0 else None
 
 
-def render_policies(document: dict[str, Any]) -> Table:
-    """The document of `runs_document` as a table of at most 80 columns."""
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """heading: as the report names the figure, over several lines. key: of the report; at: of its spread."""
+
+    heading: str
+    key: str
+    at: str | None = None
+
+
+_RATIOS = (_Column("bubble", "bubble_ratio"), _Column("steady\nbubble", "bubble_ratio_steady"))
+_SECONDS = (
+    _Column("request\nbubble\np50 s", "request_bubble_s", "p50"),
+    _Column("ttft\np50 s", "ttft_s", "p50"),
+    _Column("ttft\np99 s", "ttft_s", "p99"),
+    _Column("itl\np50 s", "itl_s", "p50"),
+    _Column("itl\np99 s", "itl_s", "p99"),
+)
+
+
+def render_policies(document: dict[str, Any]) -> RenderableType:
+    """Return the document of `runs_document` as a table. It fits 80 columns."""
     searched = any("capacity" in run for run in document["runs"])
-    caption = (
-        "steady, whole, floor: bubble ratios, the last what unequal stages cost under any schedule; seconds: bubble a "
-        "request (median), time to first token, time between tokens"
-    )
+    parts: list[RenderableType] = [Text(str(document["workload"]))] if "workload" in document else []
+    parts += [_table(document["runs"], searched=searched), Text("\n".join(_remarks(document, searched)), style="dim")]
+    return Group(*parts)
+
+
+def _remarks(document: dict[str, Any], searched: bool) -> list[str]:
+    floors = {run["policy"]: formats.share(run["bubble_floor"]) for run in document["runs"]}
+    alike = len(set(floors.values())) == 1
+    each = next(iter(floors.values())) if alike else ", ".join(f"{policy} {floor}" for policy, floor in floors.items())
+    remarks = [f"bubble floor, which unequal stages cost under any schedule: {each}"]
     if searched:
-        caption += "; req/s: the highest rate within the bounds, - where the requests are too few to tell"
-    table = Table(title=document.get("workload"), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.caption, table.caption_justify = caption, "left"
-    # Of all columns this one folds where the line is too short: a name cut in two can be read, a figure cannot.
+        remarks.append("req per s: the highest request rate within the bound; - if the requests are too few to tell")
+    if len({run["chunk_size"] for run in document["runs"]}) > 1:
+        remarks.append("the chunk sizes differ: use --chunk-size to compare policies at the same one")
+    return remarks
+
+
+def _table(runs: Sequence[Report], *, searched: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    # Of all columns this one folds if the line is too short: a name cut in two can be read, a figure cannot.
     table.add_column("policy", overflow="fold")
-    for heading in (
-        "chunk",
-        "tok/s",
-        "steady",
-        "whole",
-        "floor",
-        "request",
-        "TTFT",
-        "p99",
-        "TBT",
-        "p99",
-        *(["req/s"] if searched else []),
-    ):
+    capacity = ["req\nper s"] if searched else []
+    for heading in ("chunk\nsize", "tokens/s", *(one.heading for one in (*_RATIOS, *_SECONDS)), *capacity):
         table.add_column(heading, justify="right", no_wrap=True)
-    for run in document["runs"]:
+    lowest = min((run["bubble_ratio"] for run in runs if run["bubble_ratio"] is not None), default=None)
+    for run in runs:
+        bubble, *ratios = (formats.share(run[one.key]) for one in _RATIOS)
+        best = len(runs) > 1 and run["bubble_ratio"] == lowest
         table.add_row(
             run["policy"],
             str(run["chunk_size"]),
             _rate(run["total_tokens_per_s"]),
-            *(share(run[name]) for name in ("bubble_ratio_steady", "bubble_ratio", "bubble_floor")),
-            *(_short(run[name][at]) for name, at in _SECONDS),
+            Text(bubble, style="bold green" if best else "bold"),
+            *ratios,
+            *(_short(run[one.key][one.at]) for one in _SECONDS),
             *([_rate(run["capacity"]["rate"])] if searched else []),
         )
     return table
-
-
-_SECONDS = (("request_bubble_s", "p50"), ("ttft_s", "p50"), ("ttft_s", "p99"), ("itl_s", "p50"), ("itl_s", "p99"))
 
 
 def _rate(value: float | None) -> str:

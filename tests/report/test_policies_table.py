@@ -75,7 +75,7 @@ def table(document):
 def test_the_table_fits_80_columns_with_the_longest_name():
     document = json.loads(simulated("--policy", "fastertransformer", "--policy", "sarathi:even=1", "--json"))
     text = table(document)
-    assert "fastertransformer" in text and "sarathi:even=1" in text and "\u2026" not in text and "req/s" not in text
+    assert "fastertransformer" in text and "sarathi:even=1" in text and "\u2026" not in text and "req " not in text
 
 
 def test_a_bound_between_tokens_is_told_to_who_keeps_it_and_the_rate_within_it_found_for_all():
@@ -89,7 +89,7 @@ def test_a_bound_between_tokens_is_told_to_who_keeps_it_and_the_rate_within_it_f
     assert balanced["itl_s"]["p99"] < free["itl_s"]["p99"] and sarathi["itl_s"] == same["itl_s"]
     assert "capacity" not in free
     text = table(document)
-    assert "req/s" in text and "\u2026" not in text
+    assert "req per s: the highest request rate within the bound" in text and "\u2026" not in text
     assert f"{sarathi['capacity']['rate']:.1f}" in next(line for line in text.splitlines() if "sarathi" in line)
 
 
@@ -118,3 +118,13 @@ def test_neither_or_both_pipelines_is_refused():
     )
     wrong = CliRunner().invoke(cli, [*ARGUMENTS, "--slow-stage", "three"])
     assert wrong.exit_code == 2 and "not a stage and a factor like 3:1.1" in wrong.output
+
+
+def test_columns_are_named_as_in_a_report_and_unequal_chunk_sizes_are_said():
+    document = json.loads(simulated("--policy", "orca", "--policy", "balanced", "--json"))
+    text = table(document)
+    heading = " ".join(text.split("policy")[0].split() + text.split("\u2500")[0].split())
+    assert all(word in heading for word in ("tokens/s", "steady", "bubble", "ttft", "itl", "request"))
+    assert "the chunk sizes differ: use --chunk-size" in text
+    document["runs"] = document["runs"][:1]
+    assert "chunk sizes differ" not in table(document)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -69,15 +69,23 @@ def _list_models(as_json: bool) -> None:
     Console().print(table)
 
 
-def _render(found: Diagnosis) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("", "", "", ""):
-        table.add_column(heading, overflow="fold")
+def _render(found: Diagnosis) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for _ in ("topic", "name", "state", "detail"):
+        table.add_column(overflow="fold")
     topic = ""
     for one in found.findings:
         table.add_row(one.topic if one.topic != topic else "", one.name, _state(one), Text(one.detail))
         topic = one.topic
-    return table
+    return Group(table, "", _verdict(found))
+
+
+def _verdict(found: Diagnosis) -> Text:
+    """Return the last line: whether a run can start, or what refuses it."""
+    refused = [f"{one.topic} {one.name}" for one in found.findings if one.state == "refused"]
+    if refused:
+        return Text(f"refused: {', '.join(refused)} (exit code {found.exit_code})", style="bold red")
+    return Text("OK: a run can start", style="bold green")
 
 
 def _state(one: Finding) -> Text:

@@ -57,6 +57,7 @@ def test_it_names_what_a_run_uses_and_why_not_the_rest(ask: Ask) -> None:
     assert finding(document, "host", "interface")["detail"] == "lo (127.0.0.1)"
     assert "LlamaForCausalLM, 5 layers" in finding(document, "model", "architecture")["detail"]
     assert torch.__version__ in said and "LlamaForCausalLM" in said
+    assert said.startswith("software ") and said.splitlines()[-1] == "OK: a run can start"
 
 
 def test_a_package_that_is_not_there_is_named_with_its_remedy(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +110,7 @@ def test_a_model_that_a_run_would_refuse(
     found, document, said = ask("--model", model)
     assert found == document["exit_code"] == code
     assert finding(document, "model", name)["state"] == "refused" and f"refused ({code})" in said
+    assert said.splitlines()[-1].startswith("refused: ") and f"model {name}" in said.splitlines()[-1]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+2="}\n')
     with pytest.raises(SystemExit) as left:

@@ -19,7 +19,9 @@ from record import Record
 
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.core.policy import parse_policy
-from sarathi_pp.report.page import PageRun, render_page
+from sarathi_pp.report.comparison import compare
+from sarathi_pp.report.page.comparison_page import render_comparison_page
+from sarathi_pp.report.page.part import PagePart
 from sarathi_pp.report.run_reader import read_run
 from sarathi_pp.sim.workload import parse_workload
 
@@ -29,7 +31,7 @@ STAGES = 2
 WIDTH, HEIGHT = 1100, 900
 
 
-def run_for_page(work: Work, policy: str) -> PageRun:
+def run_for_page(work: Work, policy: str) -> PagePart:
     prompts, answers = work.prompts(RATIO), work.dir / f"picture-{policy}.jsonl"
     options = (
         "--policy",
@@ -43,7 +45,7 @@ def run_for_page(work: Work, policy: str) -> PageRun:
     if process.wait():
         raise click.ClickException(f"the run of {policy} ended with code {process.returncode}")
     found = read_run(answers.with_name(f"{answers.name}.run"))
-    return PageRun(policy, found.replicas[0].timeline, found.replicas[0].bubbles, found.report)
+    return PagePart(policy, found.replicas[0].timeline, found.replicas[0].bubbles, found.report)
 
 
 @click.command()
@@ -63,7 +65,7 @@ def main(work_dir: Path, output: Path) -> None:
     write_prompts(work.prompts(RATIO), parse_workload(work.workload(RATIO)).requests())
     with awake():
         runs = [run_for_page(work, policy) for policy in POLICIES]
-    page = render_page(runs)
+    page = render_comparison_page(compare([(run.title, dict(run.report)) for run in runs]), runs)
     photograph(page, "#timeline", output, drawn="html[data-drawn]", width=WIDTH, height=HEIGHT)
     record.write(
         output.with_suffix(".json"),

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from sarathi_pp.cli.options import RUN
-from sarathi_pp.cli.report import page_runs, refuse_two_on_stdout, writing
+from sarathi_pp.cli.report import page_parts, refuse_two_on_stdout, writing
 from sarathi_pp.report.comparison import compare as compare_reports
 from sarathi_pp.report.comparison import render_comparison
 from sarathi_pp.report.run_reader import advise_runs, read_run
@@ -33,13 +33,12 @@ def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
     looked_for = advise_runs(dict(zip(labels, found, strict=True)))
     comparison |= {"advice": looked_for["advice"], "notes": [*comparison["notes"], *looked_for["notes"]]}
     if html is not None:
-        from sarathi_pp.report.page import render_page  # its plotting library is slow to import
+        from sarathi_pp.report.page.comparison_page import render_comparison_page
 
         shown = zip(labels, found, strict=True)
-        remarks = [*comparison["notes"], *(advice["text"] for advice in comparison["advice"])]
-        page = render_page([one for label, run in shown for one in page_runs(label, run)], remarks)
+        parts = [part for label, run in shown for part in page_parts(label, run)]
         with writing(html) as file:
-            file.write(page)
+            file.write(render_comparison_page(comparison, parts))
     if as_json:
         click.echo(json.dumps(comparison))
     elif not printed:

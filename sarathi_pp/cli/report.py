@@ -19,7 +19,7 @@ from sarathi_pp.report.run_reader import Run, read_run
 from sarathi_pp.report.table import render
 
 if TYPE_CHECKING:
-    from sarathi_pp.report.page import PageRun
+    from sarathi_pp.report.page.part import PagePart
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _STDOUT = Path("-")
@@ -41,10 +41,11 @@ def report(
     printed = refuse_two_on_stdout({"--html": html, "--perfetto": perfetto, "--csv": csv}, as_json)
     found = read_run(run, attempt)
     if html is not None:
-        from sarathi_pp.report.page import render_page  # its plotting library is slow to import
+        from sarathi_pp.report.page.run_page import render_page
 
+        title = run.resolve().name
         with writing(html) as file:
-            file.write(render_page(page_runs(run.resolve().name, found)))
+            file.write(render_page(title, found.report, page_parts(title, found)))
     if perfetto is not None:
         from sarathi_pp.analysis.perfetto import write_chrome_trace
 
@@ -72,16 +73,13 @@ def refuse_two_on_stdout(files: Mapping[str, Path | None], as_json: bool) -> boo
     return bool(asked)
 
 
-def page_runs(title: str, run: Run) -> list[PageRun]:
-    """What a page shows of a run: each replica by itself, with the run's own report where there is one alone."""
-    from sarathi_pp.report.page import PageRun
+def page_parts(title: str, run: Run) -> list[PagePart]:
+    """Return the pipelines that a page shows of a run: the run itself, or each of its replicas."""
+    from sarathi_pp.report.page.part import PagePart
 
     if len(run.replicas) == 1:
-        return [PageRun(title, run.replicas[0].timeline, run.replicas[0].bubbles, run.report)]
-    return [
-        PageRun(f"{title} replica {one.index}", one.timeline, one.bubbles, {"advice": [], **run.report, **one.report})
-        for one in run.replicas
-    ]
+        return [PagePart(title, run.replicas[0].timeline, run.replicas[0].bubbles, run.report)]
+    return [PagePart(f"{title} replica {one.index}", one.timeline, one.bubbles, one.report) for one in run.replicas]
 
 
 def _each(path: Path, run: Run) -> list[tuple[Path, Replica]]:

@@ -15,15 +15,19 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from sarathi_pp.analysis.bubbles import measure_bubbles
 from sarathi_pp.analysis.summary import summarise_timeline
 from sarathi_pp.analysis.timeline import Timeline
-from sarathi_pp.report.page import PageRun, render_page
+from sarathi_pp.report.comparison import compare
+from sarathi_pp.report.page.comparison_page import render_comparison_page
+from sarathi_pp.report.page.part import PagePart
+from sarathi_pp.report.page.run_page import render_page
 from sarathi_pp.trace.events import Event, Issued
 from tests.analysis.schedules import Schedule, constant
 from tests.missing import missing
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# Of the timeline in page.js: the plot's left and right margin, and where rows begin.
-LEFT, RIGHT, TOP, ROW = 62, 14, 10, 30
-IDLE = (0xD0, 0xD7, 0xDF)  # of page.css, in the light
+# Of the timeline in page.js: its left and right margin, where rows begin, their height, and that of a lane.
+LEFT, RIGHT, TOP, ROW, LANE = 62, 14, 10, 58, 40
+# Of page.css, in the light.
+IDLE, NO_WORK, RECV_WAIT = (0xD0, 0xD7, 0xDF), (0xB3, 0xBB, 0xC6), (0x56, 0xB4, 0xE9)
 # As long as a slow machine may take to open a page; none is expected to.
 OPENS_MS = 90_000
 CAUSES = {
@@ -57,14 +61,17 @@ Opener = Callable[..., Page]
 
 @pytest.fixture
 def opened(browser: Browser, tmp_path: Path) -> Iterator[Opener]:
-    """Opens a page of runs and waits until it is drawn. At the end it must have said nothing and fetched nothing."""
+    """Opens a page of runs and waits until it is drawn. At the end it must have said nothing and fetched nothing.
+
+    Several runs are a comparison.
+    """
     context = complaints = None
     fetched: list[str] = []
 
-    def open_page(*runs: PageRun, width: int = 1280, scheme: Any = "light") -> Page:
+    def open_page(*runs: PagePart, width: int = 1280, scheme: Any = "light") -> Page:
         nonlocal context, complaints
         file = tmp_path / "page.html"
-        file.write_text(render_page(runs), encoding="utf-8")
+        file.write_text(page_of(runs), encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
         page = context.new_page()
         complaints = []
@@ -83,13 +90,20 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Opener]:
     assert [url for url in fetched if not url.startswith(("data:", "blob:"))] == [(tmp_path / "page.html").as_uri()]
 
 
-def run_of(traces: list[list[Event]], title: str = "a run", **further: Any) -> PageRun:
+def page_of(runs: tuple[PagePart, ...]) -> str:
+    if len(runs) == 1:
+        return render_page(runs[0].title, runs[0].report, runs)
+    comparison = compare([(run.title, dict(run.report)) for run in runs]) | {"advice": []}
+    return render_comparison_page(comparison, runs)
+
+
+def run_of(traces: list[list[Event]], title: str = "a run", **further: Any) -> PagePart:
     timeline = Timeline.read(traces)
     bubbles = measure_bubbles(timeline)
-    return PageRun(title, timeline, bubbles, summarise_timeline(timeline, bubbles) | further)
+    return PagePart(title, timeline, bubbles, summarise_timeline(timeline, bubbles) | further)
 
 
-def staircase(title: str = "a run", microbatches: int = 8, **further: Any) -> PageRun:
+def staircase(title: str = "a run", microbatches: int = 8, **further: Any) -> PagePart:
     """Two stages, a second a microbatch: stage 1 is idle in the first second, stage 0 in the last. m3 only decodes."""
     traces = Schedule(microbatches, 2, constant(1.0)).events()
 
@@ -101,23 +115,27 @@ def staircase(title: str = "a run", microbatches: int = 8, **further: Any) -> Pa
     return run_of([[decoding(event) for event in trace] for trace in traces], title, **further)
 
 
+RANGE = "const [begin, end] = ['begin', 'end'].map((at) => +document.getElementById('timeline-view').dataset[at]);"
+
+
 def shown(page: Page) -> tuple[float, float]:
-    begin, end = page.evaluate("document.getElementById('timeline-plot').layout.xaxis.range")
+    settled(page)
+    begin, end = page.evaluate(f"() => {{ {RANGE} return [begin, end]; }}")
     return begin, end
 
 
-def place(page: Page, at_s: float, row: int, top: int = TOP) -> tuple[float, float]:
-    """Of an instant on a stage, in pixels of the window."""
-    page.locator("#timeline-plot").scroll_into_view_if_needed()
-    box = page.locator("#timeline-plot").bounding_box() or pytest.fail("the timeline has no box")
+def place(page: Page, at_s: float, row: int, top: int = TOP, down: float = LANE / 2) -> tuple[float, float]:
+    """Of an instant on a stage, in pixels of the window. down: below the upper edge of its lane."""
+    page.locator("#timeline-view").scroll_into_view_if_needed()
+    box = page.locator("#timeline-view").bounding_box() or pytest.fail("the timeline has no box")
     begin, end = shown(page)
     across = (at_s - begin) / (end - begin) * (box["width"] - LEFT - RIGHT)
-    return box["x"] + LEFT + across, box["y"] + top + row * ROW + ROW / 2
+    return box["x"] + LEFT + across, box["y"] + top + row * ROW + down
 
 
-def color(page: Page, at_s: float, row: int) -> tuple[int, ...]:
+def color(page: Page, at_s: float, row: int, down: float = LANE / 2) -> tuple[int, ...]:
     """Of the canvas, red, green, blue and opacity."""
-    x, y = place(page, at_s, row)
+    x, y = place(page, at_s, row, down=down)
     found = page.evaluate(
         """([x, y]) => {
             const canvas = document.getElementById("timeline-canvas"), box = canvas.getBoundingClientRect();
@@ -142,10 +160,7 @@ def settled(page: Page) -> None:
 
 def until_shown(page: Page, condition: str) -> None:
     """Waits until `condition`, of the range [begin, end], holds."""
-    page.wait_for_function(
-        f"() => {{ const [begin, end] = document.getElementById('timeline-plot').layout.xaxis.range; "
-        f"return {condition}; }}"
-    )
+    page.wait_for_function(f"() => {{ {RANGE} return {condition}; }}")
     settled(page)
 
 
@@ -155,15 +170,17 @@ def test_it_is_drawn_in_full_at_any_width_and_scheme(opened: Opener, width: int,
     note = "a note without any place to break it: " + "x" * 200
     page = opened(staircase("run" * 60, causes=CAUSES, notes=[note]), width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    charts = page.locator("[data-chart] .plot-container")
-    assert charts.count() == 7
-    assert page.locator("#causes-plot .bars .point").count() == len(CAUSES)
-    drawn = page.locator("[data-chart=ttft_s] .scatterlayer path.js-line, [data-chart=request_bubble_s] path.js-line")
-    assert drawn.count() == 2
+    assert page.locator("#distributions figure").count() == 7
+    assert page.locator("#distributions svg.plot").count() == 5, "all but tpot and itl, of one token per output"
+    boxes = [bar.bounding_box() or pytest.fail("a bar has no box") for bar in page.locator(".causes .bar").all()]
+    assert len(boxes) == len(CAUSES) and all(0 < box["x"] and box["x"] + box["width"] < width for box in boxes)
+    assert page.locator(".stages .stack").count() == 2
     idle, prefill, decode = color(page, 0.3, 1), color(page, 1.3, 1), color(page, 4.3, 1)
     assert scheme == "dark" or idle[:3] == IDLE
     assert len({idle, prefill, decode}) == 3 and all(opacity == 255 for *_, opacity in (idle, prefill, decode))
     assert color(page, 3.3, 0) == decode and color(page, 8.5, 0) == idle
+    if scheme == "light":
+        assert color(page, 0.3, 1, down=LANE + 5)[:3] == RECV_WAIT and color(page, 8.5, 0, down=LANE + 5)[:3] == NO_WORK
     darkness = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert darkness == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
     assert (sum(idle[:3]) < 300) == (scheme == "dark")
@@ -190,7 +207,7 @@ def test_it_zooms_and_pans_with_wheel_drag_and_double_click(opened: Opener, widt
     until_shown(page, f"begin > {begin} + 0.1")
     dragged = shown(page)
     assert dragged[1] - dragged[0] == pytest.approx(end - begin)
-    page.mouse.dblclick(x, y, delay=400)  # slower than what plotly takes for one
+    page.mouse.dblclick(x, y, delay=100)
     until_shown(page, "begin === 0 && end === 9")
 
 
@@ -226,10 +243,12 @@ def test_hovering_says_what_is_in_a_microbatch_and_how_long_a_gap_is(opened: Ope
     ]
     assert hover(page, 2.5, 1).inner_text().startswith("m1[s1:0+10]\nstage 1: 10 tokens, 10 of prompts, 0 decodes")
     assert hover(page, 1.5, 1).inner_text().endswith("gap before none")
-    assert hover(page, 0.5, 1).inner_text() == "stage 1: idle 1.000 s\nbefore m0[s0:0+10]"
-    assert hover(page, 8.5, 0).inner_text() == "stage 0: idle 1.000 s"
+    waiting = hover(page, 0.5, 1)
+    assert waiting.inner_text() == "stage 1: recv wait 1.000 s, idle 1.000 s in all\nbefore m0[s0:0+10]"
+    assert hover(page, 8.5, 0).inner_text() == "stage 0: no work 1.000 s, idle 1.000 s in all"
     box = page.locator("#timeline-tip").bounding_box() or pytest.fail("the tip has no box")
     assert 0 <= box["x"] and box["x"] + box["width"] <= width
+    assert box["y"] + box["height"] < place(page, 8.5, 0, down=0)[1], "it hides a lane"
     page.mouse.move(5, 5)
     assert page.locator("#timeline-tip").is_hidden()
 
@@ -241,23 +260,20 @@ def test_several_runs_lie_below_each_other_on_one_time_scale(opened: Opener, wid
     )
     assert shown(page) == (0, 19)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    # Each run has a line of text, its stages and a little room; see the rows of page.js.
-    tops = [4 + 26 + i * (26 + 2 * ROW + 4) for i in range(3)]
+    # Each run has a line of text and its stages; see the rows of page.js.
+    tops = [4 + 26 + i * (26 + 2 * ROW) for i in range(3)]
     for top in tops:
         assert hover(page, 3.5, 0, top).inner_text().startswith("m3[d s1:300 s2:17]\nstage 0")
     assert hover(page, 17.5, 0, tops[1]).inner_text().startswith("m17[")
     assert hover(page, 12.0, 0, tops[0]).is_hidden(), "the first run is over by then"
-    assert page.locator("#causes-plot .bars .point").count() == 2 * len(CAUSES)
-    assert page.locator("[data-run]").count() == 3
+    assert page.locator("#distributions .legend span").count() == 3
+    assert page.locator("#distributions svg").first.locator("path[stroke='var(--run-2)']").count() > 0
 
 
 def test_it_follows_the_scheme_while_it_is_open(opened: Opener) -> None:
     page = opened(staircase())
     light = color(page, 0.3, 1)
     page.emulate_media(color_scheme="dark")
-    page.wait_for_function(
-        "() => document.querySelector('#timeline-plot .xtick text').style.fill === 'rgb(162, 171, 183)'"
-    )
     settled(page)
     assert color(page, 0.3, 1) != light
 
@@ -270,10 +286,18 @@ def test_markup_from_a_run_stays_text(opened: Opener) -> None:
     ]
     page = opened(*runs)
     assert page.locator("img").count() == 0
-    assert page.locator("h1").inner_text() == f"{hostile} | other"
-    assert page.locator(".advice li").inner_text() == hostile
-    # Plotly, too, reads a little HTML in its texts, and would take the tags for bold type.
-    assert "<b>x</b></scrip" in (page.locator("#causes-plot .ytick").first.text_content() or "")
+    assert hostile in page.locator("h1").inner_text() and hostile in page.locator(".note").inner_text()
+    assert page.locator(".advice li").first.inner_text() == hostile
+
+
+def test_a_command_is_copied(opened: Opener) -> None:
+    advice = [{"text": "Use it.", "option": "--inflight 5", "gain_s": 1.0}]
+    page = opened(staircase(causes=CAUSES, advice=advice))
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    button = page.locator("header [data-copy]")
+    button.click()
+    page.wait_for_function("() => document.querySelector('header [data-copy]').textContent === 'copied'")
+    assert page.evaluate("navigator.clipboard.readText()") == "--inflight 5"
 
 
 def test_a_run_that_has_no_result_yet_has_a_page(opened: Opener) -> None:
@@ -283,15 +307,14 @@ def test_a_run_that_has_no_result_yet_has_a_page(opened: Opener) -> None:
     assert page.locator("#timeline-canvas").is_visible()
 
 
-# How many rectangles the next frame takes; the change of range behind it is too small to see.
+# How many rectangles the next frame takes, after a turn of the wheel that changes nothing.
 _RECTANGLES = """() => new Promise((done) => {
     const canvas = CanvasRenderingContext2D.prototype, fillRect = canvas.fillRect;
     let count = 0;
     canvas.fillRect = function (...box) { count += 1; return fillRect.apply(this, box); };
     const finish = () => { canvas.fillRect = fillRect; done(count); };
-    const plot = document.getElementById("timeline-plot"), [begin, end] = plot.layout.xaxis.range;
-    Plotly.relayout(plot, { "xaxis.range": [begin, end - 1e-9] })
-        .then(() => requestAnimationFrame(() => requestAnimationFrame(finish)));
+    document.getElementById("timeline-view").dispatchEvent(new WheelEvent("wheel", { deltaY: 0, cancelable: true }));
+    requestAnimationFrame(() => requestAnimationFrame(finish));
 })"""
 
 _FRAMES = """() => new Promise((done) => {
@@ -312,7 +335,7 @@ def test_two_hundred_thousand_spans_open_and_zoom(opened: Opener) -> None:
     page = opened(run_of(traces))
     whole = shown(page)
     assert "microbatches" in hover(page, 60.0, 3).inner_text()
-    assert 8 < page.evaluate(_RECTANGLES) <= 8 * 1280
+    assert 8 < page.evaluate(_RECTANGLES) <= 2 * 8 * 1280
     assert color(page, 60.0, 3)[:3] != IDLE
     page.evaluate(f"() => {{ window.enough = false; window.frames = ({_FRAMES})(); }}")
     for _ in range(20):
@@ -324,6 +347,6 @@ def test_two_hundred_thousand_spans_open_and_zoom(opened: Opener) -> None:
     page.evaluate("() => { window.enough = true; }")
     frames = sorted(page.evaluate("() => window.frames"))
     assert frames[len(frames) // 2] < 250
-    assert 8 < page.evaluate(_RECTANGLES) <= 8 * 1280
+    assert 8 < page.evaluate(_RECTANGLES) <= 2 * 8 * 1280
     text = hover(page, 60.0, 3).inner_text()
     assert "stage 3" in text and "duration" in text or "idle" in text

@@ -61,7 +61,7 @@ def modules() -> set[str]:
 
 
 def test_both_hold_every_module_and_what_lies_beside_them(sdist: Path, wheel: Path) -> None:
-    beside = {"sarathi_pp/py.typed", "sarathi_pp/report/page.css", "sarathi_pp/report/page.js"}
+    beside = {"sarathi_pp/py.typed", "sarathi_pp/report/page/page.css", "sarathi_pp/report/page/page.js"}
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if ".dist-info/" not in name} == modules() | beside
     with tarfile.open(sdist) as archive:

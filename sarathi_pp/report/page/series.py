@@ -1,12 +1,14 @@
-"""What the charts of the page draw: every span of the timelines, and distributions cut into bins.
+"""Series that the charts of a page draw: every span of the timelines, and distributions cut into bins.
 
-It becomes one JSON document that page.js reads. Long series are blocks: little-endian arrays, deflated, in
+The spans become one JSON document that page.js reads. Long series are blocks: little-endian arrays, deflated, in
 base64. A stage's spans are integers, each counted from the end of the span before it, in ticks:
 
     gaps       |--3--|        |0|       |-1-|           start minus the end before it (the first: minus first issue)
     lengths          |===5====| |===5===|   |==4==|
     issue                 0         1          2        position in the run's issued microbatches, -1: not known;
                                                         -2, -3 ...: the head of position 0, 1 ..., on the first stage
+
+Idle spans have gaps and lengths too, and `states` instead of `issue`: positions in IDLE_STATES.
 
 The charts are drawn from these; figures that are printed come from the report instead.
 """
@@ -21,9 +23,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from heapq import merge
 from math import exp, log
-from typing import Any
+from typing import Any, get_args
 
 from sarathi_pp.analysis.bubbles import Bubbles
+from sarathi_pp.analysis.intervals import Interval
+from sarathi_pp.analysis.stage_states import IdleState, idle_spans
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.latency import latency_series
@@ -33,6 +37,7 @@ _NO_ISSUE = -1
 _INT32_MAX = 2**31 - 1
 _NUM_BINS = 40
 _MAX_CDF_POINTS = 400
+IDLE_STATES: tuple[IdleState, ...] = get_args(IdleState)
 
 
 def spans(timeline: Timeline, bubbles: Bubbles) -> dict[str, Any]:
@@ -47,7 +52,11 @@ def spans(timeline: Timeline, bubbles: Bubbles) -> dict[str, Any]:
         "tick_s": tick_s,
         "wall_s": bubbles.wall_s,
         "steady": [[begin - origin_s, end - origin_s] for begin, end in bubbles.steady],
-        "stages": [_stage_spans(stage, origin_s, tick_s, position) for stage in timeline.stages],
+        "stages": [
+            _stage_spans(stage, origin_s, tick_s, position)
+            | {"idle": _idle_spans(stage, timeline.window, origin_s, tick_s)}
+            for stage in timeline.stages
+        ],
         "prefill_tokens": _block(event.prefill_tokens for event in timeline.issued),
         "decodes": _block(event.decodes for event in timeline.issued),
         "texts": _deflated("\n".join(" ".join(event.text.splitlines()) for event in timeline.issued).encode()),
@@ -61,7 +70,7 @@ def _origin(timeline: Timeline) -> float:
 
 
 def _longest(stages: Iterable[StageTimeline], origin_s: float) -> float:
-    """No gap and no length is longer than a stage's last end is away from the origin, or its first start."""
+    """Return a bound on every gap and length: twice the largest distance of a stage's edges from the origin."""
     edges = [edge for stage in stages if stage.starts for edge in (stage.starts[0], max(stage.ends))]
     return 2 * max((abs(edge - origin_s) for edge in edges), default=0.0)
 
@@ -78,6 +87,21 @@ def _stage_spans(stage: StageTimeline, origin_s: float, tick_s: float, position:
         "gaps": _block(start - end for (start, _, _), end in zip(ticks, ends, strict=False)),
         "lengths": _block(end - start for start, end, _ in ticks),
         "issue": _block(of for _, _, of in ticks),
+    }
+
+
+def _idle_spans(stage: StageTimeline, window: Interval, origin_s: float, tick_s: float) -> dict[str, Any]:
+    """Spans that are shorter than a tick are left out."""
+    spans = (
+        (round((idle.begin_s - origin_s) / tick_s), round((idle.end_s - origin_s) / tick_s), idle.state)
+        for idle in idle_spans(stage, window)
+    )
+    ticks = [span for span in spans if span[1] > span[0]]
+    ends = [0, *(end for _, end, _ in ticks)]
+    return {
+        "gaps": _block(begin - end for (begin, _, _), end in zip(ticks, ends, strict=False)),
+        "lengths": _block(end - begin for begin, end, _ in ticks),
+        "states": _block(IDLE_STATES.index(state) for _, _, state in ticks),
     }
 
 

@@ -1,24 +1,21 @@
-/* Draws the charts of the page from the JSON in #page-data (its form: charts.py) with plotly.js.
+/* Draws the timelines of the page on a canvas, from the JSON in #page-data (its form: series.py).
 
-   The timeline's axes, drag and touch are plotly's; the spans lie on a canvas below its plot, drawn anew from
-   the arrays at every change of the range. Only spans in view are visited. What is narrower than MIN_SPAN_PX is
-   summed up by pixel column, so that a frame costs a pass over the visible spans, however many they are. */
+   Only spans in view are visited. Spans narrower than MIN_SPAN_PX are summed up by pixel column, so that a frame
+   costs a pass over the visible spans, however many they are. Under the lane of each stage a thin one shows why the
+   stage is idle. The other charts are SVG and HTML, made in Python. */
 "use strict";
 (async () => {
   const MIN_SPAN_PX = 3;
   const EDGE_PX = 8, LABEL_PX = 44;
-  const MARGIN = { l: 62, r: 14, t: 4, b: 42 };
-  const TITLE_PX = 26, ROW_PX = 26, ROW_GAP_PX = 4;
+  const LEFT = 62, RIGHT = 14, AXIS_PX = 42;
+  const TITLE_PX = 26, LANE_PX = 40, IDLE_PX = 9, ROW_PX = 58;
   const SHADES = 32, FADES = 16;
   const MAX_TEXT = 360;
-  const ZOOM = 1.6, STEP = 0.25, WHEEL_PX = 500;
+  const ZOOM = 1.6, STEP = 0.25, WHEEL_PX = 500, TICK_PX = 110;
   const SHORTEST_S = 2e-5;
-  const CONFIG = { displayModeBar: false, responsive: true, scrollZoom: false, doubleClick: false };
 
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const runColor = (i) => color(`--run-${i % 6}`);
-  const runDash = (i) => ["solid", "dash", "dot"][Math.floor(i / 6) % 3];
 
   // ---- data
 
@@ -30,8 +27,9 @@
 
   const integers = async (text) => new Int32Array(await inflate(text));
 
-  async function readStage(stage, tick) {
-    const [gaps, lengths, issue] = await Promise.all([stage.gaps, stage.lengths, stage.issue].map(integers));
+  /* Spans from their gaps and lengths in ticks; kinds say what each is. */
+  async function readSpans(blocks, tick) {
+    const [gaps, lengths, kinds] = await Promise.all(blocks.map(integers));
     const starts = new Float64Array(gaps.length), ends = new Float64Array(gaps.length);
     let ticks = 0;
     for (let i = 0; i < gaps.length; i++) {
@@ -40,7 +38,13 @@
       ticks += lengths[i];
       ends[i] = ticks * tick;
     }
-    return { starts, ends, issue };
+    return { starts, ends, kinds };
+  }
+
+  async function readStage(stage, tick) {
+    const compute = await readSpans([stage.gaps, stage.lengths, stage.issue], tick);
+    const idle = await readSpans([stage.idle.gaps, stage.idle.lengths, stage.idle.states], tick);
+    return { starts: compute.starts, ends: compute.ends, issue: compute.kinds, idle };
   }
 
   async function readRun(run) {
@@ -56,27 +60,27 @@
   const wholeEnd = Math.max(1e-3, ...runs.flatMap((run) => [run.wall_s, ...run.stages.map(lastEnd)]));
   const LIMITS = [-0.01 * wholeEnd, 1.01 * wholeEnd];
 
-  // ---- rows of the timeline: for several runs each has a line of text above its stages
+  // ---- rows of the timeline: with several runs, each has a line of text above its stages
 
   const rows = [], captions = [];
-  let rowsHeight = 0;
+  let rowsHeight = 4;
   for (const run of runs) {
-    if (runs.length > 1) captions.push({ text: run.caption, y: rowsHeight + TITLE_PX - 9 });
+    if (runs.length > 1) captions.push({ text: run.caption, y: rowsHeight + TITLE_PX - 11 });
     rowsHeight += runs.length > 1 ? TITLE_PX : 6;
     run.top = rowsHeight;
     run.stages.forEach((stage, index) => {
       rows.push({ run, stage, index, y: rowsHeight });
-      rowsHeight += ROW_PX + ROW_GAP_PX;
+      rowsHeight += ROW_PX;
     });
-    rowsHeight += 4;
   }
+  const height = rowsHeight + AXIS_PX;
 
   // ---- colours
 
   const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
   const blend = (a, b, t) => a.map((value, i) => value + (b[i] - value) * t);
   const css = (rgb) => `rgb(${rgb.map(Math.round).join(",")})`;
-  let palette, edges;
+  let palette, edges, statePalette;
 
   function readColors() {
     const [decode, mixed, prefill, idle, text] = ["--decode", "--mixed", "--prefill", "--idle", "--text"]
@@ -86,19 +90,23 @@
     palette = Array.from({ length: FADES + 1 }, (_, fade) => shades.map((rgb) => css(blend(idle, rgb, fade / FADES))));
     // Away from the colour of idle time, for which a line between two spans must not be taken.
     edges = shades.map((rgb) => css(blend(rgb, text, 0.4)));
+    const panel = channels(color("--panel"));
+    statePalette = page.states.map((state) => {
+      const rgb = channels(color(`--${state.replace(" ", "-")}`));
+      return Array.from({ length: FADES + 1 }, (_, fade) => css(blend(panel, rgb, fade / FADES)));
+    });
   }
 
   // ---- the timeline
 
   const view = document.getElementById("timeline-view");
-  const plot = document.getElementById("timeline-plot");
   const canvas = document.getElementById("timeline-canvas");
   const tip = document.getElementById("timeline-tip");
   const context = canvas.getContext("2d");
   let range = [0, wholeEnd];
   let due = false;
 
-  const plotWidth = () => Math.max(10, plot.clientWidth - MARGIN.l - MARGIN.r);
+  const plotWidth = () => Math.max(10, view.clientWidth - LEFT - RIGHT);
 
   /* Position of the first span that ends after t; spans of a stage are in order and do not overlap by much. */
   function firstAfter(ends, t) {
@@ -118,19 +126,19 @@
   function fillWide(row, x0, x1, issue) {
     const shade = Math.round(shareOf(row.run, issue) * SHADES);
     context.fillStyle = palette[FADES][shade];
-    context.fillRect(x0, row.y, x1 - x0, ROW_PX);
+    context.fillRect(x0, row.y, x1 - x0, LANE_PX);
     // Lines that came and went at one width would look like a pattern of the run.
     const strength = Math.min(1, (x1 - x0 - EDGE_PX) / (3 * EDGE_PX));
     if (x0 > 0 && strength > 0) {
       context.globalAlpha = strength;
       context.fillStyle = edges[shade];
-      context.fillRect(x0, row.y, 1 / devicePixelRatio, ROW_PX);
+      context.fillRect(x0, row.y, 1 / devicePixelRatio, LANE_PX);
       context.globalAlpha = 1;
     }
     if (x1 - x0 < LABEL_PX || issue < 0) return;
     const text = row.run.texts[issue];
     context.fillStyle = shade > 0.7 * SHADES ? "#14171b" : "#ffffff";
-    context.fillText(text.slice(0, text.indexOf("[")), x0 + 6, row.y + ROW_PX / 2 + 4);
+    context.fillText(text.slice(0, text.indexOf("[")), x0 + 6, row.y + LANE_PX / 2 + 4);
   }
 
   /* Columns of busy time and of busy time weighted by share become colours; equal neighbours are one rectangle. */
@@ -145,7 +153,7 @@
       if (next === last) continue;
       if (last !== null) {
         context.fillStyle = last;
-        context.fillRect(from / scale, row.y, (column - from) / scale, ROW_PX);
+        context.fillRect(from / scale, row.y, (column - from) / scale, LANE_PX);
       }
       from = column;
       last = next;
@@ -158,7 +166,7 @@
     const at = (t) => (t - begin) * perSecond;
     const idleFrom = Math.max(0, at(0)), idleTo = Math.min(width, at(row.run.wall_s));
     context.fillStyle = palette[0][0];
-    if (idleTo > idleFrom) context.fillRect(idleFrom, row.y, idleTo - idleFrom, ROW_PX);
+    if (idleTo > idleFrom) context.fillRect(idleFrom, row.y, idleTo - idleFrom, LANE_PX);
     const columns = Math.ceil(width * scale);
     const busy = new Float32Array(columns), mixed = new Float32Array(columns);
     const wide = [];
@@ -180,6 +188,39 @@
     for (const i of wide) fillWide(row, Math.max(0, at(starts[i])), Math.min(width, at(ends[i])), issue[i]);
   }
 
+  /* The state that fills most of each column, faded by the share that all states have of it. */
+  function drawIdle(row, [begin, end], width, scale) {
+    const { starts, ends, kinds } = row.stage.idle;
+    const perSecond = (width * scale) / (end - begin), columns = Math.ceil(width * scale);
+    const shares = page.states.map(() => new Float32Array(columns));
+    for (let i = firstAfter(ends, begin); i < starts.length && starts[i] < end; i++) {
+      const left = Math.max(0, (starts[i] - begin) * perSecond);
+      const right = Math.min(columns, (ends[i] - begin) * perSecond);
+      for (let column = Math.floor(left); column < right; column++) {
+        shares[kinds[i]][column] += Math.min(right, column + 1) - Math.max(left, column);
+      }
+    }
+    const shade = (column) => {
+      let most = 0, total = 0;
+      for (let state = 0; state < shares.length; state++) {
+        total += shares[state][column];
+        if (shares[state][column] > shares[most][column]) most = state;
+      }
+      return total > 0 ? statePalette[most][Math.min(FADES, Math.ceil(total * FADES - 1e-6))] : null;
+    };
+    let from = 0, last = null;
+    for (let column = 0; column <= columns; column++) {
+      const next = column < columns ? shade(column) : null;
+      if (next === last) continue;
+      if (last !== null) {
+        context.fillStyle = last;
+        context.fillRect(from / scale, row.y + LANE_PX + 1, (column - from) / scale, IDLE_PX);
+      }
+      from = column;
+      last = next;
+    }
+  }
+
   function drawSteady(run, [begin, end], width) {
     context.fillStyle = color("--steady");
     for (const [from, to] of run.steady) {
@@ -189,25 +230,56 @@
     }
   }
 
+  /* Round instants for an axis, at most one every TICK_PX. */
+  function ticks([begin, end], width) {
+    const wanted = (end - begin) / Math.max(2, width / TICK_PX);
+    const power = 10 ** Math.floor(Math.log10(wanted));
+    const step = power * [1, 2, 5, 10].find((times) => times * power >= wanted);
+    const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    const found = [];
+    for (let n = Math.ceil(begin / step - 1e-9); n * step <= end * (1 + 1e-12); n++) {
+      found.push({ at: n * step, text: (n * step).toFixed(decimals) });
+    }
+    return found;
+  }
+
+  function drawAxis([begin, end], width) {
+    context.fillStyle = color("--soft");
+    context.textAlign = "center";
+    for (const { at, text } of ticks([begin, end], width)) {
+      const x = ((at - begin) / (end - begin)) * width;
+      context.fillRect(x, rowsHeight, 1, 5);
+      context.fillText(text, x, rowsHeight + 17);
+    }
+    context.fillText("seconds from the first issue", width / 2, rowsHeight + 35);
+    context.textAlign = "right";
+    for (const row of rows) context.fillText(`stage ${row.index}`, -8, row.y + LANE_PX / 2 + 4);
+    context.textAlign = "left";
+  }
+
   function draw() {
     due = false;
     const width = plotWidth(), scale = devicePixelRatio || 1;
-    const sides = [(width + MARGIN.l) * scale, rowsHeight * scale].map(Math.round);
+    const sides = [(LEFT + width + RIGHT) * scale, height * scale].map(Math.round);
     if (canvas.width !== sides[0] || canvas.height !== sides[1]) {
       [canvas.width, canvas.height] = sides;
-      canvas.style.top = `${MARGIN.t}px`;
-      canvas.style.width = `${width + MARGIN.l}px`;
-      canvas.style.height = `${rowsHeight}px`;
+      canvas.style.width = `${LEFT + width + RIGHT}px`;
+      canvas.style.height = `${height}px`;
     }
-    // The origin is the plot's; only the captions reach into its left margin.
-    context.setTransform(scale, 0, 0, scale, MARGIN.l * scale, 0);
-    context.clearRect(-MARGIN.l, 0, width + MARGIN.l, rowsHeight);
+    // The origin is where lanes begin; names of stages and captions reach into the left margin.
+    context.setTransform(scale, 0, 0, scale, LEFT * scale, 0);
+    context.clearRect(-LEFT, 0, LEFT + width + RIGHT, height);
     context.font = "11px system-ui, sans-serif";
-    for (const row of rows) drawRow(row, range, width, scale);
+    for (const row of rows) {
+      drawRow(row, range, width, scale);
+      drawIdle(row, range, width, scale);
+    }
     for (const run of runs) drawSteady(run, range, width);
+    drawAxis(range, width);
     context.font = "600 13px system-ui, sans-serif";
     context.fillStyle = color("--text");
-    for (const caption of captions) context.fillText(caption.text, -MARGIN.l, caption.y, width + MARGIN.l);
+    for (const caption of captions) context.fillText(caption.text, -LEFT, caption.y, LEFT + width);
+    [view.dataset.begin, view.dataset.end] = range;
   }
 
   function drawSoon() {
@@ -222,19 +294,9 @@
     return [from, from + length];
   }
 
-  /* The spans follow in the next frame, the axis as soon as plotly is done with it: a wheel turns faster than that. */
-  let settling = false;
-
-  async function show(wanted) {
+  function show(wanted) {
     range = within(wanted);
     drawSoon();
-    if (settling) return;
-    settling = true;
-    while (range.some((edge, i) => edge !== plot.layout.xaxis.range[i])) {
-      await new Promise(requestAnimationFrame);
-      await Plotly.relayout(plot, { "xaxis.range": [...range] });
-    }
-    settling = false;
   }
 
   const zoomed = (factor) => {
@@ -250,28 +312,6 @@
     all: () => [0, wholeEnd],
   };
   const KEYS = { "+": "in", "=": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right", 0: "all", Home: "all" };
-
-  function axisStyle() {
-    return { gridcolor: color("--line"), linecolor: color("--line"), zerolinecolor: color("--line"),
-      tickfont: { color: color("--soft"), size: 11 } };
-  }
-
-  function baseLayout() {
-    return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: color("--text"), size: 12 },
-      showlegend: false, hoverlabel: { bgcolor: color("--page"), font: { color: color("--text") } } };
-  }
-
-  function timelineLayout() {
-    return {
-      ...baseLayout(), margin: MARGIN, height: rowsHeight + MARGIN.t + MARGIN.b, dragmode: "pan", hovermode: false,
-      xaxis: { ...axisStyle(), range, minallowed: LIMITS[0], maxallowed: LIMITS[1], showgrid: false, zeroline: false,
-        ticks: "outside", tickcolor: color("--line"), nticks: Math.max(3, Math.round(plotWidth() / 110)),
-        title: { text: "seconds from the first issue", font: { size: 12, color: color("--soft") }, standoff: 6 } },
-      yaxis: { ...axisStyle(), range: [rowsHeight, 0], fixedrange: true, showgrid: false, zeroline: false, showline: false,
-        ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)",
-        tickvals: rows.map((row) => row.y + ROW_PX / 2), ticktext: rows.map((row) => `stage ${row.index}`) },
-    };
-  }
 
   // ---- what is under the pointer
 
@@ -292,7 +332,14 @@
     const from = i ? stage.ends[i - 1] : 0, to = i < stage.starts.length ? stage.starts[i] : run.wall_s;
     if (to - from < perPixel) return describeMany(row, t, perPixel);
     const next = i < stage.starts.length && stage.issue[i] >= 0 ? run.texts[stage.issue[i]] : "";
-    return `stage ${row.index}: idle ${seconds(to - from)}${next ? `\nbefore ${short(next)}` : ""}`;
+    return `stage ${row.index}: ${describeState(stage.idle, t)}idle ${seconds(to - from)} in all` +
+      `${next ? `\nbefore ${short(next)}` : ""}`;
+  }
+
+  function describeState({ starts, ends, kinds }, t) {
+    const i = firstAfter(ends, t);
+    if (i >= starts.length || starts[i] > t) return "";
+    return `${page.states[kinds[i]]} ${seconds(ends[i] - starts[i])}, `;
   }
 
   function describeSpan({ run, stage, index }, i) {
@@ -323,18 +370,19 @@
       `${Math.round((100 * busy) / perPixel)} % busy\n${prefill} tokens of prompts, ${decodes} decodes; zoom in for more`;
   }
 
+  /* The tip stands above the lane, so that it hides none of the lanes below. */
   function point(event) {
-    const box = plot.getBoundingClientRect(), width = plotWidth();
-    const x = event.clientX - box.left - MARGIN.l, y = event.clientY - box.top - MARGIN.t;
-    const row = rows.find((candidate) => y >= candidate.y && y < candidate.y + ROW_PX);
+    const box = view.getBoundingClientRect(), width = plotWidth();
+    const x = event.clientX - box.left - LEFT, y = event.clientY - box.top;
+    const row = rows.find((candidate) => y >= candidate.y && y < candidate.y + LANE_PX + IDLE_PX + 1);
     const perPixel = (range[1] - range[0]) / width;
     const text = row && x >= 0 && x <= width ? describe(row, range[0] + x * perPixel, perPixel) : null;
     tip.hidden = text === null;
     if (text === null) return;
     if (tip.textContent !== text) tip.textContent = text;
     const room = box.width - tip.offsetWidth;
-    tip.style.left = `${Math.max(0, Math.min(room, x + MARGIN.l + 14))}px`;
-    tip.style.top = `${y + MARGIN.t + 22}px`;
+    tip.style.left = `${Math.max(0, Math.min(room, x + LEFT + 14))}px`;
+    tip.style.top = `${row.y - tip.offsetHeight - 4}px`;
   }
 
   /* Up and down zooms about the instant under the pointer, which stays where it is; sideways moves. */
@@ -344,149 +392,77 @@
     const perPixel = (range[1] - range[0]) / plotWidth();
     const factor = Math.exp(Math.max(-240, Math.min(240, event.deltaY * line)) / WHEEL_PX);
     const length = Math.min(Math.max((range[1] - range[0]) * factor, SHORTEST_S), LIMITS[1] - LIMITS[0]);
-    const x = event.clientX - plot.getBoundingClientRect().left - MARGIN.l;
+    const x = event.clientX - view.getBoundingClientRect().left - LEFT;
     const fixed = range[0] + x * perPixel;
     const begin = fixed - (length * x) / plotWidth() + event.deltaX * line * perPixel;
     show([begin, begin + length]);
   }
 
-  async function timeline() {
-    const anchor = { x: [0, wholeEnd], y: [0, rowsHeight], mode: "markers", marker: { opacity: 0 }, hoverinfo: "skip" };
-    await Plotly.newPlot(plot, [anchor], timelineLayout(), CONFIG);
-    const follow = () => {
-      if (!settling) range = plot.layout.xaxis.range.map(Number);
-      drawSoon();
+  /* One pointer drags the range along; the page itself scrolls up and down by touch. */
+  function drag(event) {
+    if (event.button !== 0) return;
+    view.setPointerCapture(event.pointerId);
+    const from = event.clientX, [begin, end] = range;
+    const follow = (moving) => {
+      const shift = ((moving.clientX - from) * (end - begin)) / plotWidth();
+      if (moving.pointerId === event.pointerId) show([begin - shift, end - shift]);
     };
-    plot.on("plotly_relayouting", follow);
-    plot.on("plotly_afterplot", follow);
-    // Plotly's is two taps within 0.3 s; how far apart clicks of a mouse may be the browser knows.
-    plot.on("plotly_doubleclick", () => show(MOVES.all()));
-    view.addEventListener("mousedown", (event) => { if (event.detail === 2) show(MOVES.all()); }, { capture: true });
+    const stop = () => {
+      view.removeEventListener("pointermove", follow);
+      view.removeEventListener("pointerup", stop);
+      view.removeEventListener("pointercancel", stop);
+    };
+    view.addEventListener("pointermove", follow);
+    view.addEventListener("pointerup", stop);
+    view.addEventListener("pointercancel", stop);
+  }
+
+  function press(event) {
+    const move = KEYS[event.key];
+    if (move === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    show(MOVES[move]());
+  }
+
+  function timeline() {
+    view.addEventListener("dblclick", () => show(MOVES.all()));
     view.addEventListener("wheel", turn, { passive: false });
-    view.addEventListener("pointermove", point);
+    view.addEventListener("pointerdown", drag);
     view.addEventListener("pointerdown", point);
+    view.addEventListener("pointermove", point);
     view.addEventListener("pointerleave", () => { tip.hidden = true; });
-    view.addEventListener("keydown", (event) => {
-      const move = KEYS[event.key];
-      if (move === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
-      event.preventDefault();
-      show(MOVES[move]());
-    });
+    view.addEventListener("keydown", press);
     for (const button of document.querySelectorAll("[data-move]")) {
       button.addEventListener("click", () => show(MOVES[button.dataset.move]()));
     }
+    new ResizeObserver(drawSoon).observe(view);
     draw();
   }
 
-  // ---- causes
+  // ---- commands to copy
 
-  function causeTraces(explained) {
-    return page.causes.map((key) => ({
-      type: "bar", orientation: "h", y: explained.map((_, i) => i), x: explained.map((run) => run.causes[key]),
-      marker: { color: color(`--${key}`), line: { width: 1, color: color("--panel") } },
-      hovertemplate: `${key.slice(0, -2).replaceAll("_", " ")}: %{x:.3f} s<extra></extra>`,
-    }));
+  /* Browsers give pages of files no clipboard in some settings: then the text is selected and copied. */
+  async function copy(button) {
+    const code = button.parentElement.querySelector("code");
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+    } catch {
+      getSelection().selectAllChildren(code);
+      document.execCommand("copy");
+    }
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = "copy"; }, 1500);
   }
 
-  function causes() {
-    const element = document.getElementById("causes-plot");
-    if (element === null) return null;
-    const explained = runs.filter((run) => run.causes);
-    const layout = {
-      ...baseLayout(), barmode: "relative", bargap: 0.3, height: 70 + 42 * explained.length, dragmode: false,
-      margin: { l: explained.length > 1 ? 110 : 8, r: 14, t: 4, b: 42 },
-      xaxis: { ...axisStyle(), fixedrange: true, ticksuffix: " s", zeroline: true },
-      yaxis: { ...axisStyle(), fixedrange: true, autorange: "reversed", showgrid: false,
-        tickvals: explained.map((_, i) => i),
-        ticktext: explained.map((run) => (explained.length > 1 ? plain(shortened(run.title, 16)) : "")) },
-    };
-    return Plotly.react(element, causeTraces(explained), layout, CONFIG);
-  }
-
-  const shortened = (text, room) => (text.length > room ? `${text.slice(0, room - 1)}\u2026` : text);
-  /* Plotly reads a little HTML in its texts. */
-  const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-
-  // ---- distributions
-
-  const tint = (hex, alpha) => `rgba(${channels(hex).join(",")},${alpha})`;
-
-  function lines(series, shape) {
-    return series.map(({ x, y }, i) => ({
-      x, y, mode: "lines", line: { color: runColor(i), dash: runDash(i), width: 2, shape },
-      fill: runs.length === 1 ? "tozeroy" : "none", fillcolor: tint(runColor(i), 0.3),
-    }));
-  }
-
-  function marks(key) {
-    const shapes = [];
-    runs.forEach((run, i) => {
-      for (const [name, dash] of [["p50", "dash"], ["p99", "dot"]]) {
-        const at = run.marks[key]?.[name];
-        if (at == null) continue;
-        shapes.push({ type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper",
-          line: { color: runs.length > 1 ? runColor(i) : color("--text"), dash, width: 1.2 } });
-      }
-    });
-    return shapes;
-  }
-
-  const STEPS = [[1], [1, 3], [1, 2, 5], [1, 2, 3, 5, 7], [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8]];
-  const roundSeconds = (value) => (value >= 0.999 ? `${+value.toPrecision(2)} s`
-    : value >= 0.999e-3 ? `${+(value * 1e3).toPrecision(2)} ms` : `${+(value * 1e6).toPrecision(2)} \u00b5s`);
-
-  /* Round figures with their unit for a logarithmic axis of seconds: the roundest that make three of them. */
-  function ticks(bins) {
-    const low = Math.min(...bins), high = Math.max(...bins);
-    const decades = [];
-    for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) decades.push(10 ** power);
-    const choices = STEPS.map((steps) => decades.flatMap((decade) => steps.map((step) => step * decade))
-      .filter((value) => value >= low && value <= high));
-    const tickvals = choices.find((values) => values.length >= 3) ?? choices.at(-1);
-    return { tickvals, ticktext: tickvals.map(roundSeconds), ticksuffix: "", tickangle: 0 };
-  }
-
-  function chart(element, series, { shape, log, unit, label, key, format }) {
-    const layout = {
-      ...baseLayout(), height: 190, margin: { l: 44, r: 10, t: 8, b: 30 }, dragmode: false, shapes: marks(key),
-      hovermode: "x",
-      xaxis: { ...axisStyle(), fixedrange: true, type: log ? "log" : "linear", ticksuffix: unit, nticks: 6,
-        zeroline: false, ...(log ? ticks(series.flatMap(({ x }) => x)) : {}) },
-      yaxis: { ...axisStyle(), fixedrange: true, tickformat: ".0%", rangemode: "tozero", nticks: 5 },
-    };
-    const template = `%{y:.1%} ${label} %{x:${format}}${unit}<extra></extra>`;
-    const traces = lines(series, shape).map((trace) => ({ ...trace, hovertemplate: template }));
-    return Plotly.react(element, traces, layout, CONFIG);
-  }
-
-  function histogram(element, key) {
-    const { log, edges: bins, shares } = page.distributions[key];
-    const series = shares.map((share) => (share.length ? { x: bins, y: [...share, share[share.length - 1]] } : { x: [], y: [] }));
-    const unit = key.endsWith("_s") ? "s" : "";
-    return chart(element, series, { shape: "hv", log, unit, label: "from", key, format: log ? ".3s" : ".0f" });
-  }
-
-  function cumulative(element, key) {
-    const series = runs.map(({ request_bubble: { seconds: x, shares: y } }) => ({ x, y }));
-    return chart(element, series, { shape: "hv", log: false, unit: "s", label: "of requests up to", key, format: ".3f" });
-  }
-
-  function charts() {
-    const drawn = [...document.querySelectorAll("[data-chart]")].map((element) => {
-      const key = element.dataset.chart;
-      return key in page.distributions ? histogram(element, key) : cumulative(element, key);
-    });
-    for (const swatch of document.querySelectorAll("[data-run]")) swatch.style.background = runColor(swatch.dataset.run);
-    return Promise.all([causes(), ...drawn]);
+  for (const button of document.querySelectorAll("[data-copy]")) {
+    button.addEventListener("click", () => copy(button));
   }
 
   readColors();
-  await timeline();
-  await charts();
+  timeline();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     readColors();
-    Plotly.relayout(plot, timelineLayout());
-    charts();
+    drawSoon();
   });
   document.documentElement.dataset.drawn = "yes";
 })();

@@ -1,0 +1,23 @@
+"""One pipeline of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sarathi_pp.analysis.bubbles import Bubbles
+from sarathi_pp.analysis.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """A run, or one of its replicas.
+
+    report: the fold of the other two; more keys are allowed.
+    """
+
+    title: str
+    timeline: Timeline
+    bubbles: Bubbles
+    report: Mapping[str, Any]

@@ -1,10 +1,10 @@
-"""Runs side by side: each figure of each run, its ratio to the first run, and what else differs between them.
+"""Runs side by side: each figure of each run, its ratio to the first run, and the settings that differ.
 
     figure              orca         sarathi
     tokens/s     611.4  1.00x   765.5* 1.25x
     bubble       31.0%  1.00x    8.2%* 0.26x
 
-Runs that differ in what they were asked to do are compared all the same: the notes say what differs.
+Runs that did different work are compared too. A note warns of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RUN_COLUMNS = 17
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """Where a figure is in a report, under which heading it is shown, and in which direction it improves."""
+    """A figure: its keys in a report, its heading, and the direction in which it improves."""
 
     path: tuple[str, ...]
     heading: str
@@ -106,12 +106,12 @@ _SETUP = ("policy", "chunk_size", "stages", "layer_split", "inflight", "max_num_
 
 
 def compare(reports: Sequence[tuple[str, Report]]) -> dict[str, Any]:
-    """The comparison as one JSON document, from (name, report) pairs; the first run is what ratios refer to.
+    """Return the comparison as one JSON document, from (name, report) pairs. Ratios are to the first run.
 
-    A report is what summary.summarise returns; the name, a directory's, tells runs apart whose settings do not.
+    A report is one of summary.summarise. The name is that of its directory, and tells apart runs of the same settings.
     `figures` holds, by dotted key of the report and only for figures that at least one run has: `values` and
-    `ratios`, one a run, None where there is none; `better`, None where neither direction is; and `best`, the
-    runs within 1 % of the best value, none where all are. `differences` holds the settings that differ: `name`,
+    `ratios`, one per run, or None; `better`, None if no direction is; and `best`, the runs within 1 % of the best
+    value, empty if all are. `differences` holds the settings that differ: `name`,
     `values` (one per run) and `same_work`, False if the runs were asked to do different work. Raises InputError for
     fewer than two runs.
     """
@@ -174,7 +174,7 @@ class _Tables:
 
 
 def _labels(reports: Sequence[tuple[str, Report]]) -> list[str]:
-    """The settings in which the runs differ; where they do not tell all apart, the name, and then a number."""
+    """Return the settings in which the runs differ. If these are the same in two runs, add the name, then a number."""
     settings = [
         {
             "policy": str(report["policy"]),
@@ -212,7 +212,7 @@ def _compare_figure(figure: _Figure, runs: Sequence[Report]) -> dict[str, Any] |
 
 
 def _ratio(value: float | None, first: float | None) -> float | None:
-    """None where it would say nothing: of nothing, or across zero."""
+    """Return a ratio; None if it would be of nothing or across zero."""
     return value / first if value is not None and first is not None and value >= 0 and first > 0 else None
 
 
@@ -229,7 +229,7 @@ def _differences(runs: Sequence[Report]) -> list[_Difference]:
 
 
 def _notes(runs: Sequence[Report]) -> list[str]:
-    """Say what to know before believing a ratio, then what each run's own report warns of."""
+    """Return warnings about the ratios, then the notes of each run."""
     notes = []
     if not all(one.same_work for one in _differences(runs)):
         notes.append("these runs did not do the same work: their ratios say less than they seem to")
@@ -271,7 +271,7 @@ def _cell(row: Row, run: int) -> Text:
 
 
 def _times(ratio: float | None) -> str:
-    """Five characters at most; a ratio that needs more is that of a first value next to nothing."""
+    """Return at most five characters. A ratio that needs more has a first value of almost nothing."""
     if ratio is None or ratio >= 9999.5:
         return "-"
     return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f}x"

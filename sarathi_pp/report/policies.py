@@ -16,7 +16,7 @@ from sarathi_pp.report import formats
 
 
 def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
-    """What `--json` prints. facts: what all runs have in common."""
+    """Return the document that `--json` prints. facts: keys that all runs have in common."""
     return {
         "schema": RUNS_SCHEMA,
         **facts,
@@ -25,8 +25,9 @@ def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
 
 
 def bubble_floor(report: Report) -> float | None:
-    """1 - mean / max of the stages' compute time: what unequal stages cost under any schedule. Of several replicas the
-    max is each one's own: whichever has less to do could have had more.
+    """Return 1 - mean / max of the stages' compute time, which unequal stages cost under any schedule.
+
+    With several replicas, the max is that of each replica: one with less to do could have had more.
     """
     replicas: dict[int, list[float]] = {}
     for stage in report["per_stage"]:
@@ -37,7 +38,10 @@ def bubble_floor(report: Report) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """heading: as the report names the figure, over several lines. key: of the report; at: of its spread."""
+    """A figure of a report.
+
+    heading: its name in the report, over several lines. key: in the report. at: in its spread, if it is one.
+    """
 
     heading: str
     key: str
@@ -102,7 +106,7 @@ def _rate(value: float | None) -> str:
 
 
 def _short(value: float | None) -> str:
-    """Three figures, at most five characters below 100,000 s."""
+    """Return three figures, at most five characters below 100,000 s."""
     if value is None:
         return "-"
     return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

@@ -1,7 +1,7 @@
-"""What can be done against lost time: the option to change, and what that changes in the run.
+"""Remedies against lost time: the option to change, and what that changes in the run.
 
-A remedy says what is worth a try. What it saves is what the simulator says (`sim/rerun.py`), so none is held back here
-for doing little; only where there is nothing to change.
+A remedy is worth a try. The simulator (`sim/rerun.py`) finds how much it saves, so none is left out here because it
+might save little.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Remedy(NamedTuple):
 
     @property
     def request(self) -> str:
-        """The sentence that asks for the change, without its full stop."""
+        """Return the sentence that asks for the change, without its full stop."""
         return f"{self.action or f'Use {self.option}: it'} {self.how}"
 
 
 def even_layers(report: Report) -> Iterator[Remedy]:
-    """The split whose slowest stage computes least, if a layer costs each stage what its own cost it on average.
+    """Yield the split whose slowest stage computes least, if a layer costs each stage the mean of its own layers.
 
     What the last stage takes beyond the others' rate may be the head's, which no split removes, or its machine's.
     """
@@ -56,7 +56,7 @@ def even_layers(report: Report) -> Iterator[Remedy]:
 
 
 def _even_split(split: Sequence[int], computed_s: Sequence[float], head_s: float) -> tuple[int, ...]:
-    """As it is where none is faster."""
+    """Return the split as it is if no other is faster."""
     last = len(split) - 1
     layer_s = [seconds / layers for seconds, layers in zip(computed_s, split, strict=True)]
     layer_s[last] -= head_s / split[last]
@@ -101,7 +101,7 @@ def fill_longer(report: Report) -> Iterator[Remedy]:
 
 
 def keep_busy(report: Report) -> Iterator[Remedy]:
-    """More to issue: pages, seats, or requests, whichever ran out."""
+    """Yield more pages, seats and requests, so that there is more to issue."""
     yield from more_pages(report)
     yield from more_seats(report)
     yield from more_input()
@@ -118,7 +118,7 @@ def run_whole(report: Report) -> Iterator[Remedy]:
 
 
 def _other_policy(report: Report, name: str, how: str) -> Remedy:
-    """With the chunk size that it has by itself: the run's was chosen for another."""
+    """Return the policy with its own default chunk size. The size of the run was chosen for another policy."""
     other, own = parse_policy(name), parse_recorded(policy_name(report))
     size = other.kind.default_chunk_size
     if not other.kind.uses_chunk_size:
@@ -169,7 +169,7 @@ def more_input() -> Iterator[Remedy]:
 
 
 def fewer_stages(report: Report) -> Remedy | None:
-    """As many stages as requests, where there are fewer of these: None elsewhere."""
+    """Return one stage per request, if there are fewer requests than stages; otherwise None."""
     requests, stages, layers = report["completed"], report["stages"], sum(report["layer_split"])
     if not 1 < requests < stages or layers < requests:
         return None
@@ -180,7 +180,7 @@ def fewer_stages(report: Report) -> Remedy | None:
 
 
 def pages_ran_out(report: Report) -> bool:
-    """Whether somebody had to wait for pages, or must have: all were taken, and seats could have taken more."""
+    """Return whether sequences had to wait for pages: all were in use, and seats could have used more."""
     kv, seats, longest = report["kv"], report.get("max_num_seqs"), report.get("max_model_len")
     if report["preemptions"]:
         return True
@@ -190,12 +190,12 @@ def pages_ran_out(report: Report) -> bool:
 
 
 def has_bound(report: Report) -> bool:
-    """Whether the policy keeps the time between tokens below what somebody asked for."""
+    """Return whether the policy keeps the time between tokens below a bound of the user."""
     return "tbt_slo" in str(report["policy"])
 
 
 def num_chunks(report: Report) -> int:
-    """Prefill chunks that were computed."""
+    """Return the number of prefill chunks that were computed."""
     return int(round((report["chunk_throughput"] or 0.0) * report["wall_s"]))
 
 
@@ -210,7 +210,7 @@ def is_chunked(report: Report) -> bool:
 
 
 def fills_chunks(report: Report) -> bool:
-    """Whether --chunk-size says how long chunks are; some policies take it as the most there may be."""
+    """Return whether chunks have the length of --chunk-size. For some policies it is only an upper limit."""
     policy = parse_recorded(policy_name(report))
     return policy is not None and policy.kind.uses_chunk_size and not policy.kind.chooses_chunk_size
 

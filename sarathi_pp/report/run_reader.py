@@ -31,7 +31,9 @@ _ENDINGS = ("resumed", "stopped_by")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """replicas: those that ran to its end. report: of all of them. fitted: what the first one's microbatches cost; None
+    """A run with its figures.
+
+    replicas: those that ran to its end. report: of all replicas. fitted: costs of the first one's microbatches; None
     where there were too few.
     """
 
@@ -41,7 +43,7 @@ class Run:
     fitted: Fit | None
 
     def trial(self) -> Rerun | None:
-        """What tries a change on it; None where nothing can be told. Raises CannotTry as `Rerun.of`."""
+        """Return what tries a change on the run; None if its costs are unknown. Raises CannotTry as `Rerun.of`."""
         from sarathi_pp.tuning.fit import fit_links
 
         if len(self.replicas) > 1:
@@ -62,7 +64,7 @@ class Run:
 
 
 def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) -> Run:
-    """One attempt of a run, the last unless named, folded anew from its traces. advised: with what to change.
+    """Read one attempt of a run, by default the last, and fold it from its traces. advised: add advice.
 
     Raises MissingError where the directory holds no traces or not all, InputError for traces that cannot be used.
     """
@@ -72,7 +74,7 @@ def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) ->
 
 
 def advise_runs(runs: Mapping[str, Run]) -> dict[str, Any]:
-    """What runs show together, by their labels: keys of a comparison."""
+    """Return the advice that several runs give together, as keys of a comparison. runs: by label."""
     compared = [ComparedRun(label, run.report, partial(_trial, run)) for label, run in runs.items()]
     return _looked_for(lambda: advise_comparison(compared), [])
 
@@ -101,7 +103,7 @@ def _fold(path: Path, traces: Sequence[Sequence[Path]], facts: Mapping[str, obje
 
 
 def _advice(run: Run) -> dict[str, Any]:
-    """What to change, the most worthwhile first: keys of a report."""
+    """Return the advice, the most worthwhile first, as keys of a report."""
     notes: list[str] = list(run.report["notes"])
 
     def look() -> list[Advice]:

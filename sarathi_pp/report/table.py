@@ -1,4 +1,4 @@
-"""The table after a run: where each stage's time went, beneath the throughput it was for.
+"""The table after a run: throughput first, then where the time of each stage went.
 
 It formats report.json and computes nothing, so that what people read is what programs read. It fits 80 columns, and
 takes more if the terminal has them.
@@ -30,7 +30,7 @@ _HIGH_BUBBLE = 0.15
 
 
 def render(report: Mapping[str, Any]) -> RenderableType:
-    """A report as summary.summarise makes it. Figures that do not exist are shown as a dash."""
+    """Return a report, as summary.summarise makes it, for a console. A figure that does not exist is a dash."""
     parts: list[RenderableType] = [
         _headline(report),
         "",
@@ -90,12 +90,12 @@ def _shape(report: Mapping[str, Any]) -> str:
 
 
 def _name(stage: Mapping[str, Any]) -> str:
-    """Behind the number of its replica, where there are several."""
+    """Return the number of a stage, after that of its replica if there are several."""
     return f"{stage['replica']}.{stage['stage']}" if "replica" in stage else str(stage["stage"])
 
 
 def _work(report: Mapping[str, Any]) -> Text:
-    """How even microbatches were, how the KV pages were used, and how exact these figures are."""
+    """Return how even microbatches were, how KV pages were used, and how exact these figures are."""
     kv = report["kv"]
     of_each = [one["collective_s"] / one["compute_s"] for one in report["per_stage"] if one.get("collective_s")]
     sums = f"sums over the ranks of a stage: {formats.share(max(of_each))} of its compute\n" if of_each else ""
@@ -133,7 +133,7 @@ def _stages(report: Mapping[str, Any]) -> Table:
 
 
 def _hosts(report: Mapping[str, Any]) -> list[Text]:
-    """Who has which stages, and what travelling between them took; nothing where all are on one host."""
+    """Return the stages of each host and the transfers between hosts; nothing if all stages are on one host."""
     found = [(host, list(map(_name, of_one))) for host, of_one in groupby(report["per_stage"], itemgetter("host"))]
     if len({host for host, _ in found}) == 1:
         return []
@@ -155,7 +155,7 @@ def _transfer(link: Mapping[str, Any]) -> str:
 
 
 def _strips(report: Mapping[str, Any]) -> list[RenderableType]:
-    """The run from left to right, a line a stage: the higher the bar, the more of that moment it computed."""
+    """Return one line per stage, the run from left to right. A bar is high if the stage computed at that moment."""
     strips: list[RenderableType] = [
         _Strip(_name(stage), stage["busy_strip"]) for stage in report["per_stage"] if stage["busy_strip"]
     ]
@@ -164,7 +164,7 @@ def _strips(report: Mapping[str, Any]) -> list[RenderableType]:
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """One stage's line. The console is asked for its encoding only when it prints the line."""
+    """The line of one stage. Its characters depend on the encoding and width of the console that prints it."""
 
     stage: str
     busy: Sequence[float]  # share of each moment in which the stage computed

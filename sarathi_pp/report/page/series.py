@@ -41,7 +41,7 @@ IDLE_STATES: tuple[IdleState, ...] = get_args(IdleState)
 
 
 def spans(timeline: Timeline, bubbles: Bubbles) -> dict[str, Any]:
-    """All of one run that the timeline shows; times count from its first issue.
+    """Return the spans of one run. Times count from its first issue.
 
     A tick is a microsecond, or as much more as it takes for every gap and length to fit 32 bits.
     """
@@ -91,7 +91,7 @@ def _stage_spans(stage: StageTimeline, origin_s: float, tick_s: float, position:
 
 
 def _idle_spans(stage: StageTimeline, window: Interval, origin_s: float, tick_s: float) -> dict[str, Any]:
-    """Spans that are shorter than a tick are left out."""
+    """Return the idle spans of a stage, without those shorter than a tick."""
     spans = (
         (round((idle.begin_s - origin_s) / tick_s), round((idle.end_s - origin_s) / tick_s), idle.state)
         for idle in idle_spans(stage, window)
@@ -106,7 +106,7 @@ def _idle_spans(stage: StageTimeline, window: Interval, origin_s: float, tick_s:
 
 
 def _block(values: Iterable[int]) -> str:
-    """Raises InputError for a number that no run writes."""
+    """Return integers as a block. Raises InputError for a number that no run writes."""
     try:
         numbers = array("i", values)
     except OverflowError:
@@ -121,7 +121,7 @@ def _deflated(data: bytes) -> str:
 
 
 def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
-    """What a distribution is drawn of; latencies are the values whose percentiles the report has."""
+    """Return the values of each distribution. Latencies are those whose percentiles the report has."""
     return {
         **latency_series(timeline.finished),
         "microbatch_tokens": [float(event.num_tokens) for event in timeline.issued[: timeline.num_returned]],
@@ -130,7 +130,7 @@ def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
 
 
 def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
-    """By key: {log, edges, shares}; bins are the same for all runs, shares are per run and sum to 1.
+    """Return {log, edges, shares} by key. Bins are the same for all runs; the shares of a run sum to 1.
 
     Bins of seconds grow. A run without a single value has an empty list; without any value there are no edges.
     """
@@ -145,7 +145,7 @@ def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
 
 
 def _edges(values: list[float], grows: bool) -> list[float]:
-    """Edges of equal bins, or of bins in equal ratios; values that are all the same get bins around them."""
+    """Return edges of equal bins, or of bins in equal ratios. Values that are all the same get bins around them."""
     if not values:
         return []
     high = max(values)
@@ -168,7 +168,7 @@ def _shares(values: list[float], edges: list[float]) -> list[float]:
 
 
 def request_bubble_cdf(bubbles: Bubbles) -> dict[str, list[float]]:
-    """{seconds, shares}: the share of requests whose bubble is at most so many seconds, thinned to what shows."""
+    """Return {seconds, shares}: the share of requests with a bubble up to each time, at most about 400 points."""
     ordered = sorted(bubbles.request_bubble_s.values())
     step = max(1, len(ordered) // _MAX_CDF_POINTS)
     kept = sorted({*range(0, len(ordered), step), len(ordered) - 1} - {-1})

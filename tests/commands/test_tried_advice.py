@@ -26,4 +26,4 @@ def test_advice_is_tried_with_what_the_run_allowed(tmp_path: Path) -> None:
         assert 0.3 * report["wall_s"] < gain_s < report["wall_s"]
     page = tmp_path / "run.html"
     run((*COMMAND, "compare", str(files.run), str(files.run), "--html", str(page)), tmp_path)
-    assert page.read_text().count("--max-num-seqs 8") == 2
+    assert page.read_text().count("Use --max-num-seqs 8:") == 2

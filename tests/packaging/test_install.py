@@ -113,7 +113,7 @@ class Installed:
         assert len((elsewhere / "answers.jsonl").read_text().splitlines()) == 24
         page = elsewhere / "page.html"
         run(command, "report", "answers.jsonl.run", "--html", str(page), cwd=elsewhere)
-        assert (ROOT / "sarathi_pp" / "report" / "page.js").read_text().strip()[:40] in page.read_text()
+        assert (ROOT / "sarathi_pp" / "report" / "page" / "page.js").read_text().strip()[:40] in page.read_text()
 
 
 @pytest.mark.timeout(900)

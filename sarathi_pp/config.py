@@ -10,10 +10,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Never
 
 from sarathi_pp.errors import ConfigError, OptionError, RowError
 
@@ -25,10 +26,50 @@ TRANSPORTS = ("auto", "gloo")
 ATTENTIONS = ("auto", "numba", "triton", "flash", "varlen", "sdpa")
 
 
+# Other names of fields: those of the command's options and of other engines. Options and the Python API share them.
+ALIASES = {
+    "pipeline_parallel_size": "stages",
+    "pp_size": "stages",
+    "data_parallel_size": "replicas",
+    "tp_size": "tensor_parallel_size",
+    "max_num_batched_tokens": "chunk_size",
+    "block_size": "page_size",
+    "kv_cache_memory": "kv_cache_memory_bytes",
+    "peer_timeout": "peer_timeout_s",
+    "join_timeout": "join_timeout_s",
+}
+SAMPLING_ALIASES = {"max_tokens": "max_new_tokens"}
+# Sampling parameters of other engines, each with the values that change nothing. None never changes anything.
+UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "guided_decoding": (),
+    "truncate_prompt_tokens": (),
+}
+
 _NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens")
 
 
-@dataclass(frozen=True, slots=True)
+# The default of an argument that None would not leave out.
+_ABSENT: Any = ...
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class SamplingParams:
     """The way in which one request turns logits into tokens.
 
@@ -44,8 +85,12 @@ class SamplingParams:
         ignore_eos: continue after the end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
 
+    `max_tokens` is another name for max_new_tokens. Parameters of other engines are taken with a value that changes
+    nothing, such as `n=1`.
+
     Raises:
         RowError: `invalid_parameter`, with the field, its value and the legal range.
+        ConfigError: an argument that does not exist, or one parameter under two names.
     """
 
     max_new_tokens: int = 256
@@ -58,7 +103,37 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        max_new_tokens: int = _ABSENT,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Iterable[str] | None = (),
+        ignore_eos: bool = False,
+        skip_special_tokens: bool = True,
+        *,
+        max_tokens: int = _ABSENT,
+        **others: Never,
+    ) -> None:
+        _refuse_others(others)
+        if max_new_tokens is not _ABSENT and max_tokens is not _ABSENT:
+            raise ConfigError("max_new_tokens and max_tokens are the same parameter; give one of them")
+        most = max_tokens if max_new_tokens is _ABSENT else max_new_tokens
+        given = (256 if most is _ABSENT else most, temperature, top_k, top_p, min_p, seed, stop)
+        for one, value in zip(fields(self), (*given, ignore_eos, skip_special_tokens), strict=True):
+            object.__setattr__(self, one.name, value)
+        self._check()
+
+    @property
+    def max_tokens(self) -> int:
+        """Another name for max_new_tokens."""
+        return self.max_new_tokens
+
+    def _check(self) -> None:
+        """Convert what other engines and numpy write, and raise RowError for an illegal value."""
         if isinstance(self.stop, str) or self.stop is None:  # other engines take both
             object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
         for name in _NUMBERS:
@@ -110,6 +185,28 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def _refuse_others(others: Mapping[str, object]) -> None:
+    """Raise ConfigError for an argument that SamplingParams does not have, unless it asks for nothing."""
+    known = [one.name for one in fields(SamplingParams)]
+    for name, value in others.items():
+        if name not in UNSUPPORTED_SAMPLING:
+            near = did_you_mean(name, [*known, *SAMPLING_ALIASES], "help(sarathi_pp.SamplingParams)")
+            raise ConfigError(f"SamplingParams has no argument {name!r}{near}")
+        if not changes_nothing(value, UNSUPPORTED_SAMPLING[name]):
+            raise ConfigError(f"SamplingParams({name}={value!r}) is not supported yet; remove {name}")
+
+
+def changes_nothing(value: object, off: Iterable[object]) -> bool:
+    """Return whether an argument of another engine asks for nothing: None, or one of these values."""
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in off)
+
+
+def did_you_mean(name: str, known: Iterable[str], listed_by: str) -> str:
+    """Return the end of a message about an unknown name: the nearest known one, and the place of the list."""
+    nearest = get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {nearest[0]}? {listed_by} lists all" if nearest else f"; {listed_by} lists all"
+
+
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
@@ -128,12 +225,8 @@ _LONGEST_S = 7 * 86400.0
 
 
 _REALS = ("gpu_memory_utilization", "request_rate", "peer_timeout_s", "join_timeout_s")
-# Fields whose option has another name.
-_OPTIONS = {
-    "kv_cache_memory_bytes": "--kv-cache-memory",
-    "peer_timeout_s": "--peer-timeout",
-    "join_timeout_s": "--join-timeout",
-}
+# Ends of fields' names that their options leave out.
+_UNITS_OF_FIELDS = ("_bytes", "_s")
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
@@ -145,9 +238,22 @@ def size_in_bytes(text: str) -> int | None:
     return int(size) if size < math.inf else None
 
 
+def names_of(field_name: str) -> tuple[str, ...]:
+    """Return all names of a field of RunConfig or SamplingParams, its own first."""
+    aliases = {**ALIASES, **SAMPLING_ALIASES}
+    return field_name, *(alias for alias, name in aliases.items() if name == field_name)
+
+
+def options_of(field_name: str) -> tuple[str, ...]:
+    """Return the command's option for a field and its other names: `--peer-timeout` for peer_timeout_s."""
+    own, *others = names_of(field_name)
+    names = others if own.endswith(_UNITS_OF_FIELDS) else (own, *others)
+    return tuple(f"--{name.replace('_', '-')}" for name in names)
+
+
 def option_of(field_name: str) -> str:
-    """Return the command's option for a field of RunConfig: `--peer-timeout` for peer_timeout_s."""
-    return _OPTIONS.get(field_name, f"--{field_name.replace('_', '-')}")
+    """Return the command's option for a field."""
+    return options_of(field_name)[0]
 
 
 def _demand(legal: bool, name: str, value: object, allowed: str) -> None:

@@ -20,6 +20,7 @@ from sarathi_pp.config import (
     RunConfig,
     SamplingParams,
     option_of,
+    options_of,
     stages_among,
 )
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
@@ -110,15 +111,14 @@ MODEL = OptionGroup(
 MEMORY = OptionGroup(
     "Memory",
     Option(
-        "--kv-cache-memory",
+        *options_of("kv_cache_memory_bytes"),
         type=Bytes(),
         show_default="from free memory",
         help="KV cache of each rank, such as 4GiB.",
     ),
     Option("--gpu-memory-utilization", type=float, default=0.9, help="Share of a GPU's memory to use, at most 1."),
     Option(
-        "--page-size",
-        "--block-size",
+        *options_of("page_size"),
         type=Count(auto=True),
         default="auto",
         show_default="16; flash and varlen 256",
@@ -129,23 +129,19 @@ MEMORY = OptionGroup(
 PARALLELISM = OptionGroup(
     "Parallelism",
     Option(
-        "--stages",
-        "--pipeline-parallel-size",
-        "--pp-size",
+        *options_of("stages"),
         type=Count(),
         show_default="1, under torchrun from its processes",
         help="Pipeline stages of each replica.",
     ),
     Option(
-        "--replicas",
-        "--data-parallel-size",
+        *options_of("replicas"),
         type=Count(),
         default=1,
         help="Pipelines that share the requests.",
     ),
     Option(
-        "--tensor-parallel-size",
-        "--tp-size",
+        *options_of("tensor_parallel_size"),
         type=Count(),
         default=1,
         help="Ranks that share each stage. Must divide the model's KV heads.",
@@ -185,8 +181,7 @@ SCHEDULE = OptionGroup(
         help=f"One of {', '.join(sorted(POLICIES))}, or a class as package.module:Class.",
     ),
     Option(
-        "--chunk-size",
-        "--max-num-batched-tokens",
+        *options_of("chunk_size"),
         type=Count(auto=True),
         default="auto",
         show_default="auto, by the profile or the policy",
@@ -215,8 +210,7 @@ SCHEDULE = OptionGroup(
 SAMPLING = OptionGroup(
     "Sampling",
     Option(
-        "--max-new-tokens",
-        "--max-tokens",
+        *options_of("max_new_tokens"),
         type=click.IntRange(min=0),
         show_default="256",
         help="Most tokens to generate per request.",
@@ -247,13 +241,13 @@ RECOVERY = OptionGroup(
         help="Restart and resume up to N times after a stage fails.",
     ),
     Option(
-        "--peer-timeout",
+        *options_of("peer_timeout_s"),
         type=float,
         default=60.0,
         help="Seconds of silence after which a stage counts as lost.",
     ),
     Option(
-        "--join-timeout",
+        *options_of("join_timeout_s"),
         type=float,
         default=300.0,
         help="Seconds for all ranks to join, and of silence during set-up.",

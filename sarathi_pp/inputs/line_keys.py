@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sarathi_pp.config import UNSUPPORTED_SAMPLING
 from sarathi_pp.inputs.generation_config import UNSUPPORTED
 from sarathi_pp.inputs.row import Form
 
@@ -40,26 +41,12 @@ OPENAI_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_i
 # Parameters that other engines have, each with the values under which it changes nothing.
 UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
-    "n": (1,),
-    "best_of": (1,),
+    **UNSUPPORTED_SAMPLING,
     "stream": (False,),
     "stream_options": (),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "include_stop_str_in_output": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (True, False),
@@ -69,7 +56,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
-    "structured_outputs": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -81,7 +67,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "stop_sequences": ([],),
     "stop_strings": ([],),
     "guided_grammar": (),
-    "truncate_prompt_tokens": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from sarathi_pp.cli.main import cli
 from sarathi_pp.cli.options import SAMPLING, run_config
-from sarathi_pp.config import RunConfig, SamplingParams
+from sarathi_pp.config import ALIASES, SAMPLING_ALIASES, RunConfig, SamplingParams, option_of, options_of
 from sarathi_pp.errors import ConfigError
 
 COMMANDS = ("generate", "profile", "plan", "bench", "simulate", "doctor", "report", "compare")
@@ -97,6 +97,18 @@ def test_an_option_sets_each_field_of_a_run_config(field: str) -> None:
     if field == "emulate":
         parsed["model"] = None
     assert getattr(run_config(parsed, None), field) == value
+
+
+@pytest.mark.parametrize("field", [*ALIASES.values(), *SAMPLING_ALIASES.values()])
+def test_an_option_has_the_other_names_of_its_field(field: str) -> None:
+    found = [option.opts for name, option in options() if name == "generate" and option.opts[0] == option_of(field)]
+    assert found == [[*options_of(field)]]
+
+
+def test_no_option_has_another_name_that_no_field_has() -> None:
+    names = {one for name, option in options() if name == "generate" for one in option.opts[1:] if one.startswith("--")}
+    fields_with_aliases = {*ALIASES.values(), *SAMPLING_ALIASES.values()}
+    assert names == {one for field in fields_with_aliases for one in options_of(field)[1:]}
 
 
 def test_no_field_of_a_run_config_is_forgotten() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -153,6 +153,12 @@ def test_sampling_names_the_field(name: str, value: object) -> None:
     with pytest.raises(RowError) as raised:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert raised.value.message.startswith(f"{name} is ")
+
+
+def test_sampling_has_the_defaults_of_its_fields() -> None:
+    """Its constructor is written out, to take the names of other engines."""
+    assert asdict(SamplingParams()) == {one.name: one.default for one in fields(SamplingParams)}
+    assert replace(SamplingParams(3), seed=1) == SamplingParams(max_tokens=3, seed=1)
 
 
 def test_sizes() -> None:

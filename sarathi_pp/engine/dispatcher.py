@@ -90,6 +90,10 @@ class Dispatcher:
             self._abort()
             raise
 
+    def report_progress(self) -> None:
+        """Report the progress of all replicas now, before another run."""
+        self._engine.report_progress()
+
     def close(self) -> None:
         """End all stages, and wait for the goodbye of each leader."""
         for replica in self._replicas.present:

@@ -160,6 +160,10 @@ class Engine:
         """Return whether an exception has ended the pipeline for good."""
         return self._cause is not None
 
+    def report_progress(self) -> None:
+        """Report the progress now, before another run."""
+        self._report_progress(force=True)
+
     def _abort(self, error: BaseException) -> None:
         """Forget every request of this call. Results of microbatches in flight are dropped when they come."""
         if isinstance(error, (PeerLostError, ProtocolError)) or not self._runner.in_step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -72,6 +72,18 @@ class Progress:
             stage_compute_s=tuple(seconds for one in replicas for seconds in one.stage_compute_s),
             window_s=max(one.window_s for one in replicas),
             kv_fragmentation=sum(wasted) / len(wasted) if wasted else None,
+        )
+
+    def since(self, earlier: Progress) -> Progress:
+        """Return the progress from an earlier moment of the same run until now."""
+        counts = ("requests_done", "requests_failed", "prompt_tokens", "output_tokens", "chunks_done", "elapsed_s")
+        computed_s = zip(self.stage_compute_s, earlier.stage_compute_s, strict=True)
+        elapsed_s = self.elapsed_s - earlier.elapsed_s
+        return replace(
+            self,
+            **{name: getattr(self, name) - getattr(earlier, name) for name in counts},
+            stage_compute_s=tuple(now_s - before_s for now_s, before_s in computed_s),
+            window_s=min(self.window_s, elapsed_s),
         )
 
     @property

@@ -88,9 +88,20 @@ def _trial(run: Run) -> Rerun | None:
 
 def analyse(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     """The report of a run that has just ended, with causes; and with advice, which takes longer."""
-    run = _fold(traces[0][0].parent, traces, facts)
-    yield run.report | {"advice": []}
+    run = explain(traces, facts)
+    yield run.report
     yield run.report | _advice(run)
+
+
+def explain(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Run:
+    """Return a run with its causes and without advice, which takes longer. The run may still go on.
+
+    Args:
+        traces: one per stage, of each replica.
+        facts: keys of the report that no trace holds.
+    """
+    run = _fold(traces[0][0].parent, traces, facts)
+    return replace(run, report=run.report | {"advice": []})
 
 
 def _fold(path: Path, traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Run:

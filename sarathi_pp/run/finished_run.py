@@ -32,10 +32,13 @@ class FinishedRun:
         Each is written before the next one is made. If the process is ended in between, the earlier one is on disk.
         """
         last: dict[str, Any] | None = None
-        for last in reports:
-            if self.lost:
-                # Answers are counted when they are written. No trace holds the requests that a lost replica answered.
-                last["requests"] = max(last["requests"], last["completed"] + last["failed"])
+        for last in map(self.counted, reports):
             self.run_dir.write_report(last)
         assert last is not None, "a fold of traces gives one report at least"
         return last
+
+    def counted(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return the report with the requests of lost replicas, whose traces it does not contain."""
+        if not self.lost:
+            return report
+        return report | {"requests": max(report["requests"], report["completed"] + report["failed"])}

@@ -19,7 +19,7 @@ from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.engine.progress import ReplicaProgress, RunListener, Warner
 from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
-from sarathi_pp.errors import PeerLostError, SarathiError
+from sarathi_pp.errors import MissingError, PeerLostError, SarathiError
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.outputs.profile_file import read_profile
@@ -42,6 +42,7 @@ from sarathi_pp.stages.capacity import kv_cache_bytes, limits_of
 from sarathi_pp.stages.stage import Stage
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.events import TraceEnd
+from sarathi_pp.wire.mesh import Coordinate
 
 Driver = Engine | Dispatcher
 
@@ -225,6 +226,27 @@ class Rank:
         if not collected.traces:
             raise PeerLostError("no replica is left: " + "; ".join(map(str, self._lost.values())))
         return FinishedRun(collected.traces, {**self._report_facts(), **(facts or {})}, run_dir, dict(self._lost))
+
+    def run_so_far(self) -> FinishedRun:
+        """Return the traces that the ranks write, on rank 0, while the run goes on.
+
+        Raises:
+            MissingError: a trace is not in rank 0's directory before the run ends.
+        """
+        mesh, hosts = self._member.mesh, self._member.plane.hosts
+        lost = dict(self._dispatcher.lost) if self._dispatcher is not None else {}
+        traces = []
+        for replica in (one for one in range(mesh.replicas) if one not in lost):
+            coordinates = [Coordinate(replica, stage, 0) for stage in range(mesh.stages)]
+            traces.append([self._start.run_dir.trace_path(mesh, each) for each in coordinates])
+            for path, each in zip(traces[-1], coordinates, strict=True):
+                if not path.exists():
+                    host = hosts[mesh.rank(*each)]
+                    raise MissingError(
+                        f"the trace of {mesh.title(mesh.rank(*each))} is on {host} until the run ends; close() returns "
+                        f"the report"
+                    )
+        return FinishedRun(traces, self._report_facts(), self._start.run_dir, lost)
 
     def _end_trace(self) -> None:
         member, stage, recorder = self._member, self._stage, self._trace.recorder

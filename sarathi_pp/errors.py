@@ -61,8 +61,14 @@ class OptionError(ConfigError):
 
     def __init__(self, name: str, option: str, value: object, allowed: str) -> None:
         super().__init__(f"{name}={value!r}: it must be {allowed}")
+        self.name = name
         self.for_command = f"{option} is {value!r}; it must be {allowed}"
         self._given = name, option, value, allowed
+
+    def renamed(self, name: str) -> OptionError:
+        """Return the error with another name of the argument."""
+        _, option, value, allowed = self._given
+        return OptionError(name, option, value, allowed)
 
     def __reduce__(self) -> tuple[type[OptionError], tuple[str, str, object, str]]:
         """Let a pool of processes pass it on."""

@@ -8,10 +8,9 @@ means over the replicas, each from its own steady window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 
 from sarathi_pp.analysis.bubbles import Bubbles, busy_strip, measure_bubbles
@@ -21,7 +20,6 @@ from sarathi_pp.analysis.summary import (
     CostFit,
     Report,
     percentiles,
-    read_timeline,
     summarise_timeline,
     whole_run,
 )
@@ -112,11 +110,6 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
         ],
         "per_replica": [{"replica": one.index, **{name: one.report[name] for name in _OF_EACH}} for one in replicas],
     }
-
-
-def figures(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[Report]:
-    """Yield the report with the figures alone, and nothing that takes longer."""
-    yield summarise_replicas([Replica.fold(read_timeline(of_one)) for of_one in traces]) | dict(facts)
 
 
 def _stages(replica: Replica, window: Interval) -> list[Report]:

@@ -36,11 +36,10 @@ class OutputClosedError(OutputError):
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """An input line that has ended: a completion with its text (None without a tokenizer), or an error."""
+    """How a row ended: a completion, or an error."""
 
     row: Row
     completion: Completion | None = None
-    text: str | None = None
     metrics: Mapping[str, object] | None = None
     error: RowError | None = None
 
@@ -225,24 +224,6 @@ class FileSink:
         if row.extra:
             record["extra"] = json.loads(row.extra)
         return encode_line(record)
-
-
-class MemorySink:
-    """A sink that keeps input lines in the order in which they ended, for the Python API and the tests."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.finished: list[FinishedRow] = []
-
-    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        text = self._tokenizer.finish(completion)
-        self.finished.append(FinishedRow(row, completion, text, metrics))
-
-    def fail(self, row: Row, error: RowError) -> None:
-        self.finished.append(FinishedRow(row, error=error))
-
-    def close(self) -> None:
-        """Do nothing, because memory needs no sync."""
 
 
 def encode_line(record: Mapping[str, object]) -> bytes:

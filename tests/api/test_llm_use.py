@@ -18,7 +18,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from sarathi_pp import LLM, SamplingParams, api
+from sarathi_pp import LLM, SamplingParams
+from sarathi_pp.api.call import Answers
 from sarathi_pp.distributed import launcher
 from sarathi_pp.errors import ConfigError, MemoryLostError, PeerLostError
 from sarathi_pp.process.call_thread import CallThread
@@ -64,7 +65,7 @@ def alone():
 def test_after_an_exception_the_next_call_answers(alone, where, error, monkeypatch) -> None:
     owners = {
         "request": (alone, "_row"),
-        "sink": (api.MemorySink, "finish"),
+        "sink": (Answers, "finish"),
         "stage": (alone._rank._stage, "prepare"),
         "clock": (alone._answering.driver._clock, "now"),
     }

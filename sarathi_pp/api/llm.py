@@ -1,45 +1,36 @@
-"""The Python API, in the shape that users of other engines know.
-
-    with LLM("path/to/model", stages=2) as llm:
-        for output in llm.generate(["12+30=", "1+1="], SamplingParams(max_new_tokens=8)):
-            print(output.prompt, output.outputs[0].text)
-
-`stages=N` starts N - 1 worker processes on this machine; this process is the coordinator and the first stage. With
-`replicas=R` there are R such pipelines, which share the prompts out.
-In a script under torchrun each process makes the same LLM and is one stage: on rank 0 `generate` answers; on
-the others it serves until rank 0 closes its LLM, and every call returns an empty list.
-"""
+"""An LLM: a model on its stages, ready for the calls of a Python program."""
 
 from __future__ import annotations
 
 import atexit
 import json
-import logging
-import operator
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 
-from sarathi_pp.analysis.replicas import figures
-from sarathi_pp.config import RunConfig, SamplingParams, stages_among
+from sarathi_pp.api.arguments import Arguments
+from sarathi_pp.api.call import Answers
+from sarathi_pp.api.outputs import RequestOutput
+from sarathi_pp.api.prompts import Messages, Prompt, chat_lines, params_of_each, prompt_lines
+from sarathi_pp.api.terminal import Terminal
+from sarathi_pp.config import SamplingParams, stages_among
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import module_being_imported, parse_policy
-from sarathi_pp.core.request import FinishReason
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import RankEnvironment, find_environment, mesh_of
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.start_watch import watching_start
-from sarathi_pp.engine.progress import Progress
-from sarathi_pp.errors import ConfigError, RowError, SarathiError
+from sarathi_pp.errors import ConfigError, InputError, RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.request_maker import RequestMaker
@@ -48,7 +39,6 @@ from sarathi_pp.inputs.source import MemorySource
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import check_model, check_shards
 from sarathi_pp.outputs.run_directory import RunDirectory
-from sarathi_pp.outputs.sink import FinishedRow, MemorySink
 from sarathi_pp.process.call_thread import Call, CallThread
 from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.run.auto_options import tuned
@@ -58,18 +48,18 @@ from sarathi_pp.run.setup import Member, agree_on_start
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
-_log = logging.getLogger(__name__)
-
 # For a call that was interrupted: until then it ends its microbatch and tidies up before the interrupt is raised.
 _ABORT_S = 5.0
+# For the traces to hold what was answered, and the time between two looks at them. A lost replica's answers are in no
+# trace that is read, so then the wait is only as long as writing usually takes.
+_TRACES_S = 5.0
+_WRITTEN_S = 1.0
+_LOOK_S = 0.1
 # For the thread of a closed LLM, which has nothing more to do.
 _TIDY_S = 5.0
 # One LLM at a time: setting up changes the environment and torch's number of threads.
 _one_set_up = threading.Lock()
 _among_ranks = threading.Lock()
-
-Prompt = str | Sequence[int]
-Messages = list[dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,34 +71,20 @@ class _Answering:
     maker: RequestMaker
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """text is None for a model without tokenizer files. token_ids: all generated ids, end of sequence included."""
-
-    text: str | None
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """One prompt's answer. Where the prompt cannot run, `error` says why and `outputs` is empty."""
-
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    error: RowError | None = None
-    metrics: dict[str, object] = field(default_factory=dict)
-
-
 class LLM:
-    """A model spread over `stages`, ready to generate; loaded by the constructor, let go by `close`.
+    """A model spread over `stages`, ready to generate. The constructor loads it, and `close` ends it.
 
     Calls from several threads run one after the other. After an exception in a call, an interrupt included, the next
     call works, or raises PeerLostError if a stage was lost.
 
-    options: further fields of RunConfig (policy, chunk_size, dtype, kv_cache_memory_bytes, ...). An unknown one
-    is an error. Raises the errors that the command line would exit with.
+    Args:
+        model: directory of the model, or its id on the Hugging Face Hub.
+        stages: pipeline stages of each replica. None: 1, or under torchrun all that its processes make.
+        options: other fields of RunConfig (policy, chunk_size, dtype, kv_cache_memory_bytes, ...). The command's and
+            vLLM's names for them are accepted too.
+
+    Raises:
+        SarathiError: the errors with which the command line would exit.
     """
 
     def __init__(self, model: str | os.PathLike[str], *, stages: int | None = None, **options: Any) -> None:
@@ -116,24 +92,29 @@ class LLM:
         env = find_environment()
         self._env = env or RankEnvironment()
         self._clock = SystemClock()
-        self._next_index = 0
+        self._arguments = Arguments(model, stages, options)
+        self._terminal = Terminal(self._arguments, shown=self._env.rank == 0)
+        self._next_index = self._num_ended = 0
         self._lock = threading.Lock()
         self._closing = self._closed = False
         self._end: Call[dict[str, Any] | None] | None = None
+        self._final: dict[str, Any] | None = None
         # What has to be let go of, last in first out, whether all goes well or nothing does.
         self._held = ExitStack()
         self._thread = CallThread("LLM")
         self._held.callback(self._thread.close)
         try:
-            scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
-            checked = _check(cast(str, model), stages, options, env, scratch / "run")
-            # Leaving the others comes behind stopping the workers: a thread that waits for one then ends.
-            joined = self._held.enter_context(ExitStack())
-            self._workers = Workers(scratch / "store", mesh_of(checked.config), first_rank=1)
-            self._held.callback(self._workers.stop)
-            with _one_set_up:
-                self._rank = self._set_up(checked, joined, started=env is not None)
-                self._answering = self._prepare()
+            with self._arguments.named(), self._terminal.loading():
+                scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
+                with self._terminal.activity.phase("reading the model's configuration"):
+                    checked = _check(self._arguments, stages, env, scratch / "run")
+                # Leaving the others comes behind stopping the workers: a thread that waits for one then ends.
+                joined = self._held.enter_context(ExitStack())
+                self._workers = Workers(scratch / "store", mesh_of(checked.config), first_rank=1)
+                self._held.callback(self._workers.stop)
+                with _one_set_up:
+                    self._rank = self._set_up(checked, joined, started=env is not None)
+                    self._answering = self._prepare()
             atexit.register(self.close)
         except BaseException:
             self._thread.call(self._held.close)
@@ -156,7 +137,8 @@ class LLM:
                     # In a thread that no signal interrupts, so that each worker is known that was started.
                     self._thread.call(partial(workers.start, ("worker", json.dumps(asdict(config), default=str))))
                     watched.enter_context(watching_start(workers, config.join_timeout_s))
-                plane = ControlPlane.join(self._env, config.join_timeout_s, config.peer_timeout_s, mesh_of(config))
+                mesh, activity = mesh_of(config), self._terminal.activity
+                plane = ControlPlane.join(self._env, config.join_timeout_s, config.peer_timeout_s, mesh, activity)
             joined.callback(plane.leave)
             member = Member(checked, plane, Watchdog(None), self._clock)
             rank = set_up(member, agree_on_start(member))
@@ -174,9 +156,8 @@ class LLM:
             return None
         rank.checked.run_dir.write_run(rank.describe())
         tokenizer = rank.checked.tokenizer()
-        listener = _Logged()
-        driver = rank.driver(tokenizer, listener)
-        maker = rank.request_maker(tokenizer, listener)
+        driver = rank.driver(tokenizer, self._terminal)
+        maker = rank.request_maker(tokenizer, self._terminal)
         self._thread.call(partial(_compute_here, torch.get_num_threads(), rank.device))
         return _Answering(tokenizer, driver, maker)
 
@@ -184,35 +165,94 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts, each a string or a list of token ids.
+        """Return the answers in the order of the prompts.
 
-        sampling_params: for all prompts, or one each; None takes the model's generation_config.json.
-        Raises PeerLostError if a stage is lost, ConfigError for arguments that are none of these.
+        Args:
+            prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or a dictionary with
+                `prompt` or `prompt_token_ids`.
+            sampling_params: for all prompts, or one for each. None: the model's generation_config.json.
+            use_tqdm: show the progress on standard error, if that is a terminal.
+
+        Raises:
+            ConfigError: an argument has another type.
+            PeerLostError: a stage was lost.
         """
-        if not isinstance(prompts, Sequence):
-            raise ConfigError(f"prompts is {prompts!r:.60}; give a string, token ids, or a list of them")
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            return self._run([_prompt_line(prompts)], sampling_params)
-        return self._run([_prompt_line(prompt) for prompt in prompts], sampling_params)
+        return self._all(prompt_lines(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The same for conversations, each a list of {"role", "content"}, through the model's chat template."""
-        one = bool(messages) and isinstance(messages[0], dict)
-        chats = cast(Sequence[Messages], [messages] if one else messages)
-        return self._run([ParsedLine(0, None, "own", messages=chat) for chat in chats], sampling_params)
+        """Return the answers to conversations, which the model's chat template turns into prompts. See `generate`.
+
+        Args:
+            messages: one conversation or a list of them. A conversation is a list of {"role": ..., "content": ...}.
+        """
+        return self._all(chat_lines(messages), sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield each answer when it is complete. `index` is the position of its prompt.
+
+        The requests start with the first `next`. Leaving the loop, by `break` or an exception, cancels those that are
+        not answered yet. Args and errors are those of `generate`.
+        """
+        lines = prompt_lines(prompts)
+        return self._answers(lines, params_of_each(sampling_params, len(lines)), shown=False)
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the report of everything generated so far, with the keys of report.json. After `close`, the last one.
+
+        None on ranks other than 0, and after `close` if a stage was lost or the `with` block ended with an exception.
+
+        Raises:
+            MissingError: stages of other hosts keep their traces until `close`.
+        """
+        if self._answering is None:
+            return None
+        while self._end is None:
+            try:
+                with self._arguments.named():
+                    return self._report_so_far()
+            except (SarathiError, OSError):
+                if self._end is None:  # otherwise another thread has closed this LLM meanwhile
+                    raise
+        self._end.wait()
+        return self._final
+
+    def _report_so_far(self) -> dict[str, Any]:
+        """Fold the traces. Every rank writes its own twice per second, so wait until they hold all answers."""
+        from sarathi_pp.report.run_reader import explain  # scipy is slow to import
+
+        start_s, num_ended = self._clock.now(), self._num_ended
+        while True:
+            so_far = self._rank.run_so_far()
+            late = self._clock.now() >= start_s + (_WRITTEN_S if so_far.lost else _TRACES_S)
+            try:
+                run = explain(so_far.traces, so_far.facts)
+                num_traced = run.report["completed"] + run.report["failed"]
+                if late or num_traced >= num_ended or any(each.timeline.is_cut for each in run.replicas):
+                    return so_far.counted(run.report)
+            except InputError:  # a stage has written nothing yet
+                if late:
+                    raise
+            self._clock.sleep(_LOOK_S)
 
     def close(self) -> dict[str, Any] | None:
-        """End the workers; returns the report of everything generated (None if there is none).
+        """End the workers. Return the report of everything generated, or None if it does not exist.
 
-        A call of another thread that is still generating raises ConfigError. A second close waits for the first.
-        Without causes and advice: with a `run_dir`, `sarathi-pp report` finds them.
+        A call of another thread that is still generating raises ConfigError. A second close waits for the first and
+        returns None. With a `run_dir`, `sarathi-pp report` adds advice.
         """
-        return self._finish(self._farewell)
+        with self._arguments.named():
+            return self._finish(self._farewell)
 
     def _farewell(self) -> dict[str, Any] | None:
         """Send the stages home; returns the report. None if they are lost."""
@@ -221,7 +261,12 @@ class LLM:
                 return None
             self._answering.driver.close()
         finished = self._rank.finish()
-        return finished.keep(figures(finished.traces, finished.facts)) if finished is not None else None
+        if finished is None:
+            return None
+        from sarathi_pp.report.run_reader import explain  # scipy is slow to import
+
+        self._final = finished.keep([explain(finished.traces, finished.facts).report])
+        return self._final
 
     def _finish(self, last: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         """Do this last thing and let go of everything, in the thread that no signal interrupts."""
@@ -265,46 +310,75 @@ class LLM:
         threading.Thread(target=self._workers.stop, name="stop workers", daemon=True).start()
         self._finish(lambda: None)
 
-    def _run(
-        self, lines: list[ParsedLine], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    def _all(
+        self,
+        lines: list[ParsedLine],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if self._env.rank != 0:
-            if not self._closing:
-                try:
-                    self._rank.serve()
-                except BaseException:
-                    self._finish(lambda: None)
-                    raise
-                self.close()
-            return []
-        params = self._params(sampling_params, len(lines))
-        call = Call[list[RequestOutput]](partial(self._answer, lines, params))
+        if not isinstance(use_tqdm, bool):
+            raise ConfigError(f"use_tqdm is {use_tqdm!r:.60}; it must be True or False")
+        answers = self._answers(lines, params_of_each(sampling_params, len(lines)), shown=use_tqdm)
+        return sorted(answers, key=attrgetter("index"))
+
+    def _answers(
+        self, lines: list[ParsedLine], params: Sequence[SamplingParams | None], *, shown: bool
+    ) -> Iterator[RequestOutput]:
+        """Yield the answers as they come. The end of the generator, at any point, ends the call."""
+        if self._answering is None:
+            self._serve()
+            return
+        answers = Answers(lines, self._answering.tokenizer)
+        call = Call[None](partial(self._answer, lines, params, answers, shown))
+        with self._arguments.named():
+            try:
+                with self._lock:
+                    self._check_open()
+                    self._thread.submit(call)
+                yield from answers.until_end(call)
+            except BaseException:
+                call.cancel()
+                if call.submitted:
+                    call.wait(_ABORT_S)
+                raise
+            call.result()
+
+    def _serve(self) -> None:
+        """On ranks other than 0: compute this stage until rank 0 closes its LLM."""
+        if self._closing:
+            return
         try:
-            with self._lock:
-                self._check_open()
-                self._thread.submit(call)
-            call.wait()
+            self._rank.serve()
         except BaseException:
-            call.cancel()
-            if call.submitted:
-                call.wait(_ABORT_S)
+            self._finish(lambda: None)
             raise
-        return call.result()
+        self.close()
 
     def _answer(
-        self, lines: list[ParsedLine], params: Sequence[SamplingParams | None], call: Call[list[RequestOutput]]
-    ) -> list[RequestOutput]:
+        self,
+        lines: list[ParsedLine],
+        params: Sequence[SamplingParams | None],
+        answers: Answers,
+        shown: bool,
+        call: Call[None],
+    ) -> None:
+        """Run one call, in the thread of all calls."""
         assert self._answering is not None, "rank 0 alone answers"
-        rows = []
-        for line, one in zip(lines, params, strict=True):
-            self._check_going_on(call)
-            rows.append(self._row(self._answering.maker, line, one))
-        sink = MemorySink(self._answering.tokenizer)
-        self._answering.driver.run(MemorySource(rows), sink, _Calling(self, call))
-        finished = {ended.row.line: ended for ended in sink.finished}
-        return [_output(line, finished[row.line]) for line, row in zip(lines, rows, strict=True)]
+        try:
+            rows = []
+            for line, each in zip(lines, params, strict=True):
+                self._check_going_on(call)
+                rows.append(self._row(self._answering.maker, line, each))
+            answers.start(rows)
+            with self._terminal.calling(len(rows), shown=shown):
+                driver = self._answering.driver
+                driver.report_progress()
+                driver.run(MemorySource(rows), answers, _Calling(self, call))
+        finally:
+            self._num_ended += answers.num_ended
+            answers.close()
 
-    def _check_going_on(self, call: Call[list[RequestOutput]]) -> None:
+    def _check_going_on(self, call: Call[None]) -> None:
         """Raise if the caller was interrupted, or another thread closes this LLM."""
         call.check()
         self._check_open()
@@ -312,17 +386,6 @@ class LLM:
     def _check_open(self) -> None:
         if self._closing:
             raise ConfigError("this LLM is closed; make a new one")
-
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> Sequence[SamplingParams | None]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given] * count
-        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
-            raise ConfigError(f"sampling_params is {given!r:.60}; give SamplingParams(...), or a list of them")
-        if len(given) != count:
-            raise ConfigError(f"{len(given)} sampling_params were given for {count} prompts; give one, or one each")
-        return given
 
     def _row(self, maker: RequestMaker, line: ParsedLine, params: SamplingParams | None) -> Row:
         index = self._next_index
@@ -347,18 +410,13 @@ def _refuse_in_an_import() -> None:
         )
 
 
-def _check(
-    model: str, stages: int | None, options: dict[str, Any], env: RankEnvironment | None, unnamed: Path
-) -> Preflight:
+def _check(arguments: Arguments, stages: int | None, env: RankEnvironment | None, unnamed: Path) -> Preflight:
     """Refuse what can be refused before anything is started or loaded.
 
     Args:
-        unnamed: the run directory if the options name none.
+        unnamed: the run directory if the arguments name none.
     """
-    try:
-        config = RunConfig(model=model, stages=1 if stages is None else stages, **options)
-    except TypeError as error:
-        raise ConfigError(f"LLM(): {error}; the options are the fields of RunConfig") from None
+    config = arguments.config()
     if env is not None:
         shards = config.tensor_parallel_size
         config = replace(config, stages=stages_among(env.world_size, stages, config.replicas, shards))
@@ -372,17 +430,16 @@ def _check(
     defaults = defaults.with_command(config.sampling_overrides)
     run_dir = RunDirectory.unnamed(unnamed) if config.run_dir is None else RunDirectory(config.run_dir)
     if config.run_dir is not None and (env is None or env.rank == 0):
-        RunDirectory.check(config.run_dir, overwrite=False)
+        _check_run_dir(config.run_dir)
     return Preflight(config, model_dir, None, facts, defaults, run_dir)
 
 
-class _Logged:
-    """A run's reports: warnings go to the log."""
-
-    def report_progress(self, progress: Progress) -> None: ...
-
-    def warn(self, text: str) -> None:
-        _log.warning(text)
+def _check_run_dir(path: Path) -> None:
+    """Refuse the directory of an earlier run."""
+    try:
+        RunDirectory.check(path, overwrite=False)
+    except ConfigError:
+        raise ConfigError(f"the run directory {path} exists; give run_dir the name of a new one") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +447,7 @@ class _Calling:
     """A call is never asked to stop: it is ended by an error."""
 
     llm: LLM
-    call: Call[list[RequestOutput]]
+    call: Call[None]
 
     def asked(self) -> None:
         self.llm._check_going_on(self.call)
@@ -412,22 +469,3 @@ def _only_one() -> Iterator[None]:
         yield
     finally:
         _among_ranks.release()
-
-
-def _prompt_line(prompt: object) -> ParsedLine:
-    if isinstance(prompt, str):
-        return ParsedLine(0, None, "own", prompt=prompt)
-    try:
-        return ParsedLine(0, None, "own", prompt_token_ids=tuple(map(operator.index, prompt)))  # type: ignore[call-overload]
-    except TypeError:
-        raise ConfigError(f"prompts holds {prompt!r:.60}; each must be a string or a list of token ids") from None
-
-
-def _output(line: ParsedLine, ended: FinishedRow) -> RequestOutput:
-    request = ended.row.request
-    prompt_token_ids = tuple(request.prompt_token_ids) if request else ()
-    if ended.completion is None:
-        return RequestOutput(line.prompt, prompt_token_ids, (), error=ended.error)
-    completion = ended.completion
-    output = CompletionOutput(ended.text, completion.token_ids, completion.finish_reason)
-    return RequestOutput(line.prompt, prompt_token_ids, (output,), metrics=dict(ended.metrics or {}))

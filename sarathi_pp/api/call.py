@@ -1,0 +1,72 @@
+"""One call of an LLM: its rows, the queue of its answers, and its progress on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+
+from sarathi_pp.api.outputs import CompletionOutput, RequestOutput
+from sarathi_pp.core.request import Completion
+from sarathi_pp.errors import RowError
+from sarathi_pp.inputs.parse import ParsedLine
+from sarathi_pp.inputs.row import Row
+from sarathi_pp.process.call_thread import Call
+from sarathi_pp.text.tokenizer import Tokenizer
+
+# How often a caller that waits for an answer looks whether the call has ended.
+_LOOK_S = 0.2
+
+
+class Answers:
+    """The sink of one call, which its caller reads from another thread. See Sink.
+
+    Args:
+        lines: the prompts.
+    """
+
+    def __init__(self, lines: Sequence[ParsedLine], tokenizer: Tokenizer) -> None:
+        self._lines = lines
+        self._tokenizer = tokenizer
+        self._queue: SimpleQueue[RequestOutput | None] = SimpleQueue()
+        self._first_line = 0
+        self.num_ended = 0
+
+    def start(self, rows: Sequence[Row]) -> None:
+        """Take the rows of the prompts, in order."""
+        self._first_line = rows[0].line if rows else 0
+
+    def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
+        text = self._tokenizer.finish(completion)
+        output = CompletionOutput(text, completion.token_ids, completion.finish_reason)
+        self._put(row, (output,), None, metrics)
+
+    def fail(self, row: Row, error: RowError) -> None:
+        self._put(row, (), error, {})
+
+    def close(self) -> None:
+        """Tell the reader that no answer follows."""
+        self._queue.put(None)
+
+    def _put(
+        self, row: Row, outputs: tuple[CompletionOutput, ...], error: RowError | None, metrics: Mapping[str, object]
+    ) -> None:
+        index = row.line - self._first_line
+        token_ids = tuple(row.request.prompt_token_ids) if row.request else ()
+        prompt = self._lines[index].prompt
+        self._queue.put(RequestOutput(prompt, token_ids, outputs, error, dict(metrics), index, str(row.line - 1)))
+        self.num_ended += 1
+
+    def until_end(self, call: Call[None]) -> Iterator[RequestOutput]:
+        """Yield the answers as they come, until the call has ended."""
+        while True:
+            ended = call.wait(0)
+            try:
+                output = self._queue.get(timeout=0 if ended else _LOOK_S)
+            except Empty:
+                if ended:
+                    return
+                continue
+            if output is None:
+                call.wait()
+                return
+            yield output

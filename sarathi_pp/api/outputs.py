@@ -1,0 +1,46 @@
+"""The answers that a Python program gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sarathi_pp.core.request import FinishReason
+from sarathi_pp.errors import RowError
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One output of a prompt.
+
+    Args:
+        text: the text that the output adds to the prompt. None for a model without tokenizer files.
+        token_ids: all generated ids, the end of the sequence included.
+        finish_reason: `stop`, or `length` at the limit.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one prompt.
+
+    Args:
+        prompt: text of the prompt. None for token ids and conversations.
+        prompt_token_ids: empty if the prompt cannot run.
+        outputs: one output. Empty if the prompt cannot run.
+        error: the reason why the prompt cannot run.
+        metrics: seconds of this request, by name. None for times that do not exist.
+        index: position of the prompt in the call.
+        request_id: number of the request since the LLM was made, as text.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    error: RowError | None = None
+    metrics: dict[str, object] = field(default_factory=dict)
+    index: int = 0
+    request_id: str = ""

@@ -1,0 +1,99 @@
+"""The prompts that a Python program gives: text, token ids, or a dictionary with one of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypedDict, cast
+
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.inputs.parse import ParsedLine
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Messages = list[dict[str, object]]
+
+_KEYS = ("prompt", "prompt_token_ids")
+# Keys of other engines' prompts, and the reason why they are refused.
+_OTHERS = {
+    "multi_modal_data": "models read text only",
+    "mm_processor_kwargs": "models read text only",
+    "multi_modal_uuids": "models read text only",
+    "prompt_embeds": "a prompt is text or token ids",
+    "cache_salt": "requests share no cached prompts",
+}
+
+
+def prompt_lines(prompts: Prompt | Sequence[Prompt]) -> list[ParsedLine]:
+    """Return a line for each prompt. Raises ConfigError for anything that is no prompt and no list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [_prompt_line(prompts)]
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts is {prompts!r:.60}; give a string, token ids, or a list of them")
+    if prompts and isinstance(prompts[0], int):
+        return [_prompt_line(prompts)]
+    return [_prompt_line(prompt) for prompt in prompts]
+
+
+def chat_lines(messages: Messages | Sequence[Messages]) -> list[ParsedLine]:
+    """Return a line for each conversation."""
+    if messages and isinstance(messages[0], dict):
+        return [ParsedLine(0, None, "own", messages=cast(Messages, messages))]
+    return [ParsedLine(0, None, "own", messages=chat) for chat in cast(Sequence[Messages], messages)]
+
+
+def params_of_each(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams | None]:
+    """Return the parameters of each of `count` prompts. Raises ConfigError if there is another number of them."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given] * count
+    if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
+        raise ConfigError(f"sampling_params is {given!r:.60}; give SamplingParams(...), or a list of them")
+    if len(given) != count:
+        raise ConfigError(f"{len(given)} sampling_params were given for {count} prompts; give one, or one each")
+    return given
+
+
+def _prompt_line(prompt: object) -> ParsedLine:
+    if isinstance(prompt, Mapping):
+        return _prompt_line(_content(prompt))
+    if isinstance(prompt, str):
+        return ParsedLine(0, None, "own", prompt=prompt)
+    try:
+        return ParsedLine(0, None, "own", prompt_token_ids=tuple(map(operator.index, prompt)))  # type: ignore[call-overload]
+    except TypeError:
+        _refuse(prompt)
+
+
+def _content(prompt: Mapping[str, object]) -> object:
+    """Return the text or the token ids of a dictionary."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    for key in given:
+        if key in _OTHERS:
+            raise ConfigError(f"a prompt has {key!r}, which is not supported: {_OTHERS[key]}; remove it")
+        if key not in _KEYS:
+            raise ConfigError(f"a prompt has the unknown key {key!r}; it takes prompt or prompt_token_ids")
+    if len(given) != 1:
+        held = " and ".join(given) or "neither prompt nor prompt_token_ids"
+        raise ConfigError(f"a prompt has {held}; give one of prompt and prompt_token_ids")
+    (content,) = given.values()
+    if isinstance(content, str) != ("prompt" in given) or isinstance(content, Mapping):
+        _refuse(prompt)
+    return content
+
+
+def _refuse(prompt: object) -> NoReturn:
+    raise ConfigError(
+        f"prompts holds {prompt!r:.60}; each must be a string, a list of token ids, or a dictionary with prompt or "
+        f"prompt_token_ids"
+    ) from None

@@ -36,7 +36,7 @@ class OutputClosedError(OutputError):
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """How a row ended: a completion, or an error."""
+    """An input line that has ended: a completion, or an error."""
 
     row: Row
     completion: Completion | None = None

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -198,7 +198,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield each answer when it is complete. `index` is the position of its prompt.
 
         The requests start with the first `next`. Leaving the loop, by `break` or an exception, cancels those that are
@@ -323,14 +323,14 @@ class LLM:
 
     def _answers(
         self, lines: list[ParsedLine], params: Sequence[SamplingParams | None], *, shown: bool
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield the answers as they come. The end of the generator, at any point, ends the call."""
-        if self._answering is None:
-            self._serve()
-            return
-        answers = Answers(lines, self._answering.tokenizer)
-        call = Call[None](partial(self._answer, lines, params, answers, shown))
         with self._arguments.named():
+            if self._answering is None:
+                self._serve()
+                return
+            answers = Answers(lines, self._answering.tokenizer)
+            call = Call[None](partial(self._answer, lines, params, answers, shown))
             try:
                 with self._lock:
                     self._check_open()

@@ -12,7 +12,7 @@ import pytest
 
 from sarathi_pp.trace.events import Head
 from sarathi_pp.trace.recorder import read_trace
-from tests.commands.processes import COMMAND, ROOT, environment, free_port
+from tests.commands.processes import COMMAND, ROOT, TORCHRUN, environment, free_port
 from tests.launch.nodes import write_token_ids
 from tests.machine import patient
 
@@ -74,6 +74,15 @@ def test_it_runs_and_shows_what_it_says(name: str, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(".*?".join(SAYS[name]), run.stdout, re.DOTALL), run.stdout
+
+
+def test_the_library_runs_under_torchrun_and_rank_0_prints(tmp_path: Path) -> None:
+    command = (str(TORCHRUN), "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "library.py"))
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(200), check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("37+48=85") == run.stdout.count("bubble ") == 1
 
 
 def test_the_bubble_by_hand_counts_heads_that_the_first_stage_computes(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import click
 
 from sarathi_pp import errors
 from sarathi_pp.cli.main import cli
-from sarathi_pp.config import RunConfig, SamplingParams, option_of
+from sarathi_pp.config import RunConfig, SamplingParams, names_of, option_of
 from sarathi_pp.model.families import FAMILIES
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -112,23 +112,27 @@ def _option_row(option: click.Option, context: click.Context) -> tuple[str, str,
 def _config_page() -> str:
     texts, of_requests = _arguments(RunConfig), _arguments(SamplingParams)
     run = [
-        (f"`{one.name}`", _code(str(one.type)), _default(one), f"`{option_of(one.name)}`", texts[one.name])
+        (_names(one.name), _code(str(one.type)), _default(one), f"`{option_of(one.name)}`", texts[one.name])
         for one in fields(RunConfig)
         if one.name not in _OF_COMMANDS
     ]
     sampling = [
-        (f"`{one.name}`", _code(str(one.type)), _default(one), of_requests[one.name]) for one in fields(SamplingParams)
+        (_names(one.name), _code(str(one.type)), _default(one), of_requests[one.name]) for one in fields(SamplingParams)
     ]
     return _page(
         "Configuration",
         "`LLM(model, **options)` takes the fields of `RunConfig`, and each field has an option on the command line.\n"
-        "An unknown field is an error.",
+        "Some fields have more than one name. An unknown name is an error.",
         "## RunConfig",
         _table(("field", "type", "default", "option", "meaning"), run),
         "## SamplingParams",
         "One per request in Python. A line of the [input](input-format.md) uses the same names.",
         _table(("field", "type", "default", "meaning"), sampling),
     )
+
+
+def _names(field: str) -> str:
+    return ", ".join(f"`{name}`" for name in names_of(field))
 
 
 def _arguments(kind: type) -> dict[str, str]:

@@ -1,15 +1,15 @@
-"""Adding an architecture: what has to be known about OLMo 3, and the proof that slices of it are exact.
+"""Add an architecture: the entry for OLMo 3, and the proof that its slices are exact.
 
     python examples/add_a_model.py
 
 sarathi_pp has no model files of its own. A stage is transformers' own class without the layers of other stages. So an
-architecture is an entry in sarathi_pp/model/families.py: names of modules, and particulars of its cache.
-What has no entry is refused, because nobody has proven it. To add one:
+architecture is an entry in sarathi_pp/model/families.py: names of modules, and details of its cache. A model without
+an entry is refused, because no test has proven it. To add one:
 
-1. Write the entry. This script has it in its own hands, and lends it to the package.
-2. See that slices chained over the paged KV cache give the logits of the unmodified model: this script.
-3. Put the entry into families.py and a tiny configuration with all the family's particulars switched on into
-   tests/model/families.py. The tests then run it on one, two and four stages, under every attention backend.
+1. Write the entry. This script keeps it here and patches it into the package.
+2. Check that chained slices over the paged KV cache give the logits of the unmodified model. This script does that.
+3. Put the entry into families.py. Put a tiny configuration into tests/model/families.py, with all special features of
+   the family switched on. The tests then run it on one, two and four stages, with every attention backend.
 """
 
 import tempfile
@@ -28,12 +28,13 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import load_stage
 
-# OLMo 3 calls its parts as Llama does, `model.embed_tokens`, `model.layers`, `model.norm`, `lm_head`: the defaults.
-# Layers that `layer_types` calls sliding_attention see a window. Where config.json does not say, all heads have
-# keys and values of their own. No multipliers, sinks or soft caps. `widths` is left out: not proven in tensor shards.
+# OLMo 3 names its parts as Llama does: `model.embed_tokens`, `model.layers`, `model.norm`, `lm_head`. These are the
+# defaults. Layers of the type sliding_attention in `layer_types` see a window. If config.json does not give the number
+# of KV heads, each attention head has its own. There are no multipliers, sinks or soft caps. `widths` is left out,
+# because no test has proven the family with tensor parallelism.
 OLMO3 = Family(architecture="Olmo3ForCausalLM", model_type="olmo3", windows="by_type")
 
-# Small, with random weights, and with what is special switched on: a mistake has to show.
+# A small model with random weights and all special features switched on, so that a mistake changes the logits.
 CONFIG = transformers.Olmo3Config(
     vocab_size=128,
     hidden_size=48,
@@ -71,12 +72,12 @@ def main() -> None:
             off = ((found - expected).abs().max() / expected.abs().max()).item()
             same = int((found.argmax(-1) == expected.argmax(-1)).sum())
             print(f"windows {family.windows}: relative error {off:.0e}, {same} of {len(found)} greedy tokens the same")
-    # The proof has to be able to fail, and does, where the entry says nothing of the windows.
-    assert off < 1e-5 and same == len(found), "not exact: a particular of the family is missing from its entry"
+    # The proof must be able to fail. It does for the first entry, which lacks the windows.
+    assert off < 1e-5 and same == len(found), "not exact: the entry lacks a detail of the family"
 
 
 def run_slices(directory: Path, prompt: torch.Tensor) -> torch.Tensor:
-    """The logits of every position, computed as a run does: in chunks, over pages, from stage to stage."""
+    """Return the logits of every position, computed as a run does: in chunks, over pages, from stage to stage."""
     facts = support.check_model(directory)
     backend = choose_backend("auto", CPU, PAGE_SIZE)
     stages = [load_stage(directory, part, facts.num_layers, torch.float32, CPU, backend) for part in STAGES]
@@ -84,7 +85,7 @@ def run_slices(directory: Path, prompt: torch.Tensor) -> torch.Tensor:
     caches = [KVShard(part, NUM_PAGES, PAGE_SIZE, *shape) for part in STAGES]
     logits = []
     first = 0
-    # A chunk that fills no page, one that ends inside another, decodes, and a chunk behind them.
+    # Two chunks that end inside a page, two decodes, and a chunk after them.
     for num_tokens in (7, 13, 1, 1, 23):
         span = Span(first, num_tokens, tuple(range(NUM_PAGES)))
         inputs = build_inputs([span], range(num_tokens), PAGE_SIZE, CPU)

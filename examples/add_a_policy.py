@@ -1,15 +1,15 @@
-"""Adding a policy: shortest prompts first, in this file alone, on the simulator and on a real model.
+"""Add a policy: shortest prompts first, all in this file, on the simulator and on a real model.
 
     python examples/add_a_policy.py
 
 A policy chooses how many tokens of which sequences run next, and nothing else. The coordinator keeps queues and pages,
-and refuses an illegal grant. So what a policy grants changes the speed of a run, and not its answers. To use yours:
+and refuses an illegal grant. So a policy changes the speed of a run, but not its answers. To use your own:
 
-1. Derive a class from Policy, as below. Its class attributes say what it needs; see sarathi_pp/core/policy/view.py.
+1. Derive a class from Policy, as below. Its class attributes declare its needs: see sarathi_pp/core/policy/view.py.
 2. Name it as Python imports it: --policy package.module:Class, or --policy package.module:Class:key=value with
-   parameters. All ranks import it: from installed packages, PYTHONPATH, or last the directory that they start in.
-   They import this whole file, so what it runs is below `if __name__ == "__main__":`.
-3. To have it found by a short name, register an entry point "sarathi_pp.policies" in your package's pyproject.toml.
+   parameters. All ranks import it from installed packages, from PYTHONPATH, or last from their current directory.
+   They import this whole file, so the script's own work is below `if __name__ == "__main__":`.
+3. For a short name, register an entry point "sarathi_pp.policies" in the pyproject.toml of your package.
 
 A policy of sarathi_pp itself is a file in sarathi_pp/core/policy/ and a line in registry.py there.
 """
@@ -38,7 +38,7 @@ class ShortestFirst(Policy):
     Short prompts get their first token sooner, and long ones later.
 
     Args:
-        among: how many of the oldest prompts are put in that order; the others follow.
+        among: number of the oldest prompts that are sorted by length. The other prompts follow in their order.
     """
 
     among: int = parameter(8, least=1)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def simulate(policy: str) -> dict[str, Any]:
-    """The report of 64 requests that come at once; the real coordinator schedules them on a modelled pipeline."""
+    """Simulate 64 requests that arrive at once, and return the report. The coordinator is the real one."""
     return report_of(
         Experiment(
             profile=preset("gpt3-a100-tp8pp8"),
@@ -86,7 +86,7 @@ def simulate(policy: str) -> dict[str, Any]:
 
 
 def generate(policy: str, output: Path) -> dict[str, list[int]]:
-    """The token ids of each row. The command is a user's, in the directory of the policy's module."""
+    """Run the command as a user would, in the directory of the policy's module. Return the token ids of each row."""
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", "tiny-adder", "--stages", "2"]
     command += ["--input", "prompts.jsonl", "--output", str(output), "--policy", policy, "--chunk-size", "64"]
     subprocess.run([*command, "--kv-cache-memory", "16MiB", "--device", "cpu", "--quiet"], cwd=EXAMPLES, check=True)

@@ -1,9 +1,9 @@
-"""A fault drill: kill a stage and go on with the run, then kill a replica and see that nothing is lost.
+"""A fault drill: kill a stage and resume the run, then kill a replica and see that no answer is lost.
 
     python examples/fault_drill.py
 
-Real processes, over the real transport; only their computing is slept (examples/emulated.json), so that there is time
-to kill one. An answer is drawn from request and position, so that each run has the same.
+The processes and the transport are real. Only the computing is replaced by sleeping (examples/emulated.json), so that
+there is time to kill a process. Answers are drawn by request and position, so every run has the same.
 """
 
 import json
@@ -30,30 +30,30 @@ def main() -> None:
         run = generate(folder, "resumed", "--stages", "2")
         kill(run, folder / "resumed.jsonl", rank=1)
         print(f"   code {run.wait(60)}, {len(answers(folder / 'resumed.jsonl'))} of {ROWS} answers are on disk")
-        # 75 says: the same command with --resume goes on. `--max-restarts 1` would have done it by itself.
+        # 75 means that the same command with --resume continues. `--max-restarts 1` would have done that alone.
         assert run.returncode == 75
         assert generate(folder, "resumed", "--stages", "2", "--resume").wait(60) == 0
         print(f"   resumed: {len(answers(folder / 'resumed.jsonl'))} answers")
 
         print("2. Two replicas of two stages; the second loses a stage.")
         run = generate(folder, "shared", "--stages", "2", "--replicas", "2")
-        kill(run, folder / "shared.jsonl", rank=3)  # ranks 0 and 1 are replica 0, 2 and 3 replica 1
+        kill(run, folder / "shared.jsonl", rank=3)  # replica 0 has ranks 0 and 1, replica 1 has ranks 2 and 3
         print(f"   code {run.wait(60)}, {len(answers(folder / 'shared.jsonl'))} of {ROWS} answers")
         report = json.loads((folder / "shared.jsonl.run" / "report.json").read_text())
         print(f"   replicas that were lost: {report['lost_replicas']}")
-        # Its rows went to the other one, which answered them as it would have.
+        # The other replica answered the rows of the lost one, with the same tokens.
         assert run.returncode == 0 and answers(folder / "shared.jsonl") == answers(folder / "resumed.jsonl")
         print("   the same answers as in the first run")
 
 
 def generate(folder: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
-    """Starts the command that a user would type; what it says goes to standard error."""
+    """Start the command that a user would type. Its messages go to standard error."""
     files = ("--emulate", PROFILE, "--input", folder / "prompts.jsonl", "--output", folder / f"{name}.jsonl")
     return subprocess.Popen((sys.executable, "-P", "-m", "sarathi_pp", "generate", *map(str, files), "--quiet", *more))
 
 
 def kill(run: subprocess.Popen[bytes], output: Path, rank: int) -> None:
-    """Once a fifth is answered, that rank dies as if its machine had."""
+    """Wait until a fifth of the rows is answered, then kill that rank as if its machine were lost."""
     while run.poll() is None and not (output.exists() and output.read_bytes().count(b"\n") >= ROWS // 5):
         time.sleep(0.02)
     [process] = [child for child in psutil.Process(run.pid).children() if child.environ().get("RANK") == str(rank)]
@@ -61,7 +61,7 @@ def kill(run: subprocess.Popen[bytes], output: Path, rank: int) -> None:
 
 
 def answers(output: Path) -> dict[str, list[int]]:
-    """The token ids of each row. Raises where a row has two lines, or half a one."""
+    """Return the token ids of each row. Fail if a row has two lines, or if a line is incomplete."""
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     found = {line["id"]: line["token_ids"] for line in lines}
     assert len(found) == len(lines), "a row was answered twice"

@@ -1,10 +1,10 @@
-"""Reading the traces of a run: one stage's bubble by hand, then the same figure from the report.
+"""Read the traces of a run: compute each stage's bubble, and compare it with the report.
 
     sarathi-pp generate --model examples/tiny-adder --input examples/prompts.jsonl --output answers.jsonl --stages 2
     python examples/read_trace.py answers.jsonl.run
 
-A trace is a file of JSON Lines for each stage, `{"e": "compute", ...}` and so on; sarathi_pp/trace/events.py has the
-whole vocabulary. Without an argument the script makes a run of its own to read.
+Each stage has a trace, a file of JSON Lines such as `{"e": "compute", ...}`. sarathi_pp/trace/events.py has all events.
+Without an argument the script makes a run and reads it.
 """
 
 import json
@@ -26,20 +26,20 @@ def main() -> None:
         traces = [list(read_trace(path)) for path in sorted((run / "attempt-0000").glob("trace-*.jsonl"))]
         report = json.loads((run / "report.json").read_text())
 
-    # The window is that of all stages: from the first microbatch that rank 0 issued to the last result it got.
-    # Only rank 0's trace has these two.
+    # All stages have the same window, from the first microbatch that rank 0 issued to the last result that it got. Only
+    # the trace of rank 0 has these events.
     begin = min(event.at_s for event in traces[0] if isinstance(event, Issued))
     end = max(event.at_s for event in traces[0] if isinstance(event, Returned))
     print(f"{sum(isinstance(event, Issued) for event in traces[0])} microbatches in {end - begin:.3f} s")
     print("the first:", next(event.text for event in traces[0] if isinstance(event, Issued)))
 
     for stage, events in enumerate(traces):
-        # A stage's times are on its own clock. How far that is from rank 0's was measured at both ends of the file.
+        # A stage's times are on its own clock. Its offset to rank 0's clock was measured at both ends of the trace.
         [start] = [event for event in events if isinstance(event, TraceStart)]
         [last] = [event for event in events if isinstance(event, TraceEnd)]
         clock = Alignment.of(start, last)
 
-        # The first stage may also compute heads of the last one, so that both take equally long.
+        # The first stage may also compute LM heads instead of the last one, so that both take equally long.
         compute_s = 0.0
         for event in events:
             if isinstance(event, Compute | Head):

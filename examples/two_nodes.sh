@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Two nodes with one stage each. On a cluster the two commands are typed on two machines; here both are this one.
+# Two nodes with one stage each. On a cluster the two commands run on two machines. Here both run on this one.
 #
 #   bash examples/two_nodes.sh [FOLDER]
 #
-# launch/multinode.sh is torchrun's agent, and ends with the run's own exit code. In place of HEAD stands the name or
-# address of the first node; INTERFACE is left out where the way to it is the one to use. The nodes need the same model
-# files and options, and share no folder: rank 0 reads the prompts, writes the answers and ends up with all traces.
+# launch/multinode.sh starts torchrun's agent, and ends with the exit code of the run. HEAD is the name or address of
+# the first node. INTERFACE may be left out: then ranks use the interface that leads to HEAD. The nodes need the same
+# model files and options, but no common folder. Rank 0 reads the prompts, writes the answers and collects all traces.
 #
 # Slurm and Kubernetes start the same script on every node:
 #

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# N stages on this machine, over loopback, without torchrun: nothing listens where others could reach it.
+# Starts N stages on this machine, without torchrun. They listen on loopback only, so no other host can reach them.
 #   STAGES=2 bash launch/local.sh --model DIR --input FILE --output FILE [options of `sarathi-pp generate`]
 # Ends with the run's exit code, which is also in OUTPUT.run/exit_code.
 #
 #   STAGES      pipeline stages: 2 by default
-#   SARATHI_PP  the command to run: this checkout's, or else the one on PATH
-#   OMP_NUM_THREADS  compute threads of a stage: the cores shared out by default
+#   SARATHI_PP  the command to run: by default that of this checkout, otherwise the one on PATH
+#   OMP_NUM_THREADS  compute threads per stage: by default the cores are divided among the stages
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SARATHI_PP=${SARATHI_PP:-$root/.venv/bin/sarathi-pp}

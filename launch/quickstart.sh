@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up, then answers examples/prompts.jsonl with a pipeline of two CPU stages that share examples/tiny-adder.
-# Arguments are those of `sarathi-pp generate`; one given here wins over the default below.
+# Installs into .venv, then answers examples/prompts.jsonl with examples/tiny-adder on two CPU stages.
+# Arguments are those of `sarathi-pp generate`. They win over the defaults below.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/setup.sh"
@@ -13,7 +13,7 @@ code=0
     --model "$root/examples/tiny-adder" --input "$root/examples/prompts.jsonl" --output "$run/answers.jsonl" \
     --stages 2 --device cpu "$@" || code=$?
 
-# Nothing to show where an argument sent the answers elsewhere.
+# An argument may send the answers to another file. Then there is nothing to show here.
 if [ -s "$run/answers.jsonl" ]; then
     "$root/.venv/bin/python" - "$run/answers.jsonl" <<'PYTHON'
 import json, sys

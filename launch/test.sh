@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Sets up, then runs the tiers in order, each printing its time, its budget and its slowest tests; all of them run even
-# where one fails.
+# Installs into .venv, then runs the tiers in order. Each prints its time, its budget and its slowest tests. If a tier
+# fails, the others still run.
 #   bash launch/test.sh [--full] [TIER...]        tiers: static pure model reports runtime faults launch
-# --full adds the cases marked `full`, which repeat a proof on more sizes, and starts every process cold (tests/warm).
-# The last line counts tests and static checks. A budget is what a tier may take on two quiet cores; over it there is a
-# warning, and no failure.
+# --full adds the cases marked `full`, which repeat a proof on more sizes. It also starts every process cold
+# (tests/warm). The last line counts tests and static checks. A budget is the most time that a tier may take on two
+# quiet cores. A tier over its budget prints a warning and does not fail.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 source launch/setup.sh
 set_up "$root"
 
-# Seconds, with AVX512-BF16; processors without it have half as much again.
+# Seconds with AVX512-BF16. Other processors get 1.5 times as much.
 declare -A budgets=([static]=20 [pure]=20 [model]=275 [reports]=85 [runtime]=370 [faults]=230 [launch]=200)
 known=(static pure model reports runtime faults launch)
 options=()
@@ -32,7 +32,7 @@ done
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# What tests make once for all of them: transformers' answers.
+# Files that the tests make once and share: the answers of transformers.
 export TESTS_SHARE=$scratch/share
 mkdir "$TESTS_SHARE"
 passed=0
@@ -42,7 +42,7 @@ static() {
     local bad=0 check
     for check in "ruff format --check ." "ruff check ." "mypy" "lint-imports"; do
         echo "-- $check"
-        # Unquoted: words of a command line from the list above.
+        # Not quoted, because the list above holds command lines of several words.
         if .venv/bin/$check; then passed=$((passed + 1)); else failed=$((failed + 1)) bad=1; fi
     done
     echo "-- tests/architecture"
@@ -50,9 +50,9 @@ static() {
     return $bad
 }
 
-# run_tests DIRECTORY...: those that hold tests, with the options in `jobs`. Pytest's own code 5, "no tests collected",
-# is a failure like any other where there are test files: a tier that lost all its tests must not look like one that
-# passed them.
+# run_tests DIRECTORY...: run the directories that hold tests, with the options in `jobs`. If there are test files,
+# pytest's code 5 ("no tests collected") is a failure. Otherwise a tier that lost its tests would look like one that
+# passed.
 run_tests() {
     local directory present=() code=0 count
     for directory in "$@"; do
@@ -78,17 +78,17 @@ PYTHON
     rm -f "$scratch/results.xml"
     passed=$((passed + ${count% *}))
     failed=$((failed + ${count#* }))
-    # Pytest may fail with no test to blame: nothing collected, or killed before it wrote its results.
+    # Pytest may fail without a failed test: it collected none, or was killed before it wrote its results.
     if [ "$code" -ne 0 ] && [ "${count#* }" -eq 0 ]; then failed=$((failed + 1)); fi
     return $code
 }
 
-# Arithmetic alone: these tests start nothing, wait for nothing and share nothing.
+# Pure computation: these tests start no processes, do not wait and share no files.
 pure() {
     local jobs=(-n auto --cold)
     run_tests tests/core tests/trace tests/analysis tests/sim
 }
-# Cases of a family follow each other, so each worker makes the models of its own half of them.
+# The cases of a family follow each other, so each worker makes the models of a part of the families.
 families=(-n auto --dist worksteal)
 model() {
     local bad=0 jobs=("${families[@]}")
@@ -96,7 +96,8 @@ model() {
     oldest || bad=1
     return $bad
 }
-# The cases marked `oldest` once more, with the oldest transformers in front of .venv's. Kept like .venv.
+# Run the cases marked `oldest` again, with the oldest transformers before that of .venv on the path. The folder .oldest
+# is kept, as .venv is.
 oldest() {
     local jobs=(-m oldest "${families[@]}") folder=$root/.oldest
     echo "-- $(grep ^transformers launch/oldest.txt)"
@@ -110,13 +111,13 @@ oldest() {
     fi
     if [ "transformers==$(PYTHONPATH=$folder .venv/bin/python -c 'import transformers as t; print(t.__version__)')" != \
         "$(grep ^transformers launch/oldest.txt)" ]; then
-        echo "test: another transformers is in front of it" >&2
+        echo "test: Python imports another transformers than the one in $folder" >&2
         failed=$((failed + 1))
         return 1
     fi
     PYTHONPATH=$folder run_tests tests/model tests/text tests/inputs tests/commands tests/mockgpu
 }
-# has PROGRAM PACKAGE: only root can install one; without it those tests skip and say so.
+# has PROGRAM PACKAGE: install the package if the program is missing. Only root can. Otherwise its tests are skipped.
 has() {
     if ! command -v "$1" >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
         echo "-- installing $2"
@@ -124,30 +125,30 @@ has() {
             >"$scratch/apt.log" 2>&1 || tail -n 5 "$scratch/apt.log" >&2
     fi
 }
-# The page is looked at in a browser.
+# The tests open the HTML page in a browser.
 reports() {
     local jobs=(-n auto --dist loadfile)
     has chromium chromium
     run_tests tests/report tests/bench tests/tuning tests/browser
 }
-# Tests with processes of their own wait for half of their time, so three times as many run as there are cores, up to
-# eight. A file stays with one worker, which makes its fixtures once. Bounds follow the load (tests/machine.py).
+# Tests that start processes wait for half of their time. So there are three workers per core, up to eight. A file stays
+# with one worker, which makes its fixtures once. Time limits follow the load (tests/machine.py).
 cores=$(nproc)
 waiting=(-n "$((cores > 8 ? cores : cores > 2 ? 8 : 3 * cores))" --dist loadfile --no-loadscope-reorder)
-# These compare measured times with expected ones, so nothing may run beside them.
+# These tests compare measured times with expected ones, so they run alone.
 timed_runtime=(
     tests/commands/test_{bench_command,emulated,tried_advice}.py tests/engine/test_simulated_order.py
 )
-# These need their heartbeats in time. They sleep, so that two side by side leave cores idle.
+# These tests need heartbeats in time. They mostly sleep, so two of them at once leave cores idle.
 timed_faults=(tests/faults/test_slow.py)
-# In this order: the longest files begin first, so that all workers end together.
+# The longest files start first, so that all workers end at about the same time.
 longest_faults=(tests/faults/test_{network,resume,replicas,hub,inside,large_rows}.py)
 runtime() {
     local bad=0 jobs=("${families[@]}")
     has ip iproute2  # hosts are network namespaces
     run_tests tests/exact || bad=1
     jobs=("${waiting[@]}" "${timed_runtime[@]/#/--ignore=}")
-    # The longest files first: the last ones then end together.
+    # Folders with the longest files come first, so that all workers end at about the same time.
     run_tests tests/commands tests/api tests/distributed tests/stages tests/engine tests/wire tests/text tests/run \
         tests/inputs tests/outputs tests/process tests/warm || bad=1
     jobs=()
@@ -157,7 +158,7 @@ runtime() {
 faults() {
     local bad=0 others jobs=("${waiting[@]}")
     has ip iproute2
-    # By name: pytest leaves out a file that is also in a directory.
+    # Files are listed by name, because pytest leaves out a file that is also in a given directory.
     mapfile -t others < <(
         printf '%s\n' tests/faults/test_*.py | grep -vxFf <(printf '%s\n' "${longest_faults[@]}" "${timed_faults[@]}")
     )
@@ -173,7 +174,7 @@ launch() {
     run_tests tests/launch tests/packaging tests/examples
 }
 
-# budget TIER: on this machine, in seconds; none for --full, which has no limit.
+# budget TIER: print the budget on this machine in seconds. Print nothing with --full, which has no budget.
 budget() {
     local seconds=${budgets[$1]}
     [ ${#options[@]} -eq 0 ] || return 0
@@ -181,16 +182,16 @@ budget() {
     echo "$seconds"
 }
 
-# took TIER SECONDS: its slowest tests, and how its time compares with its budget.
+# took TIER SECONDS: print the slowest tests, and a warning if the tier took longer than its budget.
 took() {
     local limit
     limit=$(budget "$1")
     if [ -s "$scratch/seconds" ]; then
         echo "-- slowest tests of $1"
-        sort -rn "$scratch/seconds" | sed -n 1,10p  # reads to the end: `head` would end `sort` by a signal
+        sort -rn "$scratch/seconds" | sed -n 1,10p  # sed reads to the end; `head` would end `sort` by a signal
     fi
     if [ -n "$limit" ] && [ "$2" -gt "$limit" ]; then
-        echo "WARNING: $1 took $2 s, and its budget is $limit s: move repeats to --full, or share what is slow to make" >&2
+        echo "WARNING: $1 took $2 s, and its budget is $limit s: mark repeats as full, or share slow fixtures" >&2
     fi
     : >"$scratch/seconds"
 }

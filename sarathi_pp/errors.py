@@ -5,20 +5,20 @@
     |   +-- OptionError               2   a value that an option does not take
     |   +-- UnsupportedModelError     2   an architecture or feature that is not proven exact
     |   +-- PartitionError            2   layers and stages that do not fit each other
-    |   +-- CapacityError             2   memory that cannot hold what was asked
-    +-- InputError                   65   a file that is there and cannot be used
-    +-- MissingError                 66   a file, shard or tensor that is not there
-    +-- ProtocolError                70   a wire message that is not what its header says
+    |   +-- CapacityError             2   memory that is too small for the requested run
+    +-- InputError                   65   a file that exists and cannot be used
+    +-- MissingError                 66   a file, shard or tensor that does not exist
+    +-- ProtocolError                70   a wire message that does not match its header
     +-- PolicyError                  70   a policy that breaks the rules of scheduling
     +-- OutputError                  74   output that cannot be written
-    +-- PeerLostError                75   a stage died or fell silent; the run can be resumed
-    |   +-- StalledError             75   a stage does not leave one layer; 2 if the start before it ended the same way
-    +-- MemoryLostError              75   no memory for a microbatch during the run; 2 as for StalledError
-    +-- StoppedError                 75   a signal ended the run; it can be resumed (130 where it was Ctrl-C)
+    +-- PeerLostError                75   a stage died or stopped answering. The run can be resumed
+    |   +-- StalledError             75   a stage hangs in one layer. 2 if the previous start ended the same way
+    +-- MemoryLostError              75   no memory for a microbatch during the run. 2 as for StalledError
+    +-- StoppedError                 75   a signal ended the run, which can be resumed (130 for Ctrl-C)
     +-- UnsafeError                  77   refused for safety: pickled weights, remote code, paths that escape
-    RowError                              one input line that gets an error line; the run continues (exit 3)
+    RowError                              one input line that gets an error line. The run continues (exit 3)
 
-A message says what is wrong, with the value, the limit and what to do.
+A message states the problem with the value, the limit and the remedy.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ConfigError(SarathiError, ValueError):
 
 
 class OptionError(ConfigError):
-    """A value that an argument of the Python API does not take, nor the command's option for it.
+    """A value that an argument of the Python API and its option of the command do not accept.
 
     Args:
         name: the argument of the Python API.
-        option: the command's option for it.
+        option: the option of the command.
         value: the value that was given.
         allowed: the legal values, in words.
     """
@@ -71,7 +71,7 @@ class OptionError(ConfigError):
         return OptionError(name, option, value, allowed)
 
     def __reduce__(self) -> tuple[type[OptionError], tuple[str, str, object, str]]:
-        """Let a pool of processes pass it on."""
+        """Return the parts from which another process can make this error again."""
         return type(self), self._given
 
 
@@ -112,7 +112,11 @@ class PeerLostError(SarathiError, ConnectionError):
 
 
 class StalledError(PeerLostError):
-    """A stage whose process runs but does not leave one layer. at_start: see SarathiError."""
+    """A stage whose process runs but hangs in one layer.
+
+    Args:
+        at_start: see SarathiError.
+    """
 
     def __init__(self, message: str, *, at_start: bool = False) -> None:
         super().__init__(message)
@@ -128,7 +132,7 @@ class MemoryLostError(SarathiError):
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, or its number for a real-time signal, which has no name in Python."""
+    """Return the name of a signal. A real-time signal has no name in Python, so return its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -151,11 +155,11 @@ class UnsafeError(SarathiError, PermissionError):
 
 
 def error_class(name: str) -> type[SarathiError]:
-    """Return the class of this name. SarathiError if the tree has no such class."""
+    """Return the class with this name, or SarathiError if the tree has no such class."""
     kinds: list[type[SarathiError]] = [SarathiError]
     for kind in kinds:
         if kind.__name__ == name:
-            return ConfigError if kind is OptionError else kind  # OptionError is made from other values than its text
+            return ConfigError if kind is OptionError else kind  # OptionError cannot be made from its text alone
         kinds += kind.__subclasses__()
     return SarathiError
 

@@ -1,7 +1,7 @@
 """The arguments of an LLM: their names, and error messages about them.
 
-Most errors are worded for the command line, because text is all that one rank learns of another rank's error. An
-LLM words them again for its program:
+Most error messages are written for the command line, because a rank gets only the text of another rank's error. An LLM
+rewrites them with the names of arguments:
 
     --kv-cache-memory 12MiB or less, more --stages      kv_cache_memory_bytes='12MiB' or less, more stages
 """
@@ -37,8 +37,8 @@ _TEXT_ONLY = "models read text only"
 _WEIGHTS = "weights are kept as float32, bfloat16 or float16. Give a model that has such weights"
 _REVISION = "one revision of a model is loaded. Download another one, and give its directory as the model"
 _NOT_YET = "it is not supported yet"
-# Arguments of other engines and of the command that an LLM does not take: the values that ask for nothing else than
-# what it does, and the reason why other values are refused.
+# Arguments of other engines and of the command that an LLM does not have. The first item holds the values that agree
+# with what an LLM does, so they are accepted. The second is the reason why other values are refused.
 _OTHERS: dict[str, tuple[tuple[object, ...], str]] = {
     "tokenizer": ((), "the tokenizer is read from the model's directory. Put its files there"),
     "tokenizer_mode": (("auto",), "the tokenizer is read from the model's directory"),
@@ -51,15 +51,15 @@ _OTHERS: dict[str, tuple[tuple[object, ...], str]] = {
     "load_format": (("auto", "safetensors"), "weights are read from safetensors files. Convert them"),
     "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the model. Choose it with dtype"),
     "cpu_offload_gb": ((0,), "weights stay on the device. Use more stages"),
-    "swap_space": ((0,), "requests that do not fit are computed again, not swapped"),
+    "swap_space": ((0,), "requests that do not fit into memory are computed again, not swapped"),
     "enable_prefix_caching": ((False,), _NOT_YET),
     "enable_chunked_prefill": ((True,), "the policy decides whether prompts are cut. Choose one with policy"),
     "enable_lora": ((False,), _NOT_YET),
     "speculative_config": ((), _NOT_YET),
     "distributed_executor_backend": ((), "stages are processes of this host. For several hosts use torchrun"),
     "limit_mm_per_prompt": (({},), _TEXT_ONLY),
-    "hf_overrides": (({},), "config.json is used as it is. Change the file"),
-    "download_dir": ((), "models are stored where the variable HF_HOME says"),
+    "hf_overrides": (({},), "config.json is used without changes. Change the file"),
+    "download_dir": ((), "the variable HF_HOME sets the directory of downloaded models"),
     "compilation_config": ((), "enforce_eager=True switches CUDA graphs off"),
     "disable_custom_all_reduce": ((True, False), ""),
     "disable_log_stats": ((True, False), ""),
@@ -95,7 +95,7 @@ class Arguments:
         self._names = {ALIASES.get(name, name): name for name in self._given}  # by field
 
     def config(self) -> RunConfig:
-        """Return the configuration that they describe.
+        """Return the configuration that the arguments describe.
 
         Raises:
             ConfigError: an argument is unknown, cannot be honoured or was given under two names.
@@ -106,13 +106,13 @@ class Arguments:
             field_name = ALIASES.get(name, name)
             if field_name in values:
                 names = " and ".join(one for one in self._given if ALIASES.get(one, one) == field_name)
-                raise ConfigError(f"{names} are the same argument; give one of them")
+                raise ConfigError(f"{names} are the same argument. Give one of them")
             if name in _OTHERS:
                 self._refuse_other(name, value)
             elif name in known:
                 values[field_name] = value
             elif name in _OF_SAMPLING:
-                raise ConfigError(f"LLM has no argument {name!r}; SamplingParams has it")
+                raise ConfigError(f"LLM has no argument {name!r}. SamplingParams has it")
             else:
                 near = did_you_mean(name, known, "help(sarathi_pp.RunConfig)")
                 raise ConfigError(f"LLM has no argument {name!r}{near}")
@@ -130,7 +130,7 @@ class Arguments:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Word the errors of the block in terms of arguments."""
+        """Rewrite the errors of the block so that they name arguments instead of options."""
         try:
             yield
         except SarathiError as error:
@@ -154,7 +154,10 @@ class Arguments:
         return "".join(parts) + text[end:]
 
     def _value(self, field_name: str, text: str, at: int) -> tuple[str | None, int]:
-        """Return the value after an option, as Python writes it, and where it ends. None: a word of the sentence."""
+        """Return the value after an option, as Python writes it, and the position of its end in the text.
+
+        The value is None if an ordinary word of the sentence follows the option.
+        """
         if field_name in _FLAGS:
             return "True", at
         if match := _QUOTED.match(text, at):
@@ -170,7 +173,7 @@ class Arguments:
         return None, at
 
     def _values(self, field_name: str) -> list[str]:
-        """Return the text that was given for a field, and its beginnings up to a colon, the longest first."""
+        """Return the text that was given for a field, and its parts up to each colon, the longest first."""
         value = self._given.get(self._names.get(field_name, field_name))
         if not isinstance(value, (str, os.PathLike)):
             return []

@@ -13,12 +13,12 @@ from sarathi_pp.inputs.row import Row
 from sarathi_pp.process.call_thread import Call
 from sarathi_pp.text.tokenizer import Tokenizer
 
-# How often a caller that waits for an answer looks whether the call has ended.
+# A caller that waits for an answer checks at this interval if the call has ended.
 _LOOK_S = 0.2
 
 
 class Answers:
-    """The sink of one call, which its caller reads from another thread. See Sink.
+    """The sink of one call. The caller reads the answers from it in another thread. See Sink.
 
     Args:
         lines: the prompts.
@@ -32,7 +32,7 @@ class Answers:
         self.num_ended = 0
 
     def start(self, rows: Sequence[Row]) -> None:
-        """Take the rows of the prompts, in order."""
+        """Store the first line number of the prompts' rows, which are in order."""
         self._first_line = rows[0].line if rows else 0
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
@@ -44,7 +44,7 @@ class Answers:
         self._put(row, (), error, {})
 
     def close(self) -> None:
-        """Tell the reader that no answer follows."""
+        """Signal to the reader that no answer follows."""
         self._queue.put(None)
 
     def _put(
@@ -57,7 +57,7 @@ class Answers:
         self.num_ended += 1
 
     def until_end(self, call: Call[None]) -> Iterator[RequestOutput]:
-        """Yield the answers as they come, until the call has ended."""
+        """Yield each answer when it is complete, until the call has ended."""
         while True:
             ended = call.wait(0)
             try:

@@ -48,23 +48,23 @@ from sarathi_pp.run.setup import Member, agree_on_start
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
-# For a call that was interrupted: until then it ends its microbatch and tidies up before the interrupt is raised.
+# An interrupted call has this time to end its microbatch and clean up. Then the interrupt is raised.
 _ABORT_S = 5.0
-# For the traces to hold what was answered, and the time between two looks at them. A lost replica's answers are in no
-# trace that is read, so then the wait is only as long as writing usually takes.
+# A report waits up to _TRACES_S until the traces hold all answers, and reads them every _LOOK_S. The answers of a lost
+# replica are in no trace that is read. Then the wait is _WRITTEN_S, the time that writing usually takes.
 _TRACES_S = 5.0
 _WRITTEN_S = 1.0
 _LOOK_S = 0.1
-# For the thread of a closed LLM, which has nothing more to do.
+# Time for the thread of a closed LLM to end. It has no more work.
 _TIDY_S = 5.0
-# One LLM at a time: setting up changes the environment and torch's number of threads.
+# Only one LLM is set up at a time, because that changes the environment and torch's number of threads.
 _one_set_up = threading.Lock()
 _among_ranks = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """What rank 0 turns prompts into requests with, and requests into answers."""
+    """The objects with which rank 0 turns prompts into requests, and requests into answers."""
 
     tokenizer: Tokenizer
     driver: Driver
@@ -72,16 +72,16 @@ class _Answering:
 
 
 class LLM:
-    """A model spread over `stages`, ready to generate. The constructor loads it, and `close` ends it.
+    """A model on its pipeline stages, ready to generate. The constructor loads it, and `close` ends it.
 
-    Calls from several threads run one after the other. After an exception in a call, an interrupt included, the next
-    call works, or raises PeerLostError if a stage was lost.
+    Calls from several threads run one after the other. After an exception or an interrupt in a call, the next call
+    works. If a stage was lost, it raises PeerLostError.
 
     Args:
         model: directory of the model, or its id on the Hugging Face Hub.
-        stages: pipeline stages of each replica. None: 1, or under torchrun all that its processes make.
-        options: other fields of RunConfig (policy, chunk_size, dtype, kv_cache_memory_bytes, ...). The command's and
-            vLLM's names for them are accepted too.
+        stages: number of pipeline stages per replica. None: 1, or under torchrun the number that its processes allow.
+        options: other fields of RunConfig (policy, chunk_size, dtype, kv_cache_memory_bytes, ...). The names that the
+            command and vLLM use for these fields are accepted too.
 
     Raises:
         SarathiError: the errors with which the command line would exit.
@@ -99,7 +99,7 @@ class LLM:
         self._closing = self._closed = False
         self._end: Call[dict[str, Any] | None] | None = None
         self._final: dict[str, Any] | None = None
-        # What has to be let go of, last in first out, whether all goes well or nothing does.
+        # Everything to release at the end or after a failure, in reverse order.
         self._held = ExitStack()
         self._thread = CallThread("LLM")
         self._held.callback(self._thread.close)
@@ -108,7 +108,7 @@ class LLM:
                 scratch = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="sarathi-pp-")))
                 with self._terminal.activity.phase("reading the model's configuration"):
                     checked = _check(self._arguments, stages, env, scratch / "run")
-                # Leaving the others comes behind stopping the workers: a thread that waits for one then ends.
+                # Leave the other ranks after the workers are stopped: then a thread that waits for a worker has ended.
                 joined = self._held.enter_context(ExitStack())
                 self._workers = Workers(scratch / "store", mesh_of(checked.config), first_rank=1)
                 self._held.callback(self._workers.stop)
@@ -121,11 +121,11 @@ class LLM:
             raise
 
     def _set_up(self, checked: Preflight, joined: ExitStack, *, started: bool) -> Rank:
-        """Start the workers and join them, load this rank's stage.
+        """Start the workers, join them and load this rank's stage.
 
         Args:
-            joined: closed to leave the others.
-            started: torchrun has started the ranks.
+            joined: receives the cleanup that leaves the other ranks.
+            started: True if torchrun has started the ranks.
         """
         config, workers = checked.config, self._workers
         if started and self._env.world_size > 1:
@@ -134,7 +134,7 @@ class LLM:
             with ExitStack() as watched:
                 if not started and config.num_ranks > 1:
                     self._env = workers.rank_environment(0)
-                    # In a thread that no signal interrupts, so that each worker is known that was started.
+                    # Start them in a thread that no signal interrupts, so that every started worker is known.
                     self._thread.call(partial(workers.start, ("worker", json.dumps(asdict(config), default=str))))
                     watched.enter_context(watching_start(workers, config.join_timeout_s))
                 mesh, activity = mesh_of(config), self._terminal.activity
@@ -144,13 +144,15 @@ class LLM:
             rank = set_up(member, agree_on_start(member))
         except BaseException as error:
             if config.run_dir is not None and self._env.rank == 0 and isinstance(error, SarathiError):
-                checked.run_dir.write_exit_code(error.exit_code)  # it was refused: another may start there
+                checked.run_dir.write_exit_code(
+                    error.exit_code
+                )  # the start was refused, so another run may use the directory
             raise
         self._held.callback(rank.abandon)
         return rank
 
     def _prepare(self) -> _Answering | None:
-        """Rank 0's part: what turns prompts into requests and answers them. None on other ranks."""
+        """Return the objects with which rank 0 answers prompts; None on other ranks."""
         rank = self._rank
         if self._env.rank != 0:
             return None
@@ -172,11 +174,12 @@ class LLM:
         Args:
             prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or a dictionary with
                 `prompt` or `prompt_token_ids`.
-            sampling_params: for all prompts, or one for each. None: the model's generation_config.json.
-            use_tqdm: show the progress on standard error, if that is a terminal.
+            sampling_params: one for all prompts, or a list with one per prompt. None: the values of the model's
+                generation_config.json.
+            use_tqdm: show the progress on standard error if it is a terminal.
 
         Raises:
-            ConfigError: an argument has another type.
+            ConfigError: an argument has a wrong type.
             PeerLostError: a stage was lost.
         """
         return self._all(prompt_lines(prompts), sampling_params, use_tqdm)
@@ -187,7 +190,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the answers to conversations, which the model's chat template turns into prompts. See `generate`.
+        """Return the answers to conversations. The model's chat template turns them into prompts. See `generate`.
 
         Args:
             messages: one conversation or a list of them. A conversation is a list of {"role": ..., "content": ...}.
@@ -201,16 +204,17 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Yield each answer when it is complete. `index` is the position of its prompt.
 
-        The requests start with the first `next`. Leaving the loop, by `break` or an exception, cancels those that are
-        not answered yet. Args and errors are those of `generate`.
+        The requests start with the first `next`. If the loop ends early, by `break` or an exception, the requests
+        without an answer are cancelled. Arguments and errors are those of `generate`.
         """
         lines = prompt_lines(prompts)
         return self._answers(lines, params_of_each(sampling_params, len(lines)), shown=False)
 
     def report(self) -> dict[str, Any] | None:
-        """Return the report of everything generated so far, with the keys of report.json. After `close`, the last one.
+        """Return the report of all work so far, with the keys of report.json. After `close`, return the last report.
 
-        None on ranks other than 0, and after `close` if a stage was lost or the `with` block ended with an exception.
+        Return None on ranks other than 0. Also return None after `close` if a stage was lost, or if the `with` block
+        ended with an exception.
 
         Raises:
             MissingError: stages of other hosts keep their traces until `close`.
@@ -222,13 +226,13 @@ class LLM:
                 with self._arguments.named():
                     return self._report_so_far()
             except (SarathiError, OSError):
-                if self._end is None:  # otherwise another thread has closed this LLM meanwhile
+                if self._end is None:  # otherwise another thread has closed this LLM
                     raise
         self._end.wait()
         return self._final
 
     def _report_so_far(self) -> dict[str, Any]:
-        """Fold the traces. Every rank writes its own twice per second, so wait until they hold all answers."""
+        """Return the report from the traces. Ranks write them twice per second, so wait until they hold all answers."""
         from sarathi_pp.report.run_reader import explain  # scipy is slow to import
 
         start_s, num_ended = self._clock.now(), self._num_ended
@@ -246,16 +250,16 @@ class LLM:
             self._clock.sleep(_LOOK_S)
 
     def close(self) -> dict[str, Any] | None:
-        """End the workers. Return the report of everything generated, or None if it does not exist.
+        """End the workers. Return the report of all work, or None if there is no report.
 
-        A call of another thread that is still generating raises ConfigError. A second close waits for the first and
-        returns None. With a `run_dir`, `sarathi-pp report` adds advice.
+        If another thread is still in a call, that call raises ConfigError. A second `close` waits for the first one and
+        returns None. For advice, set `run_dir` and use `sarathi-pp report`.
         """
         with self._arguments.named():
             return self._finish(self._farewell)
 
     def _farewell(self) -> dict[str, Any] | None:
-        """Send the stages home; returns the report. None if they are lost."""
+        """End the stages in order, and return the report; None if a stage was lost."""
         if self._answering is not None:
             if self._answering.driver.is_lost:
                 return None
@@ -269,7 +273,7 @@ class LLM:
         return self._final
 
     def _finish(self, last: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Do this last thing and let go of everything, in the thread that no signal interrupts."""
+        """Call `last` and release everything, in the thread that no signal interrupts."""
 
         def work(call: Call[dict[str, Any] | None]) -> dict[str, Any] | None:
             if self._closed:
@@ -289,7 +293,7 @@ class LLM:
         try:
             self._end.wait()
         except BaseException:
-            # Whatever the thread waits for ends with the workers.
+            # Stop the workers: then the thread no longer waits for them.
             threading.Thread(target=self._workers.stop, name="stop workers", daemon=True).start()
             raise
         atexit.unregister(self.close)
@@ -305,7 +309,7 @@ class LLM:
         if error is None:
             self.close()
             return
-        # Let go without a word to the stages: something went wrong, and they may not be listening.
+        # Release everything without a message to the stages: after an error, they may not be listening.
         self._closing = True
         threading.Thread(target=self._workers.stop, name="stop workers", daemon=True).start()
         self._finish(lambda: None)
@@ -324,7 +328,7 @@ class LLM:
     def _answers(
         self, lines: list[ParsedLine], params: Sequence[SamplingParams | None], *, shown: bool
     ) -> Generator[RequestOutput, None, None]:
-        """Yield the answers as they come. The end of the generator, at any point, ends the call."""
+        """Yield each answer when it is complete. The end of the generator, at any point, ends the call."""
         with self._arguments.named():
             if self._answering is None:
                 self._serve()
@@ -344,7 +348,7 @@ class LLM:
             call.result()
 
     def _serve(self) -> None:
-        """On ranks other than 0: compute this stage until rank 0 closes its LLM."""
+        """Compute this stage until rank 0 closes its LLM, on ranks other than 0."""
         if self._closing:
             return
         try:
@@ -362,8 +366,8 @@ class LLM:
         shown: bool,
         call: Call[None],
     ) -> None:
-        """Run one call, in the thread of all calls."""
-        assert self._answering is not None, "rank 0 alone answers"
+        """Run one call, in the thread that runs all calls."""
+        assert self._answering is not None, "only rank 0 answers"
         try:
             rows = []
             for line, each in zip(lines, params, strict=True):
@@ -379,13 +383,13 @@ class LLM:
             answers.close()
 
     def _check_going_on(self, call: Call[None]) -> None:
-        """Raise if the caller was interrupted, or another thread closes this LLM."""
+        """Raise an error if the caller was interrupted, or if another thread closes this LLM."""
         call.check()
         self._check_open()
 
     def _check_open(self) -> None:
         if self._closing:
-            raise ConfigError("this LLM is closed; make a new one")
+            raise ConfigError("this LLM is closed. Make a new one")
 
     def _row(self, maker: RequestMaker, line: ParsedLine, params: SamplingParams | None) -> Row:
         index = self._next_index
@@ -401,20 +405,20 @@ class LLM:
 
 
 def _refuse_in_an_import() -> None:
-    """Refuse an LLM at the top level of the module that a policy is imported from: the import would not end."""
+    """Refuse an LLM at the top level of a policy's module, because the import of that module would not end."""
     module = module_being_imported()
     if module is not None:
         raise ConfigError(
-            f"{module} is imported for its policy, and starts an LLM; put what it runs below "
-            f'if __name__ == "__main__":, or the policy into a module of its own'
+            f"{module} is imported for its policy, and starts an LLM. Put the code that starts it below "
+            f'if __name__ == "__main__":, or put the policy into its own module'
         )
 
 
 def _check(arguments: Arguments, stages: int | None, env: RankEnvironment | None, unnamed: Path) -> Preflight:
-    """Refuse what can be refused before anything is started or loaded.
+    """Check the arguments and the model before any process starts and any weights are loaded.
 
     Args:
-        unnamed: the run directory if the arguments name none.
+        unnamed: the run directory if the arguments give none.
     """
     config = arguments.config()
     if env is not None:
@@ -439,12 +443,12 @@ def _check_run_dir(path: Path) -> None:
     try:
         RunDirectory.check(path, overwrite=False)
     except ConfigError:
-        raise ConfigError(f"the run directory {path} exists; give run_dir the name of a new one") from None
+        raise ConfigError(f"the run directory {path} exists. Give run_dir the name of a new one") from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Calling:
-    """A call is never asked to stop: it is ended by an error."""
+    """The stop check of one call. A call never stops in order: an error ends it."""
 
     llm: LLM
     call: Call[None]
@@ -454,7 +458,7 @@ class _Calling:
 
 
 def _compute_here(num_threads: int, device: torch.device) -> None:
-    """Let the calling thread compute as the one does that has set up the stage."""
+    """Give the calling thread the device and the number of threads of the thread that set up the stage."""
     torch.set_num_threads(num_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -462,9 +466,9 @@ def _compute_here(num_threads: int, device: torch.device) -> None:
 
 @contextmanager
 def _only_one() -> Iterator[None]:
-    """Refuse a second LLM among ranks that torchrun has started: the other ranks serve one until it is closed."""
+    """Refuse a second LLM on ranks that torchrun has started: the other ranks serve one LLM until it is closed."""
     if not _among_ranks.acquire(blocking=False):
-        raise ConfigError("another LLM is open in this program, which torchrun has started; close that one first")
+        raise ConfigError("another LLM is open in this program, which torchrun has started. Close that LLM first")
     try:
         yield
     finally:

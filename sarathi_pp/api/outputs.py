@@ -13,8 +13,8 @@ class CompletionOutput:
     """One output of a prompt.
 
     Args:
-        text: the text that the output adds to the prompt. None for a model without tokenizer files.
-        token_ids: all generated ids, the end of the sequence included.
+        text: the generated text, without the prompt. None for a model without tokenizer files.
+        token_ids: all generated ids, including the end-of-sequence id.
         finish_reason: `stop`, or `length` at the limit.
     """
 
@@ -29,9 +29,9 @@ class RequestOutput:
 
     Args:
         prompt: text of the prompt. None for token ids and conversations.
-        prompt_token_ids: empty if the prompt cannot run.
+        prompt_token_ids: ids of the prompt. Empty if the prompt cannot run.
         outputs: one output. Empty if the prompt cannot run.
-        error: the reason why the prompt cannot run.
+        error: the reason why the prompt cannot run. None if it ran.
         metrics: seconds of this request, by name. None for times that do not exist.
         index: position of the prompt in the call.
         request_id: number of the request since the LLM was made, as text.

@@ -34,18 +34,22 @@ _OTHERS = {
 
 
 def prompt_lines(prompts: Prompt | Sequence[Prompt]) -> list[ParsedLine]:
-    """Return a line for each prompt. Raises ConfigError for anything that is no prompt and no list of prompts."""
+    """Return one line per prompt.
+
+    Raises:
+        ConfigError: the argument is neither a prompt nor a list of prompts.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [_prompt_line(prompts)]
     if not isinstance(prompts, Sequence):
-        raise ConfigError(f"prompts is {prompts!r:.60}; give a string, token ids, or a list of them")
+        raise ConfigError(f"prompts is {prompts!r:.60}. Give a string, token ids, or a list of them")
     if prompts and isinstance(prompts[0], int):
         return [_prompt_line(prompts)]
     return [_prompt_line(prompt) for prompt in prompts]
 
 
 def chat_lines(messages: Messages | Sequence[Messages]) -> list[ParsedLine]:
-    """Return a line for each conversation."""
+    """Return one line per conversation."""
     if messages and isinstance(messages[0], dict):
         return [ParsedLine(0, None, "own", messages=cast(Messages, messages))]
     return [ParsedLine(0, None, "own", messages=chat) for chat in cast(Sequence[Messages], messages)]
@@ -54,13 +58,19 @@ def chat_lines(messages: Messages | Sequence[Messages]) -> list[ParsedLine]:
 def params_of_each(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams | None]:
-    """Return the parameters of each of `count` prompts. Raises ConfigError if there is another number of them."""
+    """Return the parameters of each of `count` prompts.
+
+    Raises:
+        ConfigError: the argument has a wrong type, or the number of parameters is not `count`.
+    """
     if given is None or isinstance(given, SamplingParams):
         return [given] * count
     if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
-        raise ConfigError(f"sampling_params is {given!r:.60}; give SamplingParams(...), or a list of them")
+        raise ConfigError(f"sampling_params is {given!r:.60}. Give SamplingParams(...), or a list of them")
     if len(given) != count:
-        raise ConfigError(f"{len(given)} sampling_params were given for {count} prompts; give one, or one each")
+        raise ConfigError(
+            f"{len(given)} sampling_params were given for {count} prompts. Give one for all, or one per prompt"
+        )
     return given
 
 
@@ -80,12 +90,12 @@ def _content(prompt: Mapping[str, object]) -> object:
     given = {key: value for key, value in prompt.items() if value is not None}
     for key in given:
         if key in _OTHERS:
-            raise ConfigError(f"a prompt has {key!r}, which is not supported: {_OTHERS[key]}; remove it")
+            raise ConfigError(f"a prompt has {key!r}, which is not supported: {_OTHERS[key]}. Remove it")
         if key not in _KEYS:
-            raise ConfigError(f"a prompt has the unknown key {key!r}; it takes prompt or prompt_token_ids")
+            raise ConfigError(f"a prompt has the unknown key {key!r}. Its keys are prompt or prompt_token_ids")
     if len(given) != 1:
         held = " and ".join(given) or "neither prompt nor prompt_token_ids"
-        raise ConfigError(f"a prompt has {held}; give one of prompt and prompt_token_ids")
+        raise ConfigError(f"a prompt has {held}. Give one of prompt and prompt_token_ids")
     (content,) = given.values()
     if isinstance(content, str) != ("prompt" in given) or isinstance(content, Mapping):
         _refuse(prompt)
@@ -94,6 +104,6 @@ def _content(prompt: Mapping[str, object]) -> object:
 
 def _refuse(prompt: object) -> NoReturn:
     raise ConfigError(
-        f"prompts holds {prompt!r:.60}; each must be a string, a list of token ids, or a dictionary with prompt or "
-        f"prompt_token_ids"
+        f"prompts holds {prompt!r:.60}. Each prompt must be a string, a list of token ids, or a dictionary with prompt "
+        f"or prompt_token_ids"
     ) from None

@@ -18,10 +18,10 @@ _log = logging.getLogger("sarathi_pp.api")
 
 
 class Terminal:
-    """Shows what an LLM does on standard error, if that is a terminal. See RunListener.
+    """A display of an LLM's activity on standard error, if that is a terminal. See RunListener.
 
     Args:
-        shown: False shows nothing, on ranks other than rank 0.
+        shown: False to show nothing, on ranks other than rank 0.
     """
 
     def __init__(self, arguments: Arguments, *, shown: bool) -> None:
@@ -53,7 +53,7 @@ class Terminal:
         display = self._display
         if display is None:
             return
-        if self._first is None:  # reported before the call starts
+        if self._first is None:  # the progress before the call starts
             self._first = progress
         display.update(progress.since(self._first))
 

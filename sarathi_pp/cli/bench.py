@@ -1,4 +1,4 @@
-"""`sarathi-pp bench`: real runs of policies, and of other engines, on the same work, side by side."""
+"""`sarathi-pp bench`: real runs of policies and other engines on the same work, side by side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTEST = OptionGroup(
         "--peers-dir",
         type=click.Path(path_type=Path),
         default=".peers",
-        help="Environments of other engines, as launch/peers.sh makes them.",
+        help="Environments of other engines, made by launch/peers.sh.",
     ),
     Option(
         "--rounds",
@@ -65,15 +65,15 @@ _CONTEST = OptionGroup(
 )
 @click.pass_context
 def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Run policies, and other engines, on the same work in turn: throughput, bubbles, latency, memory.
+    """Run policies and other engines in turn on the same work, and compare throughput, bubbles, latency and memory.
 
     Needs --model and --workload. Each run is a separate process, which starts when the machine is quiet. Its time does
     not include loading. The document also holds the floor: the time of the work at the measured rates of this machine.
-    --profile, --layer-split and --kv-cache-memory apply to our own runs.
+    --profile, --layer-split and --kv-cache-memory apply only to runs of sarathi-pp.
     """
     if context.invoked_subcommand is not None:
         return
-    for name in ("model", "workload"):  # not `required`, since `bench gpu` needs neither
+    for name in ("model", "workload"):  # not `required`, because `bench gpu` needs neither
         if options[name] is None:
             raise click.UsageError(f"Missing option '--{name}'.")
     console, activity = Console(stderr=True), Activity()
@@ -83,7 +83,7 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
             from sarathi_pp.bench.versus import Setting, compete
             from sarathi_pp.report.contest import render_contest
 
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running entrant is ended too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running entrant ends too
         for run, document in compete(Setting(**options), activity):
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)
@@ -109,9 +109,10 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
     help="Write the JSON document here after every part.",
 )
 def gpu(budget: float, output: Path | None) -> int:
-    """Check and measure our GPU code on one GPU: exactness, kernels, graphs, rates. Prints a JSON document.
+    """Check and measure the GPU code of sarathi-pp on one GPU, and print a JSON document.
 
-    Needs no network and no model. Ends with 1 if a check fails.
+    It covers exactness, kernels, graphs and rates. It needs no network and no model. The exit code is 1 if a check
+    fails.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""`sarathi-pp compare`: runs side by side, their figures folded anew from their traces."""
+"""`sarathi-pp compare`: runs side by side, with figures computed from their traces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sarathi_pp.report.run_reader import advise_runs, read_run
     help="Also write one page with the timelines of all runs.",
 )
 def compare(runs: tuple[Path, ...], as_json: bool, html: Path | None) -> None:
-    """Show two or more runs, given as run directories, side by side; ratios are to the first."""
+    """Show two or more run directories side by side. Ratios are to the first run."""
     if len(runs) < 2:
         raise click.UsageError("give two or more run directories")
     printed = refuse_two_on_stdout({"--html": html}, as_json)

@@ -1,4 +1,4 @@
-"""`sarathi-pp doctor`: what a run on this machine would use, and why not the rest."""
+"""`sarathi-pp doctor`: the parts that a run on this machine would use, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ _STYLES = {"used": "green", "unused": "dim", "doubtful": "yellow", "refused": "r
 @click.command(params=[*MODEL.options("--model"), *DEBUGGING.options("--verify"), *RUN.options("--json")])
 @click.option("--models", "list_models", is_flag=True, help="List the supported models and do nothing else.")
 def doctor(model: str | None, verify: str | None, list_models: bool, as_json: bool) -> int:
-    """Say what a run on this machine would use, and why not the rest.
+    """Show the parts that a run on this machine would use, and the reasons against the others.
 
-    With --model it also checks that the model is supported and that its files are there. The exit code is 0 if a run
-    can start, and otherwise that of the refused run.
+    With --model it also checks that the model is supported and that its files exist. The exit code is 0 if a run can
+    start. Otherwise it is the exit code that the run would have.
     """
     if verify and model is None:
-        raise click.UsageError("--verify reads the weight files of a model: give --model too")
+        raise click.UsageError("--verify reads the weight files of a model. Give --model too")
     if list_models:
         if model is not None:
-            raise click.UsageError("--models lists what is supported, and --model looks at one: give one of them")
+            raise click.UsageError(
+                "--models lists the supported models, and --model checks one model. Give one of the two"
+            )
         _list_models(as_json)
         return EXIT_OK
     activity = Activity()
@@ -44,7 +46,7 @@ def doctor(model: str | None, verify: str | None, list_models: bool, as_json: bo
             from sarathi_pp.run.doctor import diagnose
         except ImportError as error:
             raise SarathiError(f"a library that every run needs cannot be loaded: {error}") from error
-        with activity.phase("looking at this machine"):
+        with activity.phase("checking this machine"):
             found = diagnose(model, verify=verify is not None)
     Console(stderr=True).print(_render(found))
     if as_json:
@@ -53,7 +55,7 @@ def doctor(model: str | None, verify: str | None, list_models: bool, as_json: bo
 
 
 def _list_models(as_json: bool) -> None:
-    """Print the architectures, one a line, to standard output."""
+    """Print the architectures to standard output, one per line."""
     rows = [
         {"model_type": one.model_type, "architecture": one.architecture, "tensor_parallel": one.widths is not None}
         for one in FAMILIES.values()
@@ -81,7 +83,7 @@ def _render(found: Diagnosis) -> RenderableType:
 
 
 def _verdict(found: Diagnosis) -> Text:
-    """Return the last line: whether a run can start, or what refuses it."""
+    """Return the last line: a run can start, or it is refused, with the findings that refuse it."""
     refused = [f"{one.topic} {one.name}" for one in found.findings if one.state == "refused"]
     if refused:
         return Text(f"refused: {', '.join(refused)} (exit code {found.exit_code})", style="bold red")

@@ -1,4 +1,4 @@
-"""`sarathi-pp report`: the figures of a run, folded anew from its traces, in every form."""
+"""`sarathi-pp report`: the figures of a run, computed from its traces and shown in any format."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _STDOUT = Path("-")
 
 @click.command(params=RUN.options("--json"))
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--attempt", type=click.IntRange(min=0), help="Start of the run to show. The last if not given.")
+@click.option("--attempt", type=click.IntRange(min=0), help="Attempt of the run to show. Default: the last one.")
 @click.option("--html", type=_FILE, help="Also write a page: timeline, causes and latencies.")
 @click.option("--perfetto", type=_FILE, help="Also write a Chrome trace per replica, for ui.perfetto.dev.")
-@click.option("--csv", type=_FILE, help="Also write a file per replica, a line per microbatch and stage.")
+@click.option("--csv", type=_FILE, help="Also write a file per replica: a line per microbatch and stage.")
 def report(
     run: Path, attempt: int | None, as_json: bool, html: Path | None, perfetto: Path | None, csv: Path | None
 ) -> None:
-    """Show the bubble report of RUN, a run directory; of a run that is still on or was killed, too.
+    """Show the bubble report of the run directory RUN. The run may still be running, or may have been killed.
 
-    A file named - is standard output, which then has nothing else.
+    A file named - is standard output. Then nothing else is printed there.
     """
     printed = refuse_two_on_stdout({"--html": html, "--perfetto": perfetto, "--csv": csv}, as_json)
     found = read_run(run, attempt)
@@ -65,16 +65,20 @@ def report(
 
 
 def refuse_two_on_stdout(files: Mapping[str, Path | None], as_json: bool) -> bool:
-    """Return whether one of the files goes to standard output. Raises UsageError if more than one thing does."""
+    """Return whether one of the files goes to standard output.
+
+    Raises:
+        UsageError: more than one output goes there.
+    """
     asked = [option for option, path in files.items() if path == _STDOUT]
     wanted = [f"{option} -" for option in asked] + ["--json"] * as_json
     if asked and len(wanted) > 1:
-        raise click.UsageError(f"{' and '.join(wanted)} all go to standard output: give a file to all but one")
+        raise click.UsageError(f"{' and '.join(wanted)} all go to standard output. Give a file to all but one")
     return bool(asked)
 
 
 def page_parts(title: str, run: Run) -> list[PagePart]:
-    """Return the pipelines that a page shows of a run: the run itself, or each of its replicas."""
+    """Return the pipelines that a page shows for a run: the run itself, or each of its replicas."""
     from sarathi_pp.report.page.part import PagePart
 
     if len(run.replicas) == 1:
@@ -83,21 +87,25 @@ def page_parts(title: str, run: Run) -> list[PagePart]:
 
 
 def _each(path: Path, run: Run) -> list[tuple[Path, Replica]]:
-    """A file for each replica where there are several: run.json becomes run.replica-0001.json."""
+    """Return one file per replica. With several replicas, run.json becomes run.replica-0001.json."""
     if len(run.replicas) == 1:
         return [(path, run.replicas[0])]
     if path == _STDOUT:
-        raise ConfigError(f"standard output cannot hold {len(run.replicas)} files, one for each replica; name a file")
+        raise ConfigError(f"standard output cannot hold {len(run.replicas)} files, one per replica. Name a file")
     return [(path.with_name(f"{path.stem}.replica-{one.index:04d}{path.suffix}"), one) for one in run.replicas]
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[TextIO]:
-    """Open a file, or standard output for `-`. Raises OutputError naming the file where it cannot be written."""
+    """Open a file, or standard output for `-`.
+
+    Raises:
+        OutputError: the file cannot be written. The message names the file.
+    """
     try:
         with stdout.utf8() if path == _STDOUT else path.open("w", encoding="utf-8", newline="") as file:
             yield file
     except BrokenPipeError:
-        raise  # its reader has left, as `| head` does
+        raise  # the reader has ended, for example `| head`
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error

@@ -50,7 +50,7 @@ _SIMULATION = OptionGroup(
         "slow",
         multiple=True,
         type=SlowStage(),
-        help="Stage slower than the policy expects, as 3:1.1. May be repeated.",
+        help="Stage that is slower than in the profile: 3:1.1. May be repeated.",
     ),
 )
 
@@ -59,7 +59,7 @@ _SIMULATION = OptionGroup(
     cls=SectionedCommand,
     params=[
         WORKLOAD.option("--workload", required=True),
-        RUN.option("--seed", help="Seed of the noise. A workload has its own."),
+        RUN.option("--seed", help="Seed of the noise. A workload has its own seed."),
         *RUN.options("--json"),
         *_SIMULATION.options(),
         PARALLELISM.option("--stages", show_default="the profile's"),
@@ -69,19 +69,19 @@ _SIMULATION = OptionGroup(
         SCHEDULE.option("--chunk-size", "chunk_sizes", multiple=True, default=(), show_default="auto, by the policy"),
         SCHEDULE.option("--max-num-seqs", show_default="the profile's"),
         *SCHEDULE.options("--inflight"),
-        SCHEDULE.option("--tbt-slo", help="Also find the highest request rate within this bound, in seconds."),
+        SCHEDULE.option("--tbt-slo", help="Also find the highest request rate that keeps this bound (seconds)."),
     ],
 )
 def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_json: bool, **options: Any) -> None:
-    """Run policies on a modelled pipeline: the real coordinator, a virtual clock, the figures of a real run.
+    """Run policies on a simulated pipeline, with the real coordinator, a virtual clock and the figures of a real run.
 
-    Needs --profile or --preset. With another number of stages, each stage gets the same number of layers.
+    Needs --profile or --preset. If --stages differs from the profile, each stage gets the same number of layers.
     """
     if (options["profile"] is None) == (options["preset_name"] is None):
         raise click.UsageError("give either --profile FILE or --preset NAME")
     slow = dict(options["slow"])
     if len(slow) < len(options["slow"]):
-        raise click.UsageError("--slow-stage is given twice for one stage; leave one of them out")
+        raise click.UsageError("--slow-stage is given twice for one stage. Remove one of the two")
     profile = preset(options["preset_name"]) if options["preset_name"] else read_profile(options["profile"])
     workload = read_workload(options["workload"])
     experiments = [
@@ -116,7 +116,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
 
 
 def _bound(policy: PolicySpec, tbt_slo_s: float | None) -> PolicySpec:
-    """Return the policy with the bound, if it can keep one."""
+    """Return the policy with the bound if it can keep a bound, otherwise the same policy."""
     return policy.with_tbt_slo(tbt_slo_s) if tbt_slo_s and policy.keeps_tbt_slo else policy
 
 

@@ -1,23 +1,24 @@
-"""What to change next: at most three pieces of advice, drawn from the figures of a report and tried on the simulator.
+"""Advice about the next run: at most three changes, drawn from the figures of a report and tried on the simulator.
 
-A rule sees something in the report and names the options that bear on it. Each is tried by itself: the recorded run is
-simulated as it was and with the option (`sim/rerun.py`), and what that saves is the expected gain. The best of a rule
-is said, if it saves enough to speak of, so what does nothing in this run is never advised.
+A rule sees a problem in the report and names the options that may help. Each option is tried alone: the recorded run
+is simulated as it was and with the option (`sim/rerun.py`). The time that the option saves is its expected gain. A rule
+gives its best option as advice, and only if the gain is large enough. So an option that does nothing in this run is
+never advised.
 
     rule             is about
-    bubble           a bubble above 15 %: what can be done against each of its causes
+    bubble           a bubble above 15 %: remedies for each of its causes
     starvation       time in which nothing could be issued
     few_decodes      fewer decodes than stages to spread them over
     slow_stage       a layer split that makes the slowest stage faster
     few_sequences    fewer than four sequences at once: too few to share a pass
-    short_prompts    prompts that fit into one chunk, so that nothing is evened out
+    short_prompts    prompts that fit into one chunk, so chunking does not make times more equal
     one_request      one request at a time, whose first token waits for the passes of its chunks
-    kv_fragmentation more than 30 % of the room in the KV pages held empty, and pages run out
-    flat_chunks      chunk throughput that stays while requests in flight grow (two runs; the larger one is tried)
+    kv_fragmentation more than 30 % of the room in used KV pages is empty, and pages run out
+    flat_chunks      chunk throughput stays the same while requests in flight grow (two runs: the larger one is tried)
 
-The thresholds of 15 %, 30 %, four sequences and 100 ms are rules of thumb from practice with chunked prefill;
-the gain decides whether a rule speaks. A figure that a report lacks silences the rules that need it. KV fragmentation
-is about room and not time of the run: what it says is an estimate.
+The thresholds of 15 %, 30 %, four sequences and 100 ms are rules of thumb from practice with chunked prefill.
+The gain decides whether a rule gives advice. If a report lacks a figure, the rules that need it give no advice. KV
+fragmentation is about room, not about the time of the run, so its gain is an estimate.
 """
 
 from __future__ import annotations
@@ -55,26 +56,29 @@ from sarathi_pp.sim.rerun import Change
 # Shown below several pieces of advice.
 APART = "Each was tried alone: their gains do not add up."
 _MOST = 3
-# Of the run; below this a simulation says nothing.
+# Share of the wall time. A smaller gain is within the error of the simulation.
 _WORTHWHILE = 0.03
-# Shares that would be shown as nothing.
+# Smaller shares would be shown as 0%.
 _NOTHING = 0.005
-# Longer a run may take by this share on fewer stages, to be worth saying.
+# Fewer stages are advised if the run takes longer by at most this share.
 _ABOUT_AS_FAST = 0.15
 _HIGH_BUBBLE = 0.15
 _STARVED = 0.05
 _FRAGMENTED = 0.30
 _FEW_SEQUENCES = 4
 _QUICK_S = 0.1
-# Runs are compared where requests in flight grow by half; below this growth chunk throughput is flat.
+# Runs are compared if requests in flight grow by at least half. Chunk throughput is flat if it grows by 5 % or less.
 _MORE_INFLIGHT = 1.5
 _FLAT = 1.05
-# What two runs must have in common to be compared.
+# Two runs are compared only if these keys are equal in both.
 _SETTING = ("model", "dtype", "device", "attention", "policy", "stages", "layer_split", "chunk_size", "inflight")
 
 
 class Trial(Protocol):
-    """What tries a change, as `Rerun`: the share that it saves of the wall time, and of that to the first token."""
+    """A simulated run to which changes are applied, like `Rerun`.
+
+    saved: share of the wall time that a change saves. sooner: share of the time to the first token that it saves.
+    """
 
     def saved(self, change: Change) -> float: ...
     def sooner(self, change: Change) -> float: ...
@@ -82,7 +86,12 @@ class Trial(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to change. gain_s: seconds of the run that it saves on the simulator; None where it saves no time."""
+    """One change for the user to make.
+
+    Attributes:
+        option: the option with its new value.
+        gain_s: seconds of the run that it saves on the simulator. None if it saves no time.
+    """
 
     rule: str
     text: str
@@ -91,7 +100,7 @@ class Advice:
 
 
 class _Proposal(NamedTuple):
-    """What a rule saw, and what might help."""
+    """A problem that a rule saw, and the remedies that might help."""
 
     rule: str
     seen: str
@@ -99,10 +108,13 @@ class _Proposal(NamedTuple):
 
 
 def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
-    """The most worthwhile advice for one run first, one piece an option; empty where nothing came back.
+    """Return the advice for one run, the largest gain first, with one piece per option.
 
-    Without a trial no advice is given that is about time. Who has set a bound on the time between tokens has chosen,
-    and of what costs time is told of the layer split alone.
+    The list is empty if no microbatch came back. If the user has set a bound on the time between tokens, the user has
+    chosen to spend time on it. Then the only advice about time is about the layer split.
+
+    Args:
+        trial: applies changes to the run. None gives no advice about time.
     """
     if not report["completed"] or not report["wall_s"]:
         return []
@@ -116,7 +128,10 @@ def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
 
 
 class ComparedRun(NamedTuple):
-    """trial: gives what tries a change on it, None where nothing can be told."""
+    """A run to compare with others.
+
+    trial: returns the simulated run that changes are applied to. It returns None if the run cannot be simulated.
+    """
 
     label: str
     report: Report
@@ -128,7 +143,7 @@ class ComparedRun(NamedTuple):
 
 
 def advise_comparison(runs: Iterable[ComparedRun]) -> list[Advice]:
-    """What several runs show together; only runs of one setting are compared."""
+    """Return the advice that only several runs together can give. Runs are compared if their settings are equal."""
     usable = [run for run in runs if run.report["completed"] and run.report["wall_s"]]
     found = []
     for _, alike in groupby(sorted(usable, key=lambda run: run.setting), key=lambda run: run.setting):
@@ -141,7 +156,7 @@ def advise_comparison(runs: Iterable[ComparedRun]) -> list[Advice]:
 
 
 def _best(found: Iterable[Advice]) -> list[Advice]:
-    """By gain, unknown ones last; of two that change the same option to anything, the better."""
+    """Return the advice with the largest gains first and unknown gains last, the better one per option."""
     by_option: dict[str, Advice] = {}
     for advice in sorted(found, key=lambda advice: -math.inf if advice.gain_s is None else advice.gain_s, reverse=True):
         by_option.setdefault(advice.option.split()[0], advice)
@@ -149,7 +164,7 @@ def _best(found: Iterable[Advice]) -> list[Advice]:
 
 
 def _tried(report: Report, proposal: _Proposal, trial: Trial) -> Advice | None:
-    """The remedy that saves most, if that is enough to speak of; of two that save the same, the earlier."""
+    """Return the remedy that saves most, or None if its gain is too small. If two save the same, take the earlier."""
     shares = {remedy: trial.saved(remedy.change) for remedy in proposal.remedies}
     if not shares or max(shares.values()) < _WORTHWHILE:
         return None
@@ -162,12 +177,12 @@ def _tried(report: Report, proposal: _Proposal, trial: Trial) -> Advice | None:
 
 
 def _told(report: Report, seconds: float) -> str:
-    """Of a short run, to the hundredth."""
+    """Return seconds with one decimal, or with two in a short run."""
     return f"{seconds:.{1 if report['wall_s'] >= 10 else 2}f}"
 
 
 def _bubble(report: Report) -> Iterator[_Proposal]:
-    """What can be done against each cause, the largest first, if there is bubble enough."""
+    """Yield a proposal per cause, the largest cause first, if the bubble is large enough."""
     ratio, causes = report["bubble_ratio"], report.get("causes")
     if ratio is None or ratio <= _HIGH_BUBBLE or not causes:
         return
@@ -176,7 +191,7 @@ def _bubble(report: Report) -> Iterator[_Proposal]:
         if causes[name] >= _WORTHWHILE * run_s:
             lost, idle = _told(report, causes[name]), _told(report, ratio * run_s)
             cause = f"{name_of(name)} ({CAUSES[name]})"
-            seen = f"The bubble is {ratio:.1%}. Of its {idle} idle stage seconds, {lost} are {cause}."
+            seen = f"The bubble is {ratio:.1%}: {idle} idle stage seconds. {lost} of these seconds are {cause}."
             yield _Proposal("bubble", seen, _REMEDIES[name](report))
 
 
@@ -195,19 +210,19 @@ def _few_decodes(report: Report) -> Iterator[_Proposal]:
 
 
 def _spare_stages(report: Report, trial: Trial) -> Advice | None:
-    """Stages for which there is never a decode."""
+    """Return the advice to use fewer stages, if some stages never have a decode."""
     seen, remedy = _lack_of_decodes(report), fewer_stages(report)
     share = trial.saved(remedy.change) if seen is not None and remedy is not None else -math.inf
     if seen is None or remedy is None or share < -_ABOUT_AS_FAST:
         return None
-    takes = f"{abs(share):.0%} {'longer' if share < 0 else 'less'}" if abs(share) > _NOTHING else "as long"
+    takes = f"{abs(share):.0%} {'more' if share < 0 else 'less'} time" if abs(share) > _NOTHING else "the same time"
     gain_s = share * report["wall_s"] if share >= _WORTHWHILE else None
     text = f"{seen} Use {remedy.option}: in the simulator the run takes {takes}, {remedy.how}."
     return Advice("few_decodes", text, remedy.option, gain_s)
 
 
 def _lack_of_decodes(report: Report) -> str | None:
-    """By Little's law: the seconds that requests spend decoding, over the run's, are the decodes at a time."""
+    """Return a sentence if on average fewer sequences decode than there are stages; None if not."""
     stages, decodes = report["stages"], _decodes_at_once(report)
     if decodes is None or decodes >= stages or stages == 1:
         return None
@@ -222,7 +237,7 @@ def _slow_stage(report: Report) -> Iterator[_Proposal]:
 
 
 def _few_sequences(report: Report) -> Iterator[_Proposal]:
-    """Decodes read every weight once a pass, however many ride in it: fewer at once means more passes."""
+    """Yield remedies for few sequences at once. A pass reads every weight once, so few decodes per pass cost time."""
     decodes = _decodes_at_once(report)
     most = min(report["completed"], report.get("max_num_seqs") or report["completed"])
     if decodes is None:
@@ -232,20 +247,26 @@ def _few_sequences(report: Report) -> Iterator[_Proposal]:
         seen = f"At most {counted} ran at once: too few to share the passes that decodes need."
         yield _Proposal("few_sequences", seen, [*more_seats(report), *run_whole(report)])
     elif decodes < _FEW_SEQUENCES and pages_ran_out(report):
-        seen = f"KV pages ran out with {decodes:.1f} sequences decoding at a time: too few to share a pass."
+        seen = f"KV pages ran out, and on average {decodes:.1f} sequences were decoding: too few to share a pass."
         yield _Proposal("few_sequences", seen, more_pages(report))
 
 
 def _short_prompts(report: Report) -> Iterator[_Proposal]:
     size, mean = report["chunk_size"], report["prompt_tokens"] / report["completed"]
     if fills_chunks(report) and mean <= size:
-        seen = f"Prompts of {mean:.0f} tokens on average fit into one chunk of {size}, so chunking evens nothing out."
+        seen = (
+            f"Prompts have {mean:.0f} tokens on average and fit into one chunk of {size}, so chunking does not make "
+            f"microbatches more equal."
+        )
         remedies = [*smaller_chunks(report, mean / 2), *run_whole(report), *balance(report)]
         yield _Proposal("short_prompts", seen, remedies)
 
 
 def _one_request(report: Report, trial: Trial) -> Advice | None:
-    """Chunks fill the stages of a pipeline; where there is one stage, or few chunks, they only cost passes."""
+    """Return the advice to run prompts whole if requests run one at a time.
+
+    Chunks fill the stages of a pipeline. With one stage, or few chunks, they only add passes.
+    """
     first_s, chunks = _first_token_s(report), num_chunks(report) / report["completed"]
     alone = 1 in (report["completed"], report.get("max_num_seqs"))
     remedy = next(run_whole(report), None)
@@ -254,7 +275,7 @@ def _one_request(report: Report, trial: Trial) -> Advice | None:
     share = trial.sooner(remedy.change)
     if share < _WORTHWHILE:
         return None
-    seen = f"One request ran at a time, and its first token took {first_s:.2f} s in {chunks:.1f} chunks."
+    seen = f"Requests ran one at a time. A first token took {first_s:.2f} s, in {chunks:.1f} chunks on average."
     gain = f"In the simulator the first token comes after {(1 - share) * first_s:.2f} s"
     return Advice("one_request", f"{seen} {remedy.request}. {gain}.", remedy.option, None)
 
@@ -264,11 +285,11 @@ def _kv_fragmentation(report: Report) -> Advice | None:
     if wasted is None or wasted <= _FRAGMENTED or page_size == 1 or not pages_ran_out(report):
         return None
     if report.get("attention") == "emulated":
-        return None  # there are as many as the profile says, of whichever size
+        return None  # the profile sets the number of pages, whatever their size
     option, freed = f"--page-size {page_size // 2}", wasted / 2
     text = (
-        f"KV pages ran out, and {wasted:.0%} of the room in those in use was empty. Use {option}: by estimate it frees "
-        f"{freed:.0%} of what is in use, enough for {freed / (1 - freed):.0%} more sequences."
+        f"KV pages ran out, and {wasted:.0%} of the room in used pages was empty. Use {option}: it frees about "
+        f"{freed:.0%} of the used room, which is enough for {freed / (1 - freed):.0%} more sequences."
     )
     return Advice("kv_fragmentation", text, option, None)
 
@@ -285,7 +306,7 @@ def _flat_chunks(fewer: ComparedRun, more: ComparedRun) -> _Proposal | None:
     return _Proposal("flat_chunks", seen, larger_chunks(more.report))
 
 
-# What may help against each cause.
+# The remedies that may help against each cause.
 _REMEDIES: dict[str, Callable[[Report], Iterator[Remedy]]] = {
     "prefill_variance_s": even_prefills,
     "prefill_decode_s": even_prefills,
@@ -308,14 +329,17 @@ _RULES: tuple[Callable[[Report], Iterator[_Proposal]], ...] = (
 
 
 def _decodes_at_once(report: Report) -> float | None:
-    """None where no request had a second token."""
+    """Return the mean number of sequences that decode at once; None if no request had a second token.
+
+    Little's law: it is the time that all requests spend decoding, divided by the time of the run.
+    """
     gaps = report["output_tokens"] - report["completed"]
     mean_s = report["itl_s"]["mean"]
     return None if mean_s is None or gaps <= 0 else float(gaps * mean_s / report["wall_s"])
 
 
 def _first_token_s(report: Report) -> float | None:
-    """Where one request runs at a time: the seconds a prompt takes, without the wait for those before it."""
+    """Return the seconds per prompt without the wait for earlier ones, if requests run one at a time."""
     mean_s, decodes = report["ttft_s"]["mean"], _decodes_at_once(report)
     if mean_s is None:
         return None
@@ -324,6 +348,6 @@ def _first_token_s(report: Report) -> float | None:
 
 
 def _requests_inflight(report: Report) -> float:
-    """Unfinished requests at a time, by Little's law, of which max_num_seqs run."""
+    """Return the mean number of requests that run at once: the unfinished ones, by Little's law, up to max_num_seqs."""
     unfinished = report["completed"] * report["e2el_s"]["mean"] / report["wall_s"]
     return float(min(unfinished, report.get("max_num_seqs") or math.inf))

@@ -97,23 +97,35 @@ _SECTIONS: tuple[tuple[_Figure, ...], ...] = (
 )
 _FIGURES = {figure.name: figure for section in _SECTIONS for figure in section}
 
-# Differences smaller than this are as likely between two runs of the same settings.
+# Two runs with the same settings may differ by this share.
 _SAME = 0.01
 
-# What the runs were asked to do, which decides what the ratios mean, and how they were set up to do it.
+# The work that the runs were asked to do, which gives the ratios their meaning, and the setup that they did it with.
 _WORK = ("model", "dtype", "device", "requests", "failed", "prompt_tokens", "output_tokens")
 _SETUP = ("policy", "chunk_size", "stages", "layer_split", "inflight", "max_num_seqs", "max_model_len", "attention")
 
 
 def compare(reports: Sequence[tuple[str, Report]]) -> dict[str, Any]:
-    """Return the comparison as one JSON document, from (name, report) pairs. Ratios are to the first run.
+    """Return the comparison as one JSON document. Ratios are to the first run.
 
-    A report is one of summary.summarise. The name is that of its directory, and tells apart runs of the same settings.
-    `figures` holds, by dotted key of the report and only for figures that at least one run has: `values` and
-    `ratios`, one per run, or None; `better`, None if no direction is; and `best`, the runs within 1 % of the best
-    value, empty if all are. `differences` holds the settings that differ: `name`,
-    `values` (one per run) and `same_work`, False if the runs were asked to do different work. Raises InputError for
-    fewer than two runs.
+    The keys of the document:
+
+        figures       by dotted key of the report, only for figures that at least one run has
+          values      one per run, or None
+          ratios      one per run, or None
+          better      "lower" or "higher"; None if neither is better
+          best        the runs within 1 % of the best value; empty if all are
+        differences   the settings that differ
+          name
+          values      one per run
+          same_work   False if the runs were asked to do different work
+
+    Args:
+        reports: (name, report) pairs. A report is from summary.summarise. The name of its directory distinguishes runs
+            with the same settings.
+
+    Raises:
+        InputError: fewer than two runs.
     """
     if len(reports) < 2:
         raise InputError(f"{len(reports)} run given; a comparison needs two or more")
@@ -130,7 +142,12 @@ def compare(reports: Sequence[tuple[str, Report]]) -> dict[str, Any]:
 
 
 class Row(NamedTuple):
-    """One figure of all runs, as text. best: the runs to mark; ratios are to the first run."""
+    """One figure of all runs, as text.
+
+    Attributes:
+        ratios: to the first run.
+        best: the runs to mark.
+    """
 
     heading: str
     values: list[str]
@@ -160,7 +177,7 @@ def render_comparison(comparison: Mapping[str, Any]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """As many runs next to each other as the console has room for."""
+    """Tables of the runs, with as many columns as the console has room for."""
 
     comparison: Mapping[str, Any]
 
@@ -212,7 +229,7 @@ def _compare_figure(figure: _Figure, runs: Sequence[Report]) -> dict[str, Any] |
 
 
 def _ratio(value: float | None, first: float | None) -> float | None:
-    """Return a ratio; None if it would be of nothing or across zero."""
+    """Return a ratio; None if a value is unknown or negative, or if the first one is 0."""
     return value / first if value is not None and first is not None and value >= 0 and first > 0 else None
 
 
@@ -223,7 +240,7 @@ class _Difference(NamedTuple):
 
 
 def _differences(runs: Sequence[Report]) -> list[_Difference]:
-    """Return the settings that are not the same in all runs, those that decide what ratios mean first."""
+    """Return the settings that are not the same in all runs. The settings that define the work come first."""
     settings = ((key, [run.get(key) for run in runs], key not in _WORK) for key in (*_WORK, *_SETUP))
     return [_Difference(*one) for one in settings if len(set(map(_shown, one[1]))) > 1]
 
@@ -271,7 +288,7 @@ def _cell(row: Row, run: int) -> Text:
 
 
 def _times(ratio: float | None) -> str:
-    """Return at most five characters. A ratio that needs more has a first value of almost nothing."""
+    """Return at most five characters. A ratio that needs more comes from a first value of almost 0."""
     if ratio is None or ratio >= 9999.5:
         return "-"
     return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f}x"

@@ -1,4 +1,4 @@
-"""Entrants that did the same work, a line each: medians over the rounds, next to the floor of the machine."""
+"""Entrants that did the same work, one per line: medians over the rounds, next to the floor of the machine."""
 
 from __future__ import annotations
 

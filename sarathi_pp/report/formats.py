@@ -1,10 +1,10 @@
-"""Figures as people read them. A figure that does not exist is a dash, and nothing is "-0"."""
+"""Figures as people read them. A figure that does not exist is a dash, and no figure is "-0"."""
 
 from __future__ import annotations
 
 
 def seconds(value: float | None) -> str:
-    """At most seven characters up to eleven days, so that ten columns fit."""
+    """Return seconds in at most seven characters for times up to eleven days, so that ten columns fit."""
     if value is None:
         return "-"
     return unsigned_zero(f"{value:.2f}" if value < 1000 else f"{value:.1f}" if value < 10_000 else f"{value:.0f}")

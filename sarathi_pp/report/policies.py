@@ -1,4 +1,4 @@
-"""Runs of several policies on the same work, a line each: bubbles next to throughput and latency."""
+"""Runs of several policies on the same work, one per line: bubbles next to throughput and latency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from sarathi_pp.report import formats
 
 
 def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
-    """Return the document that `--json` prints. facts: keys that all runs have in common."""
+    """Return the document that `--json` prints.
+
+    Args:
+        facts: keys that all runs have in common.
+    """
     return {
         "schema": RUNS_SCHEMA,
         **facts,
@@ -25,9 +29,9 @@ def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
 
 
 def bubble_floor(report: Report) -> float | None:
-    """Return 1 - mean / max of the stages' compute time, which unequal stages cost under any schedule.
+    """Return 1 - mean / max of the stages' compute time: the bubble of unequal stages under any schedule.
 
-    With several replicas, the max is that of each replica: one with less to do could have had more.
+    With several replicas, each replica has its own max, because a replica with less work could have had more.
     """
     replicas: dict[int, list[float]] = {}
     for stage in report["per_stage"]:
@@ -40,7 +44,10 @@ def bubble_floor(report: Report) -> float | None:
 class _Column:
     """A figure of a report.
 
-    heading: its name in the report, over several lines. key: in the report. at: in its spread, if it is one.
+    Attributes:
+        heading: name of the figure, over several lines.
+        key: key in the report.
+        at: key in the figure's spread; None if the figure is one number.
     """
 
     heading: str
@@ -80,7 +87,7 @@ def _remarks(document: dict[str, Any], searched: bool) -> list[str]:
 
 def _table(runs: Sequence[Report], *, searched: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    # Of all columns this one folds if the line is too short: a name cut in two can be read, a figure cannot.
+    # Only this column folds if the line is too short: a reader can read a name over two lines, but not a figure.
     table.add_column("policy", overflow="fold")
     capacity = ["req\nper s"] if searched else []
     for heading in ("chunk\nsize", "tokens/s", *(one.heading for one in (*_RATIOS, *_SECONDS)), *capacity):

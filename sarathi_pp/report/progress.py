@@ -2,7 +2,7 @@
 
     1,412 of 3,000 (47%), 2 failed, 31 running  4,271 tokens/s  stages 97% 95% busy  bubble 3.9%  6 min left
 
-Busy is each stage's share of the last moments. The bubble is the run's so far.
+"busy" is the share of the last moments in which each stage computed. The bubble is that of the run so far.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _BAR_WIDTH = 30
 
 
 class ProgressDisplay:
-    """Shows the progress of a run on a console. `update` may be called at any rate. Use as a context manager.
+    """A display of a run's progress on a console. `update` may be called at any rate. Use it as a context manager.
 
-    On a terminal the display is removed at the end. Elsewhere its text is shown by others while it is entered, and
-    the last state is printed at the end.
+    On a terminal the display is removed at the end. Elsewhere a status line shows its text during the run, and the last
+    state is printed at the end.
 
     Args:
-        total: requests of the whole job. None: unknown, because the input is a stream.
-        done_before: requests of the job that earlier starts have finished.
+        total: number of requests of the whole job. None: unknown, because the input is a stream.
+        done_before: number of the job's requests that earlier starts have finished.
     """
 
     def __init__(self, console: Console, total: int | None, done_before: int = 0) -> None:

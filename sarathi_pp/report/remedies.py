@@ -1,7 +1,6 @@
-"""Remedies against lost time: the option to change, and what that changes in the run.
+"""Remedies against lost time: the option to change, and the effect of the change on the run.
 
-A remedy is worth a try. The simulator (`sim/rerun.py`) finds how much it saves, so none is left out here because it
-might save little.
+This module does not ask how much a remedy saves, because the simulator (`sim/rerun.py`) finds that.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ Report = Mapping[str, Any]
 
 
 class Remedy(NamedTuple):
-    """An option, what it does, and the run with it.
+    """An option, its effect, and the change of the run.
 
-    action: the request to the user, up to what it does. None asks to use the option.
+    Attributes:
+        how: the effect, as the end of a sentence.
+        action: the beginning of that sentence, which asks the user for the change. None: "Use (option): it".
     """
 
     option: str
@@ -39,9 +40,10 @@ class Remedy(NamedTuple):
 
 
 def even_layers(report: Report) -> Iterator[Remedy]:
-    """Yield the split whose slowest stage computes least, if a layer costs each stage the mean of its own layers.
+    """Yield the splits whose slowest stage computes least. A layer is taken to cost the mean of its stage's layers.
 
-    What the last stage takes beyond the others' rate may be the head's, which no split removes, or its machine's.
+    The last stage may take longer per layer than the others. The cause may be the LM head, which no split removes, or a
+    slower machine. There is a split for each of the two.
     """
     split: list[int] = report["layer_split"]
     computed_s: list[float] = [stage["compute_s"] for stage in report["per_stage"]]
@@ -56,7 +58,7 @@ def even_layers(report: Report) -> Iterator[Remedy]:
 
 
 def _even_split(split: Sequence[int], computed_s: Sequence[float], head_s: float) -> tuple[int, ...]:
-    """Return the split as it is if no other is faster."""
+    """Return the fastest split, or the same split if no other is faster."""
     last = len(split) - 1
     layer_s = [seconds / layers for seconds, layers in zip(computed_s, split, strict=True)]
     layer_s[last] -= head_s / split[last]
@@ -91,10 +93,13 @@ def hide_transfers(report: Report) -> Iterator[Remedy]:
 
 
 def fill_longer(report: Report) -> Iterator[Remedy]:
-    """Stages for which there is never a microbatch look like a pipeline that is always filling."""
+    """Yield more microbatches in flight, and more requests.
+
+    A stage that never has a microbatch looks like a pipeline that is still filling.
+    """
     stages, inflight = report["stages"], report["inflight"]
     if inflight < stages:
-        how = f"gives a microbatch to all {stages} stages, of which {inflight} had one"
+        how = f"gives all {stages} stages a microbatch, instead of {inflight}"
         yield Remedy(f"--inflight {stages}", how, Change(inflight=stages))
     if stages > 1:
         yield from more_input()
@@ -118,7 +123,7 @@ def run_whole(report: Report) -> Iterator[Remedy]:
 
 
 def _other_policy(report: Report, name: str, how: str) -> Remedy:
-    """Return the policy with its own default chunk size. The size of the run was chosen for another policy."""
+    """Return the policy with its own default chunk size, because the run's size was chosen for another policy."""
     other, own = parse_policy(name), parse_recorded(policy_name(report))
     size = other.kind.default_chunk_size
     if not other.kind.uses_chunk_size:
@@ -139,7 +144,7 @@ def smaller_chunks(report: Report, size: float) -> Iterator[Remedy]:
 def larger_chunks(report: Report) -> Iterator[Remedy]:
     if fills_chunks(report):
         wanted = 2 * report["chunk_size"]
-        yield Remedy(f"--chunk-size {wanted}", "takes fewer microbatches", Change(chunk_size=wanted))
+        yield Remedy(f"--chunk-size {wanted}", "needs fewer microbatches", Change(chunk_size=wanted))
 
 
 def more_seats(report: Report) -> Iterator[Remedy]:
@@ -154,17 +159,20 @@ def more_seats(report: Report) -> Iterator[Remedy]:
 
 
 def more_pages(report: Report) -> Iterator[Remedy]:
-    """Twice as many. A GPU's memory is given away as it is; that of emulated stages is what their profile says."""
+    """Yield twice the number of pages, on CPUs only.
+
+    A GPU gives all its free memory to pages already. The pages of emulated stages come from their profile.
+    """
     held = report.get("kv_cache_bytes")
     if pages_ran_out(report) and held and report["device"] == "cpu":
         option = f"--kv-cache-memory {math.ceil(2 * held / 2**20)}MiB"
-        how = "holds more sequences at once, with twice the pages that ran out on each stage"
+        how = "gives each stage twice the KV pages, so more sequences run at once"
         yield Remedy(option, how, Change(num_pages=2 * report["kv"]["pages"]))
 
 
 def more_input() -> Iterator[Remedy]:
-    """A finished batch cannot grow, so this is about the next one."""
-    action = "Answer more requests in one run, if there are more: twice as many in --input"
+    """Yield more requests in the next run. A finished batch cannot grow."""
+    action = "Put more requests into one run, if you have more: twice the requests in --input"
     yield Remedy("--input", "keep the stages busy for longer", Change(times=2), action)
 
 
@@ -175,7 +183,7 @@ def fewer_stages(report: Report) -> Remedy | None:
         return None
     share, extra = divmod(layers, requests)
     split = tuple(share + (stage < extra) for stage in range(requests))
-    devices = f"with {stages - requests} devices fewer, if these hold the model"
+    devices = f"with {stages - requests} fewer devices, if the remaining ones can hold the model"
     return Remedy(f"--stages {requests}", devices, Change(layers=split))
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _REPLICA = re.compile(r"replica-(\d{4,})")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
-# What no trace holds, from run.json.
+# Facts that no trace holds, from run.json.
 _NAMES = ("model", "dtype", "attention", "sarathi_pp", "torch")
 _NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
-# What only the end of a run knows, from report.json.
+# Facts that are known only at the end of a run, from report.json.
 _ENDINGS = ("resumed", "stopped_by")
 
 
@@ -33,8 +33,10 @@ _ENDINGS = ("resumed", "stopped_by")
 class Run:
     """A run with its figures.
 
-    replicas: those that ran to its end. report: of all replicas. fitted: costs of the first one's microbatches; None
-    where there were too few.
+    Attributes:
+        replicas: the replicas that ran until the end.
+        report: figures of all replicas.
+        fitted: costs of the microbatches of the first replica. None if they were too few.
     """
 
     path: Path
@@ -43,11 +45,15 @@ class Run:
     fitted: Fit | None
 
     def trial(self) -> Rerun | None:
-        """Return what tries a change on the run; None if its costs are unknown. Raises CannotTry as `Rerun.of`."""
+        """Return the simulated run that changes are applied to; None if its costs are unknown.
+
+        Raises:
+            CannotTry: the run has several replicas, or `Rerun.of` cannot simulate it.
+        """
         from sarathi_pp.tuning.fit import fit_links
 
         if len(self.replicas) > 1:
-            raise CannotTry(f"changes are tried on one pipeline, and the run has {len(self.replicas)}")
+            raise CannotTry(f"changes can be tried on one pipeline only, and the run has {len(self.replicas)}")
         if self.fitted is None:
             return None
         report, timeline = self.report, self.replicas[0].timeline
@@ -64,9 +70,15 @@ class Run:
 
 
 def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) -> Run:
-    """Read one attempt of a run, by default the last, and fold it from its traces. advised: add advice.
+    """Read one attempt of a run, and fold it from its traces.
 
-    Raises MissingError where the directory holds no traces or not all, InputError for traces that cannot be used.
+    Args:
+        attempt: number of the attempt; None for the last one.
+        advised: add advice.
+
+    Raises:
+        MissingError: the directory holds no traces, or not all of them.
+        InputError: the traces cannot be used.
     """
     endings = _endings(path) if attempt is None else {}
     run = _fold(path, find_traces(path, attempt), _facts(path) | endings)
@@ -74,7 +86,11 @@ def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) ->
 
 
 def advise_runs(runs: Mapping[str, Run]) -> dict[str, Any]:
-    """Return the advice that several runs give together, as keys of a comparison. runs: by label."""
+    """Return the advice that several runs give together, as keys of a comparison.
+
+    Args:
+        runs: the runs by label.
+    """
     compared = [ComparedRun(label, run.report, partial(_trial, run)) for label, run in runs.items()]
     return _looked_for(lambda: advise_comparison(compared), [])
 
@@ -87,17 +103,17 @@ def _trial(run: Run) -> Rerun | None:
 
 
 def analyse(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-    """The report of a run that has just ended, with causes; and with advice, which takes longer."""
+    """Yield the report of a run that has just ended: first with causes, then with advice too, which takes longer."""
     run = explain(traces, facts)
     yield run.report
     yield run.report | _advice(run)
 
 
 def explain(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Run:
-    """Return a run with its causes and without advice, which takes longer. The run may still go on.
+    """Return a run with its causes and without advice, which takes longer. The run may still be running.
 
     Args:
-        traces: one per stage, of each replica.
+        traces: one list per replica, with one trace per stage.
         facts: keys of the report that no trace holds.
     """
     run = _fold(traces[0][0].parent, traces, facts)
@@ -114,7 +130,7 @@ def _fold(path: Path, traces: Sequence[Sequence[Path]], facts: Mapping[str, obje
 
 
 def _advice(run: Run) -> dict[str, Any]:
-    """Return the advice, the most worthwhile first, as keys of a report."""
+    """Return the advice, the largest gain first, as keys of a report."""
     notes: list[str] = list(run.report["notes"])
 
     def look() -> list[Advice]:
@@ -128,7 +144,7 @@ def _advice(run: Run) -> dict[str, Any]:
 
 
 def _looked_for(look: Callable[[], list[Advice]], notes: list[str]) -> dict[str, Any]:
-    """Figures must not be lost to what is only said about them: a fault, or who interrupts, ends the looking alone."""
+    """Return advice and notes. A failure or an interrupt ends the search for advice, but must not lose the figures."""
     try:
         return {"advice": [asdict(advice) for advice in look()], "notes": notes}
     except (Exception, KeyboardInterrupt) as error:
@@ -137,29 +153,31 @@ def _looked_for(look: Callable[[], list[Advice]], notes: list[str]) -> dict[str,
 
 
 def find_traces(run: Path, attempt: int | None) -> list[list[Path]]:
-    """Of each replica one trace a stage, stage 0 first.
+    """Return one list per replica, with one trace per stage, stage 0 first.
 
-    Raises MissingError where the directory holds none or not all, InputError where it holds those of several runs.
+    Raises:
+        MissingError: the directory holds no traces, or not all of them.
+        InputError: the directory holds traces of several runs.
     """
     attempts = sorted(path for path in run.glob("attempt-*") if _ATTEMPT.fullmatch(path.name) and path.is_dir())
     if attempt is not None:
         attempts = [run / f"attempt-{attempt:04d}"]
     last = attempts[-1] if attempts else run
     if not attempts:
-        raise MissingError(f"{last} holds no trace; give the directory of a run")
+        raise MissingError(f"{last} holds no trace. Give the directory of a run")
     replicas = sorted(path for path in last.glob("replica-*") if path.is_dir())
-    earlier = "; --attempt reads one before it" if len(attempts) > 1 else ""
+    earlier = ". --attempt reads an earlier attempt" if len(attempts) > 1 else ""
     return [_find_replica(run, folder, earlier) for folder in replicas or [last]]
 
 
 def _find_replica(run: Path, folder: Path, earlier: str) -> list[Path]:
     found = {match.groups(): path for path in folder.glob("trace-*") if (match := _TRACE.fullmatch(path.name))}
     if not found:
-        raise MissingError(f"{folder} holds no trace; give the directory of a run{earlier}")
+        raise MissingError(f"{folder} holds no trace. Give the directory of a run{earlier}")
     sizes = sorted({int(size) for _, size in found})
     if len(sizes) > 1:
         raise InputError(
-            f"{folder} holds traces of runs of {' and of '.join(map(str, sizes))} stages; keep those of one"
+            f"{folder} holds traces of runs with {' and with '.join(map(str, sizes))} stages. Keep those of one run"
         )
     missing = sorted(set(range(sizes[0])) - {int(stage) for stage, _ in found})
     if missing:
@@ -168,16 +186,21 @@ def _find_replica(run: Path, folder: Path, earlier: str) -> list[Path]:
 
 
 def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
-    """Each host keeps its own stages' traces until the run ends in order, when they come to rank 0."""
+    """Return the message about missing traces, with the hosts that hold them if these are known.
+
+    Each host keeps the traces of its own stages. They are sent to rank 0 when the run ends normally.
+    """
     known, named = _known(run), _REPLICA.fullmatch(attempt.name)
     hosts, shards = known.get("hosts") or [], known.get("tensor_parallel_size") or 1
     first = int(named[1]) * expected if named else 0
-    at = {stage: (first + stage) * shards for stage in missing}  # by seat: a replica's stages, a stage's ranks
+    at = {
+        stage: (first + stage) * shards for stage in missing
+    }  # by rank: the stages of a replica, the ranks of a stage
     where = [f"{stage} ({hosts[at[stage]]})" if at[stage] < len(hosts) else str(stage) for stage in missing]
     return (
         f"{attempt} holds {expected - len(missing)} of {expected} traces; missing: stage {', '.join(where)}"
-        f"\n  try  again once the run has ended; if it was killed, copy the missing ones here, from the run directory"
-        f" on their host"
+        f"\n  try  again after the run has ended. If it was killed, copy the missing traces here, from the run "
+        f"directory on their host"
     )
 
 
@@ -195,7 +218,7 @@ def _facts(run: Path) -> dict[str, Any]:
 
 
 def _endings(run: Path) -> dict[str, Any]:
-    """Return what report.json alone holds about the last start; empty for a run that did not end in order."""
+    """Return the facts about the last start that only report.json holds; empty if the run did not end normally."""
     known = _read_object(run / "report.json")
     found = {name: known[name] for name in _ENDINGS if name in known}
     if not isinstance(found.get("resumed", {}), dict):
@@ -204,7 +227,7 @@ def _endings(run: Path) -> dict[str, Any]:
 
 
 def _known(run: Path) -> dict[str, Any]:
-    """Return run.json; empty for a run that was killed early, or traces that were moved: no figure needs it."""
+    """Return run.json; empty if the run was killed early or its traces were moved. No figure needs it."""
     return _read_object(run / "run.json")
 
 

@@ -1,11 +1,11 @@
-"""A line about what a command is doing, from its first second until it has something else to show.
+"""A line that shows the activity of a command, from its first second until the command shows something else.
 
     reading prompts.jsonl
     loading its layers: 12.3 of 35.8 GiB
     waiting for stage 1 (rank 1, node1, pid 812): loading its layers: 3.1 of 35.8 GiB
 
-On a terminal the line is rewritten in place. Elsewhere there is a new line for a new phase, at most one per second, and
-otherwise one every few seconds.
+On a terminal the line is rewritten in place. Elsewhere each new phase prints a new line, at most one per second. A
+phase that continues prints one every few seconds.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rich.console import Console
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.trace.clock import Clock, SystemClock
 
-# A command that ends within this time shows its result alone.
+# A command that ends within this time shows only its result.
 _FIRST_S = 0.3
 _LOOK_S = 0.2
-# Between lines that are not rewritten: for a new phase, and for the same one.
+# Time between two lines that are not rewritten: for a new phase, and for the same phase.
 _NEW_S = 1.0
 _SAME_S = 4.0
-# A phase that has lasted as long shows its age.
+# A phase that has lasted this time shows its age.
 _AGE_S = 3.0
 
 
 class StatusLine:
-    """Shows an activity on a console. Use as a context manager.
+    """A line on a console that shows an activity. Use it as a context manager.
 
     Args:
-        shown: False shows nothing.
+        shown: False to show nothing.
     """
 
     def __init__(self, console: Console, activity: Activity, *, shown: bool = True, clock: Clock | None = None) -> None:
@@ -65,7 +65,7 @@ class StatusLine:
         self.close()
 
     def close(self) -> None:
-        """Show nothing more, and remove the line from a terminal."""
+        """Stop showing the activity, and remove the line from a terminal."""
         self._end.set()
         with self._lock:
             self._clear()
@@ -73,7 +73,7 @@ class StatusLine:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Keep the line off the console while inside, where something else is printed."""
+        """Keep the line off the console inside the block, so that other text can be printed."""
         with self._lock:
             self._clear()
             self._hidden += 1
@@ -93,14 +93,14 @@ class StatusLine:
                 return
 
     def look(self) -> None:
-        """Show the activity, unless something else is shown."""
+        """Show the activity, unless the line is hidden."""
         with self._lock:
             if not self._hidden:
                 with suppress(OSError, ValueError):  # of a console that was closed
                     self._show()
 
     def _show(self) -> None:
-        """Show the activity if it is time to."""
+        """Show the activity if a new line is due."""
         now_s, text, phase = self._clock.now(), self._activity.text, self._activity.name
         if phase != self._phase:
             self._phase, self._phase_s = phase, now_s

@@ -1,7 +1,7 @@
-"""The table after a run: throughput first, then where the time of each stage went.
+"""The table after a run: throughput first, then the use of each stage's time.
 
-It formats report.json and computes nothing, so that what people read is what programs read. It fits 80 columns, and
-takes more if the terminal has them.
+It formats report.json and computes nothing, so people and programs read the same figures. It fits 80 columns, and uses
+more if the terminal has more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HIGH_BUBBLE = 0.15
 
 
 def render(report: Mapping[str, Any]) -> RenderableType:
-    """Return a report, as summary.summarise makes it, for a console. A figure that does not exist is a dash."""
+    """Return a report of summary.summarise for a console. A figure that does not exist is a dash."""
     parts: list[RenderableType] = [
         _headline(report),
         "",
@@ -95,7 +95,7 @@ def _name(stage: Mapping[str, Any]) -> str:
 
 
 def _work(report: Mapping[str, Any]) -> Text:
-    """Return how even microbatches were, how KV pages were used, and how exact these figures are."""
+    """Return figures about the variation of microbatches, the use of KV pages, and the errors of all figures."""
     kv = report["kv"]
     of_each = [one["collective_s"] / one["compute_s"] for one in report["per_stage"] if one.get("collective_s")]
     sums = f"sums over the ranks of a stage: {formats.share(max(of_each))} of its compute\n" if of_each else ""
@@ -140,7 +140,7 @@ def _hosts(report: Mapping[str, Any]) -> list[Text]:
     hosts = (f"{host} {_stage_range(names)}" for host, names in found)
     lines = [Text(f"hosts: {', '.join(hosts)}", style="dim")]
     links = [link for link in report["links"] if link["between_hosts"]]
-    if links:  # else each of several replicas is on a host of its own
+    if links:  # without links between hosts, each replica is on its own host
         lines.append(Text(f"median transfer between hosts: {', '.join(map(_transfer, links))}", style="dim"))
     return lines
 
@@ -167,7 +167,7 @@ class _Strip:
     """The line of one stage. Its characters depend on the encoding and width of the console that prints it."""
 
     stage: str
-    busy: Sequence[float]  # share of each moment in which the stage computed
+    busy: Sequence[float]  # for each moment, the share of it in which the stage computed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         bars = _ASCII_BARS if options.ascii_only else _BARS
@@ -180,7 +180,7 @@ class _Strip:
 
 @dataclass(frozen=True, slots=True)
 class _Causes:
-    """The causes, the largest first. Shares are of the whole bubble; a negative one made other waits shorter."""
+    """The causes, the largest first. Shares are of the whole bubble. A negative cause made other waits shorter."""
 
     seconds: Mapping[str, float]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# What a stage does: compute, or one of four reasons to be idle.
+# The states of a stage: it computes, or it is idle for one of four reasons.
 STATES = {
     "compute_s": "the stage computes a microbatch",
     "recv_wait_s": "a microbatch is issued, and its input has not arrived",
@@ -41,7 +41,7 @@ def name_of(key: str) -> str:
 
 
 def setup_of(report: Mapping[str, Any]) -> str:
-    """Return the model, dtype and device of a report; a report of traces alone knows only the device."""
+    """Return the model, dtype and device of a report. A report made only from traces has only the device."""
     device = "emulated stages" if report["device"] == "emulated" else report["device"]
     if "model" not in report:
         return f"device {device}"

@@ -138,12 +138,12 @@ def _software() -> Iterator[Finding]:
         window = windows.get(name)
         if window is None:
             yield Finding(
-                "software", name, "used", f"{found}; sarathi-pp is not installed, so the supported versions are unknown"
+                "software", name, "used", f"{found}. sarathi-pp is not installed, so the supported versions are unknown"
             )
         elif window.specifier.contains(found, prereleases=True):
             yield Finding("software", name, "used", f"{found}; supported: {window.specifier}")
         else:
-            yield Finding("software", name, "doubtful", f"{found} is not supported; supported: {window.specifier}")
+            yield Finding("software", name, "doubtful", f"{found} is not supported. Supported: {window.specifier}")
 
 
 def _windows() -> dict[str, Requirement]:
@@ -201,7 +201,11 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
         lacks = "needs the package numba" if find_spec("numba") is None else "the processor has no AVX512-BF16"
         yield Finding("kernels", "numba's", "unused", f"for bfloat16 linear layers on CPU: {lacks}")
     state: State = "used" if on_cpu and has_onednn() and not has_gemm() else "unused"
-    detail = "for bfloat16 linear layers that numba's cannot compute" if has_onednn() else "this torch has none"
+    detail = (
+        "for bfloat16 linear layers that numba's kernels cannot compute"
+        if has_onednn()
+        else "torch is built without oneDNN"
+    )
     yield Finding("kernels", "oneDNN's", state, detail)
 
 
@@ -211,26 +215,28 @@ def _transport(device: torch.device) -> Iterator[Finding]:
     devices = [describe_device(torch.device("cuda", index), host, nccl=has_nccl()) for index in range(gpus)]
     chosen = choose_transport(devices if gpus > 1 else [*devices, DeviceInfo(host, None, nccl=False)] * 2)
     if not has_gloo():
-        lacks = "this torch has none, and ranks need it to agree on a start"
+        lacks = "torch is built without gloo, which the ranks need to start together"
         yield Finding("transport", "gloo", "refused", lacks, SarathiError.exit_code)
     else:
         yield Finding("transport", "gloo", "used", _carried(chosen, on_cpu=device.type == "cpu"))
     shares = device.type == "cpu" and can_share()
     why_not = "stages compute on GPUs" if device.type != "cpu" else "processes here cannot reach each other's sockets"
-    detail = "frames and activations between stages of this host" if shares else why_not
+    detail = "carries frames and activations between stages of this host" if shares else why_not
     yield Finding("transport", "shared memory", "used" if shares else "unused", detail)
     if chosen.name == "nccl":
-        yield Finding("transport", "nccl", "used", f"activations: {chosen.reason}")
+        yield Finding("transport", "nccl", "used", f"carries activations: {chosen.reason}")
     else:
-        yield Finding("transport", "nccl", "unused", chosen.reason if has_nccl() else "this torch has none")
+        yield Finding("transport", "nccl", "unused", chosen.reason if has_nccl() else "torch is built without NCCL")
 
 
 def _carried(chosen: Transport, *, on_cpu: bool) -> str:
     """Return the data that gloo carries."""
     if chosen.name != "gloo":
-        return "frames"
+        return "carries frames"
     return (
-        "everything that does not go through shared memory" if on_cpu else f"frames, and activations: {chosen.reason}"
+        "carries all data that shared memory does not carry"
+        if on_cpu
+        else f"carries frames and activations: {chosen.reason}"
     )
 
 

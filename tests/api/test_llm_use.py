@@ -159,7 +159,7 @@ def test_who_closes_ends_what_another_thread_generates() -> None:
         reports = list(closers.map(lambda _: model.close(), range(3)))
     for thread in threads:
         thread.join(BOUND_S)
-    assert said == ["this LLM is closed; make a new one"] * 3
+    assert said == ["this LLM is closed. Make a new one"] * 3
     assert sum(report is not None for report in reports) == 1
 
 

@@ -24,9 +24,9 @@ def test_token_ids(prompts: Any) -> None:
     ("prompt", "says"),
     [
         ({"prompt": "a", "multi_modal_data": {}}, "'multi_modal_data', which is not supported: models read text only"),
-        ({"prompt": "a", "promt": 1}, "the unknown key 'promt'; it takes prompt or prompt_token_ids"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids; give one"),
-        ({}, "neither prompt nor prompt_token_ids; give one"),
+        ({"prompt": "a", "promt": 1}, "the unknown key 'promt'. Its keys are prompt or prompt_token_ids"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids. Give one"),
+        ({}, "neither prompt nor prompt_token_ids. Give one"),
         ({"prompt": [1]}, "prompts holds .* must be a string"),
         ({"prompt_token_ids": "ab"}, "prompts holds .* must be a string"),
         ({"prompt_token_ids": [1.5]}, "prompts holds .* must be a string"),

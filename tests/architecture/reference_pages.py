@@ -181,7 +181,7 @@ def _models_page() -> str:
         "Weights are safetensors, in one file or sharded, from a directory or the Hugging Face Hub. Everything else\n"
         "is refused before a run starts: other architectures, linear attention, dynamic and longrope rotary\n"
         "embeddings, quantised checkpoints, and custom code. OpenAI's own gpt-oss checkpoints are quantised (MXFP4),\n"
-        "so they are refused too. `sarathi-pp doctor --model DIR` says whether a model can run.",
+        "so they are refused too. `sarathi-pp doctor --model DIR` checks if a model can run.",
     )
 
 

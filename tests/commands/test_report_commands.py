@@ -143,7 +143,7 @@ def test_runs_side_by_side(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("report", "nowhere"), 66, "nowhere holds no trace; give the directory of a run"),
+        (("report", "nowhere"), 66, "nowhere holds no trace. Give the directory of a run"),
         (("report", "RUN", "--html", "no/such/folder.html"), 74, "cannot write no/such/folder.html"),
         (("compare", "RUN"), 2, "give two or more run directories"),
     ],
@@ -164,7 +164,7 @@ def test_traces_that_lie_on_another_host_are_named_with_it(runs, tmp_path):
     [mine] = {*json.loads((elsewhere / "run.json").read_text())["hosts"]}
     with pytest.raises(MissingError) as refused:
         read_run(elsewhere)
-    assert f"holds 1 of 2 traces; missing: stage 1 ({mine})\n  try  again once the run has" in str(refused.value)
+    assert f"holds 1 of 2 traces; missing: stage 1 ({mine})\n  try  again after the run has" in str(refused.value)
     (elsewhere / "run.json").unlink()
     with pytest.raises(MissingError, match="missing: stage 1\n"):
         read_run(elsewhere)
@@ -179,12 +179,12 @@ def test_what_is_no_part_of_a_run_is_passed_over_and_what_hides_one_is_named(run
     (copy / "run.json").write_text('{"max_num_seqs": "many"}')
     assert read_run(copy).report["microbatches"] == read_run(runs[0]).report["microbatches"]
     (copy / "attempt-0001").mkdir()
-    with pytest.raises(MissingError, match="attempt-0001 holds no trace.*--attempt reads one before it"):
+    with pytest.raises(MissingError, match="attempt-0001 holds no trace.*--attempt reads an earlier attempt"):
         read_run(copy)
     read_run(copy, attempt=0)
     (copy / "attempt-0001").rmdir()
     (attempt / "trace-00002-of-00003.jsonl").touch()
-    with pytest.raises(InputError, match="of runs of 2 and of 3 stages; keep those of one"):
+    with pytest.raises(InputError, match="of runs with 2 and with 3 stages. Keep those of one run"):
         read_run(copy)
 
 

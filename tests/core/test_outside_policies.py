@@ -157,7 +157,7 @@ def test_what_a_policy_says_that_it_needs_is_taken_from_its_class(folder):
         ("script_of_test:Mine", "ends the program when it is imported; put what it runs below if __name__ == "),
         (
             "program_of_test:Mine",
-            "ConfigError: program_of_test is imported for its policy, and starts an LLM; put",
+            "ConfigError: program_of_test is imported for its policy, and starts an LLM. Put",
         ),
         ("mine_of_test:Field", r"Field.wants_cost is a field of a dataclass; .*: write wants_cost: ClassVar\[bool\]"),
         ("mine_of_test:Word", "Word.default_chunk_size is '256'; it must be int of at least 1"),

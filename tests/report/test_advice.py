@@ -140,9 +140,9 @@ def test_a_bubble_above_15_percent_is_named_with_its_cause_and_gain() -> None:
     advice = only(advise(report(bubble_ratio=0.16, causes=seconds), Simulator(told, 0.0)))
     assert advice == Advice(
         "bubble",
-        "The bubble is 16.0%. Of its 32.0 idle stage seconds, 20.0 are prefill decode (microbatches with and without "
-        "prompt chunks follow each other). Use --chunk-size 128: it makes microbatches smaller. In the simulator this "
-        "saves 7.0 of 100.0 s (7%).",
+        "The bubble is 16.0%: 32.0 idle stage seconds. 20.0 of these seconds are prefill decode (microbatches with and "
+        "without prompt chunks follow each other). Use --chunk-size 128: it makes microbatches smaller. In the "
+        "simulator this saves 7.0 of 100.0 s (7%).",
         "--chunk-size 128",
         pytest.approx(7.0),
     )
@@ -211,7 +211,10 @@ def test_of_what_may_help_the_best_is_said() -> None:
 def test_a_cause_that_no_option_changes_gives_way_to_the_next() -> None:
     seconds = causes(host_s=20.0, communication_s=8.0)
     advice = given_by("bubble", report(bubble_ratio=0.2, causes=seconds, policy="orca"))
-    assert advice is not None and (advice.option, "8.0 are communication" in advice.text) == ("--inflight 3", True)
+    assert advice is not None and (advice.option, "8.0 of these seconds are communication" in advice.text) == (
+        "--inflight 3",
+        True,
+    )
 
 
 def test_the_seconds_of_a_short_run_are_told_to_the_hundredth() -> None:
@@ -273,15 +276,15 @@ def test_more_stages_than_requests_are_stages_to_spare() -> None:
     advice = given_by("few_decodes", few, {fewer: -0.04})
     assert advice is not None and (advice.option, advice.gain_s) == ("--stages 2", None)
     assert (
-        "Use --stages 2: in the simulator the run takes 4% longer, with 2 devices fewer, if these hold the model."
-        in advice.text
+        "Use --stages 2: in the simulator the run takes 4% more time, with 2 fewer devices, "
+        "if the remaining ones can hold the model." in advice.text
     )
     advice = given_by("few_decodes", few, {fewer: 0.01})
-    assert advice is not None and "takes 1% less, with 2 devices fewer" in advice.text and advice.gain_s is None
+    assert advice is not None and "takes 1% less time, with 2 fewer devices" in advice.text and advice.gain_s is None
     advice = given_by("few_decodes", few, {fewer: 0.05})
-    assert advice is not None and "takes 5% less" in advice.text and advice.gain_s == pytest.approx(5.0)
+    assert advice is not None and "takes 5% less time" in advice.text and advice.gain_s == pytest.approx(5.0)
     advice = given_by("few_decodes", few, {fewer: -0.004})
-    assert advice is not None and "the run takes as long, with 2 devices fewer" in advice.text
+    assert advice is not None and "the run takes the same time, with 2 fewer devices" in advice.text
     assert given_by("few_decodes", few, {fewer: -0.16}) is None
     assert fewer not in tried(few | {"completed": 4}) | tried(few | {"completed": 1})
 
@@ -353,7 +356,7 @@ def test_fewer_than_four_sequences_in_the_pages(full: dict[str, Any]) -> None:
     assert tried(few) == set()
     assert tried(few | full) == {MORE_PAGES}
     advice = given_by("few_sequences", few | full)
-    assert advice is not None and "with 3.2 sequences decoding at a time" in advice.text
+    assert advice is not None and "on average 3.2 sequences were decoding" in advice.text
     assert advice.option == "--kv-cache-memory 2048MiB"
     assert tried(report(itl_s={"mean": 400.01 / 6336}) | full) == set(), "four at a time are enough"
 
@@ -363,7 +366,9 @@ def test_prompts_that_fit_into_a_chunk() -> None:
     short = report(prompt_tokens=64 * 250)
     assert tried(short) == {SMALLER, ORCA, BALANCED}
     advice = given_by("short_prompts", short, {SMALLER: 0.1})
-    assert advice is not None and advice.text.startswith("Prompts of 250 tokens on average fit into one chunk of 256")
+    assert advice is not None and advice.text.startswith(
+        "Prompts have 250 tokens on average and fit into one chunk of 256"
+    )
     for policy in ("orca", "balanced"):  # neither fills chunks of a size that is given
         assert tried(short | {"policy": policy}) == set()
     assert tried(report(prompt_tokens=64 * 16, chunk_size=16)) == {ORCA, BALANCED}
@@ -395,7 +400,7 @@ def waits(found: dict[str, Any]) -> bool:
 def test_a_single_request_that_waits_for_its_chunks_runs_whole() -> None:
     advice = only(advise(one_request(), Simulator(share=0.0, first={ORCA: 0.05})))
     assert (advice.rule, advice.option, advice.gain_s) == ("one_request", "--policy orca", None)
-    assert "its first token took 0.20 s in 4.0 chunks" in advice.text
+    assert "A first token took 0.20 s, in 4.0 chunks on average." in advice.text
     assert "runs prompts whole, in fewer passes. In the simulator the first token comes after 0.19 s." in advice.text
     assert advise(one_request(), Simulator(share=0.0, first={ORCA: 0.029})) == []
     assert not waits(one_request(ttft_s={"mean": 0.1}))
@@ -417,7 +422,7 @@ def test_requests_that_run_one_by_one_are_timed_without_their_queue() -> None:
         ttft_s={"mean": 1.55},
     )
     advice = only(advise(queued, Simulator(share=0.0, first={ORCA: 0.1})))
-    assert "took 0.20 s in 4.0 chunks" in advice.text
+    assert "took 0.20 s, in 4.0 chunks" in advice.text
     assert not waits(queued | {"max_num_seqs": 2})
 
 
@@ -429,7 +434,7 @@ def test_fragmentation_above_30_percent_where_pages_ran_out() -> None:
     assert only(advised(0.31)).rule == "kv_fragmentation"
     advice = only(advised(0.4))
     assert (advice.rule, advice.option, advice.gain_s) == ("kv_fragmentation", "--page-size 8", None)
-    assert "it frees 20% of what is in use, enough for 25% more sequences." in advice.text
+    assert "it frees about 20% of the used room, which is enough for 25% more sequences." in advice.text
     assert advise(report(kv=kv(0.4), preemptions=1, attention="emulated")) == []
 
 
@@ -504,7 +509,7 @@ def test_chunk_throughput_that_stays_while_requests_in_flight_grow() -> None:
         assert advice == Advice(
             "flat_chunks",
             f"From {names}, requests in flight grew from 20 to 40, and chunk throughput only went from 2.0 to 2.1 per "
-            "second. Change the second run. Use --chunk-size 512: it takes fewer microbatches. In the simulator this "
+            "second. Change the second run. Use --chunk-size 512: it needs fewer microbatches. In the simulator this "
             "saves 20.0 of 100.0 s (20%).",
             "--chunk-size 512",
             pytest.approx(20.0),

@@ -11,10 +11,10 @@ from sarathi_pp.report.vocabulary import CAUSES, STATES, name_of
 
 
 def cause_bars(causes: Sequence[Mapping[str, float]]) -> str:
-    """Return a row per cause, the largest first, with a bar per run; causes that are negative stand apart below.
+    """Return a row per cause, the largest first, with a bar per run. Negative causes have their own list below.
 
     Args:
-        causes: seconds by cause, of each run.
+        causes: for each run, seconds by cause.
     """
     total = {key: sum(of_one[key] for of_one in causes) for key in CAUSES}
     largest = max((abs(of_one[key]) for of_one in causes for key in CAUSES), default=0.0) or 1.0

@@ -21,7 +21,7 @@ def render_comparison_page(comparison: Mapping[str, Any], parts: Sequence[PagePa
     """Return the page of a comparison as one HTML document.
 
     Args:
-        comparison: as `comparison.compare` makes it, with advice.
+        comparison: document of `comparison.compare`, with advice.
         parts: pipelines of all runs, in the order of the runs.
     """
     title = " | ".join(run["label"] for run in comparison["runs"])
@@ -42,7 +42,7 @@ def _sections(comparison: Mapping[str, Any], parts: Sequence[PagePart]) -> Itera
 
 
 def _headlines(comparison: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence per run after the first, against the first."""
+    """Yield a sentence for each run after the first one, which compares it with the first."""
     runs, figures = comparison["runs"], comparison["figures"]
     first = escape(runs[0]["label"])
     rates = figures.get("total_tokens_per_s", {"ratios": [None] * len(runs)})["ratios"]
@@ -83,7 +83,7 @@ def _causes(runs: Sequence[Mapping[str, Any]]) -> str:
     missing = [run["label"] for run in runs if not run.get("causes")]
     if missing:
         return "".join(f'<p class="hint">Not computed for {escape(label)}.</p>' for label in missing)
-    hint = '<p class="hint">Seconds, summed over stages; those of a run add up to its measured bubble.</p>'
+    hint = '<p class="hint">Seconds, summed over stages. The seconds of a run add up to its measured bubble.</p>'
     return _legend(runs) + cause_bars([run["causes"] for run in runs]) + hint
 
 

@@ -35,7 +35,7 @@ _REQUEST_BUBBLE = _Plot("request bubble: gaps before its microbatches", "seconds
 
 
 def distribution_figures(parts: Sequence[PagePart]) -> str:
-    """Return the figures of all distributions, with a line per part."""
+    """Return the figures of all distributions, with one line per part."""
     found = distributions([(part.timeline, part.bubbles) for part in parts])
     figures = []
     for key, labels in _PLOTS.items():
@@ -52,7 +52,7 @@ def distribution_figures(parts: Sequence[PagePart]) -> str:
 
 
 def run_legend(parts: Sequence[PagePart]) -> str:
-    """Return which colour each part has; nothing for one alone."""
+    """Return the legend with the colour of each part; empty for a single part."""
     if len(parts) == 1:
         return ""
     names = (

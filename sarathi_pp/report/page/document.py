@@ -1,12 +1,12 @@
-"""The frame of a page that needs nothing but itself: no network, no fonts, no second file.
+"""The frame of a page in one self-contained file: no network, no fonts, no second file.
 
     render_document --> head     policy that forbids the network and every script but page.js
                         body     HTML of the sections
                         data     JSON for the timeline (series.py)
                         script   page.js
 
-What comes from a run (titles, notes, ids) is escaped by the sections. The policy refuses any script that the page did
-not start with.
+The sections escape all text from a run (titles, notes, ids). The policy refuses every script that was not in the page
+from the start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def render_document(title: str, sections: Iterable[str], data: object) -> str:
 
     Args:
         title: text of the browser's tab.
-        sections: HTML, in its order on the page.
+        sections: HTML, in the order of the page.
         data: JSON document that page.js reads.
     """
     script = _own("page.js")
@@ -36,7 +36,7 @@ def render_document(title: str, sections: Iterable[str], data: object) -> str:
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(title)}: bubbles</title>\n<style>{_own('page.css')}</style>\n</head>\n<body>\n<main>",
             *sections,
-            '<noscript><p class="note">The timeline needs JavaScript; all else does not.</p></noscript>\n</main>',
+            '<noscript><p class="note">Only the timeline needs JavaScript.</p></noscript>\n</main>',
             f'<script type="application/json" id="page-data">{_json(data)}</script>',
             f"<script>{script}</script>",
             "</body>\n</html>\n",
@@ -45,12 +45,12 @@ def render_document(title: str, sections: Iterable[str], data: object) -> str:
 
 
 def section(name: str, heading: str, content: str) -> str:
-    """Return a section with its heading; both the heading and the content are HTML."""
+    """Return a section with its heading. Both the heading and the content are HTML."""
     return f'<section id="{name}">\n<h2>{heading}</h2>\n{content}\n</section>'
 
 
 def table(heads: Iterable[str], *sections: Iterable[Iterable[str]], kind: str = "figures") -> str:
-    """Return a table of cells that are HTML. It scrolls if the page is too narrow for it.
+    """Return a table whose cells are HTML. It scrolls if the page is too narrow for it.
 
     Args:
         sections: rows, in one or several groups.
@@ -65,7 +65,7 @@ def table(heads: Iterable[str], *sections: Iterable[Iterable[str]], kind: str = 
 
 
 def notes(texts: Iterable[object]) -> str:
-    """Return warnings, a paragraph each."""
+    """Return warnings, one per paragraph."""
     return "\n".join(f'<p class="note">{escape(str(text))}</p>' for text in texts)
 
 
@@ -79,5 +79,5 @@ def _policy(script: str) -> str:
 
 
 def _json(data: object) -> str:
-    """Return JSON in which nothing can end the script element that holds it."""
+    """Return JSON in which no text can end the script element that holds it."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

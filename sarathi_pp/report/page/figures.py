@@ -11,7 +11,7 @@ from sarathi_pp.report.page.document import table
 
 
 def tiles(report: Mapping[str, Any]) -> str:
-    """Return the four figures that matter most, each with one that belongs to it."""
+    """Return the four most important figures, each with a related one."""
     shown = (
         ("bubble", formats.share(report["bubble_ratio"]), f"steady {formats.share(report['bubble_ratio_steady'])}"),
         (
@@ -37,7 +37,7 @@ def _work(report: Mapping[str, Any]) -> tuple[tuple[str, str, str, str], ...]:
     return (
         ("policy", str(report["policy"]), "", "chooses what each microbatch holds"),
         ("chunk size", "-" if chunk_size is None else f"{chunk_size:,}", "tokens", "most tokens in a microbatch"),
-        ("in flight", f"{report['inflight']}", "microbatches", "most that may be between issue and result"),
+        ("in flight", f"{report['inflight']}", "microbatches", "limit of microbatches between issue and result"),
         ("prompt tokens", f"{report['prompt_tokens']:,}", "tokens", "of completed requests"),
         ("output tokens", f"{report['output_tokens']:,}", "tokens", "of completed requests"),
         ("chunks", formats.count(report["chunk_throughput"]), "per s", "prompt chunks that were computed"),
@@ -47,7 +47,7 @@ def _work(report: Mapping[str, Any]) -> tuple[tuple[str, str, str, str], ...]:
             "microbatch tokens cv",
             formats.share(report["microbatch_tokens_cv"]),
             "of the mean",
-            "0% if all hold equally many tokens",
+            "0% if all hold the same number of tokens",
         ),
         ("KV pages, peak", f"{kv['peak_used']:,} of {kv['pages']:,}", "pages", "most in use at once"),
         ("KV pages, mean", formats.count(kv["mean_used"]), "pages", "in use, over time"),
@@ -70,6 +70,6 @@ def _trust(report: Mapping[str, Any]) -> tuple[tuple[str, str, str, str], ...]:
             "costs within",
             formats.share(report["cost_error"]),
             "of stage time",
-            "error of the cost model behind the causes",
+            "error of the cost model that gives the causes",
         ),
     )

@@ -1,4 +1,4 @@
-"""The top of a page: sentences made from the figures, the best advice, and where the run came from."""
+"""The top of a page: sentences made from the figures, the best advice, and the origin of the run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from sarathi_pp.report import formats
 from sarathi_pp.report.advice import APART
 from sarathi_pp.report.vocabulary import CAUSES, name_of, setup_of
 
-# Options that an advised one replaces. A policy comes with a chunk size of its own.
+# For each advised option, the options of the command that it replaces. A policy brings its own chunk size.
 _REPLACED = {
     "--policy": ("--policy", "--chunk-size", "--max-num-batched-tokens"),
     "--chunk-size": ("--chunk-size", "--max-num-batched-tokens"),
     "--stages": ("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),
 }
-# Of a start that is over: a new one gets a directory of its own.
+# Options that belong to the ended start. A new start gets its own directory.
 _ENDED = ("--run-dir",)
 _OUTPUT = ("-o", "--output")
 _FLAGS = ("--resume", "--overwrite", "--force", "--retry-errors")
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return what a run came to, in one to three sentences of HTML."""
+    """Return the result of a run in one to three sentences of HTML."""
     stages, wall_s, ratio = report["stages"], formats.seconds(report["wall_s"]), report["bubble_ratio"]
     if ratio is None:
         return "No microbatch has come back in this run."
@@ -48,16 +48,16 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 def best_advice(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the advice that saves most; None if none saves time."""
+    """Return the advice that saves most; None if no advice saves time."""
     found = [one for one in report.get("advice") or () if one.get("gain_s")]
     return found[0] if found and report["wall_s"] else None
 
 
 def advice_list(report: Mapping[str, Any], *, without: Mapping[str, Any] | None = None) -> str:
-    """Return all advice of a run, each with the command to copy; nothing if there is none.
+    """Return all advice of a run, each with the command to copy; empty if there is no advice.
 
     Args:
-        without: advice whose command is shown elsewhere.
+        without: this advice gets no command, because its command is shown elsewhere.
     """
     found = report.get("advice") or ()
     copies = ("" if one is without else _copy(report, one) for one in found)
@@ -67,7 +67,7 @@ def advice_list(report: Mapping[str, Any], *, without: Mapping[str, Any] | None 
 
 
 def best_command(report: Mapping[str, Any]) -> str:
-    """Return the command of the advice that saves most, to copy; nothing if there is no such advice."""
+    """Return the command to copy, of the advice that saves most; empty if no advice saves time."""
     best = best_advice(report)
     return _copy(report, best) if best is not None else ""
 
@@ -86,9 +86,9 @@ def _copyable(label: str, text: str) -> str:
 
 
 def changed_command(report: Mapping[str, Any], option: str) -> str | None:
-    """Return the command of a run with an option changed and an output of its own; None if it is not known.
+    """Return the command of a run with an option changed and a new output file; None if it is not known.
 
-    A run over several hosts has none: what its launcher was given is not recorded.
+    For a run over several hosts it is not known, because the arguments of the launcher are not recorded.
     """
     words = report.get("command")
     if not words or words[1:2] != ["generate"] or len({stage["host"] for stage in report["per_stage"]}) > 1:
@@ -104,7 +104,7 @@ def changed_command(report: Mapping[str, Any], option: str) -> str | None:
 
 
 def _without(words: Sequence[str], names: set[str]) -> Iterator[str]:
-    """Yield the words without these options and their values, and without the flags of a start that is over."""
+    """Yield the words without these options and their values, and without the flags of the ended start."""
     skip = False
     for word in words:
         if skip or word in _FLAGS or word.partition("=")[0] in names:
@@ -121,7 +121,7 @@ def _values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def provenance(report: Mapping[str, Any]) -> str:
-    """Return where the figures come from: model, dtype, device, hosts, date, versions and command."""
+    """Return the origin of the figures: model, dtype, device, hosts, date, versions and command."""
     hosts = list(dict.fromkeys(stage["host"] for stage in report["per_stage"]))
     facts = [setup_of(report), f"{'host' if len(hosts) == 1 else f'{len(hosts)} hosts:'} {', '.join(hosts)}"]
     if started := report.get("started_unix_s"):

@@ -1,8 +1,8 @@
 /* Draws the timelines of the page on a canvas, from the JSON in #page-data (its form: series.py).
 
-   Only spans in view are visited. Spans narrower than MIN_SPAN_PX are summed up by pixel column, so that a frame
-   costs a pass over the visible spans, however many they are. Under the lane of each stage a thin one shows why the
-   stage is idle. The other charts are SVG and HTML, made in Python. */
+   Only spans in view are visited. Spans narrower than MIN_SPAN_PX are summed per pixel column, so each frame is one
+   pass over the visible spans. Below the lane of each stage, a thin lane shows the reason why the stage is idle. The
+   other charts are SVG and HTML, made in Python. */
 "use strict";
 (async () => {
   const MIN_SPAN_PX = 3;
@@ -27,7 +27,7 @@
 
   const integers = async (text) => new Int32Array(await inflate(text));
 
-  /* Spans from their gaps and lengths in ticks; kinds say what each is. */
+  /* Make spans from their gaps and lengths in ticks. kinds: the meaning of each span. */
   async function readSpans(blocks, tick) {
     const [gaps, lengths, kinds] = await Promise.all(blocks.map(integers));
     const starts = new Float64Array(gaps.length), ends = new Float64Array(gaps.length);
@@ -60,7 +60,7 @@
   const wholeEnd = Math.max(1e-3, ...runs.flatMap((run) => [run.wall_s, ...run.stages.map(lastEnd)]));
   const LIMITS = [-0.01 * wholeEnd, 1.01 * wholeEnd];
 
-  // ---- rows of the timeline: with several runs, each has a line of text above its stages
+  // ---- rows of the timeline: if there are several runs, each has a line of text above its stages
 
   const rows = [], captions = [];
   let rowsHeight = 4;
@@ -88,7 +88,7 @@
     const shade = (share) => (share < 0.5 ? blend(decode, mixed, 2 * share) : blend(mixed, prefill, 2 * share - 1));
     const shades = Array.from({ length: SHADES + 1 }, (_, i) => shade(i / SHADES));
     palette = Array.from({ length: FADES + 1 }, (_, fade) => shades.map((rgb) => css(blend(idle, rgb, fade / FADES))));
-    // Away from the colour of idle time, for which a line between two spans must not be taken.
+    // Unlike the colour of idle time: a line between two spans must not look like idle time.
     edges = shades.map((rgb) => css(blend(rgb, text, 0.4)));
     const panel = channels(color("--panel"));
     statePalette = page.states.map((state) => {
@@ -108,7 +108,7 @@
 
   const plotWidth = () => Math.max(10, view.clientWidth - LEFT - RIGHT);
 
-  /* Position of the first span that ends after t; spans of a stage are in order and do not overlap by much. */
+  /* Return the position of the first span that ends after t. Spans of a stage are in order and overlap only a little. */
   function firstAfter(ends, t) {
     let low = 0, high = ends.length;
     while (low < high) {
@@ -119,7 +119,8 @@
     return low;
   }
 
-  /* What a span is of: the place of its microbatch among those issued; below NO_ISSUE the head of one, counted down. */
+  /* Each span has the position of its microbatch in the order of issue. Values below NO_ISSUE are LM heads: NO_ISSUE - 1
+     is the head of position 0, NO_ISSUE - 2 of position 1. */
   const NO_ISSUE = -1;
   const shareOf = (run, issue) => (issue < 0 ? 0 : run.share[issue]);
 
@@ -127,7 +128,7 @@
     const shade = Math.round(shareOf(row.run, issue) * SHADES);
     context.fillStyle = palette[FADES][shade];
     context.fillRect(x0, row.y, x1 - x0, LANE_PX);
-    // Lines that came and went at one width would look like a pattern of the run.
+    // Lines that suddenly appear at one width would look like a pattern of the run, so they fade in.
     const strength = Math.min(1, (x1 - x0 - EDGE_PX) / (3 * EDGE_PX));
     if (x0 > 0 && strength > 0) {
       context.globalAlpha = strength;
@@ -141,7 +142,7 @@
     context.fillText(text.slice(0, text.indexOf("[")), x0 + 6, row.y + LANE_PX / 2 + 4);
   }
 
-  /* Columns of busy time and of busy time weighted by share become colours; equal neighbours are one rectangle. */
+  /* Draw columns in the colour of their busy time and its mean share of prompts. Equal neighbours are one rectangle. */
   function fillColumns(row, busy, mixed, scale) {
     let from = 0, last = null;
     for (let column = 0; column <= busy.length; column++) {
@@ -188,7 +189,7 @@
     for (const i of wide) fillWide(row, Math.max(0, at(starts[i])), Math.min(width, at(ends[i])), issue[i]);
   }
 
-  /* The state that fills most of each column, faded by the share that all states have of it. */
+  /* Draw in each column the idle state with the largest share. Its colour fades with the idle share of the column. */
   function drawIdle(row, [begin, end], width, scale) {
     const { starts, ends, kinds } = row.stage.idle;
     const perSecond = (width * scale) / (end - begin), columns = Math.ceil(width * scale);
@@ -230,7 +231,7 @@
     }
   }
 
-  /* Round instants for an axis, at most one every TICK_PX. */
+  /* Return round times for an axis, at most one per TICK_PX. */
   function ticks([begin, end], width) {
     const wanted = (end - begin) / Math.max(2, width / TICK_PX);
     const power = 10 ** Math.floor(Math.log10(wanted));
@@ -266,7 +267,7 @@
       canvas.style.width = `${LEFT + width + RIGHT}px`;
       canvas.style.height = `${height}px`;
     }
-    // The origin is where lanes begin; names of stages and captions reach into the left margin.
+    // The origin is the left end of the lanes. Names of stages and captions are in the left margin.
     context.setTransform(scale, 0, 0, scale, LEFT * scale, 0);
     context.clearRect(-LEFT, 0, LEFT + width + RIGHT, height);
     context.font = "11px system-ui, sans-serif";
@@ -313,7 +314,7 @@
   };
   const KEYS = { "+": "in", "=": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right", 0: "all", Home: "all" };
 
-  // ---- what is under the pointer
+  // ---- the text about the span under the pointer
 
   const seconds = (value) => {
     const size = Math.abs(value);
@@ -346,7 +347,7 @@
     const gap = i ? seconds(stage.starts[i] - stage.ends[i - 1]) : "none";
     const issue = stage.issue[i];
     if (issue < NO_ISSUE) {
-      return `head of ${short(run.texts[NO_ISSUE - 1 - issue])}\nstage ${index}, in the place of the last one\n` +
+      return `head of ${short(run.texts[NO_ISSUE - 1 - issue])}\nstage ${index} computes it for the last stage\n` +
         `start ${seconds(stage.starts[i])}, duration ${seconds(stage.ends[i] - stage.starts[i])}, gap before ${gap}`;
     }
     const known = issue < 0 ? "microbatch without an issue in the trace" : short(run.texts[issue]);
@@ -370,7 +371,7 @@
       `${Math.round((100 * busy) / perPixel)} % busy\n${prefill} tokens of prompts, ${decodes} decodes; zoom in for more`;
   }
 
-  /* The tip stands above the lane, so that it hides none of the lanes below. */
+  /* Show the tip above the lane, so that it hides none of the lanes below. */
   function point(event) {
     const box = view.getBoundingClientRect(), width = plotWidth();
     const x = event.clientX - box.left - LEFT, y = event.clientY - box.top;
@@ -385,7 +386,7 @@
     tip.style.top = `${row.y - tip.offsetHeight - 4}px`;
   }
 
-  /* Up and down zooms about the instant under the pointer, which stays where it is; sideways moves. */
+  /* Zoom when the wheel turns up or down: the time under the pointer keeps its place. Move when it turns sideways. */
   function turn(event) {
     event.preventDefault();
     const line = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
@@ -398,7 +399,7 @@
     show([begin, begin + length]);
   }
 
-  /* One pointer drags the range along; the page itself scrolls up and down by touch. */
+  /* Move the range with one dragging pointer. A vertical touch scrolls the page itself. */
   function drag(event) {
     if (event.button !== 0) return;
     view.setPointerCapture(event.pointerId);
@@ -441,7 +442,7 @@
 
   // ---- commands to copy
 
-  /* Browsers give pages of files no clipboard in some settings: then the text is selected and copied. */
+  /* Some browsers give a page from a file no access to the clipboard. Then the text is selected and copied. */
   async function copy(button) {
     const code = button.parentElement.querySelector("code");
     try {

@@ -14,7 +14,8 @@ from sarathi_pp.analysis.timeline import Timeline
 class PagePart:
     """A run, or one of its replicas.
 
-    report: the fold of the other two; more keys are allowed.
+    Attributes:
+        report: the figures of the timeline and the bubbles. It may have more keys.
     """
 
     title: str

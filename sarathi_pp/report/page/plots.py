@@ -28,7 +28,13 @@ _DASHES = {"p50": "5 3", "p99": "1.5 3"}
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Steps of one run: ys[i] holds from xs[i] to the next one. marks: positions of its p50 and p99."""
+    """Steps of one run.
+
+    Attributes:
+        xs: left ends of the steps.
+        ys: heights of the steps: ys[i] holds from xs[i] to xs[i + 1].
+        marks: positions of the p50 and the p99.
+    """
 
     xs: Sequence[float]
     ys: Sequence[float]
@@ -42,7 +48,7 @@ class _Axis:
     log: bool
 
     def position(self, value: float) -> float:
-        """Return the share of the axis that lies below a value, from 0 to 1."""
+        """Return the share of the axis that is below a value, from 0 to 1."""
         low, high, at = map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         return min(1.0, max(0.0, (at - low) / (high - low)))
 
@@ -69,7 +75,7 @@ def linear_ticks(low: float, high: float) -> Iterator[float]:
 
 
 def plot(curves: Sequence[Curve], *, name: str, x_label: str, y_label: str, log: bool) -> str:
-    """Return an SVG element, with a line per curve in the colours of runs; a note if no curve has a value."""
+    """Return an SVG element, with one line per curve in the colours of the runs; a note if no curve has a value."""
     drawn = [curve for curve in curves if curve.xs]
     if not drawn:
         return '<p class="hint">No value in this run.</p>'
@@ -136,7 +142,7 @@ def _lines(curve: Curve, across: _Axis, up: _Axis, number: int, *, filled: bool)
 
 
 def curves_of(distribution: Mapping[str, Any], marks: Sequence[Mapping[str, float | None]]) -> list[Curve]:
-    """Return a curve per run from bins as `series.distributions` makes them."""
+    """Return one curve per run, from the bins of `series.distributions`."""
     edges = distribution["edges"]
     return [
         Curve(edges, [*shares, shares[-1]], mark) if shares else Curve((), (), mark)

@@ -1,6 +1,7 @@
-"""The report of one run as a page: what it came to, what to change, and then why.
+"""The report of one run as a page: its result, the advice, and then the reasons.
 
-Every number in the text is one of the report or a share of two of them, so what people read is what programs read.
+Every number in the text is in the report or is a ratio of two of its numbers. So people and programs read the same
+figures.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def render_page(title: str, report: Mapping[str, Any], parts: Sequence[PagePart]
     Args:
         title: name of the run.
         report: figures of the whole run.
-        parts: its pipelines: the run alone, or each of its replicas.
+        parts: the pipelines of the run: the run itself, or each of its replicas.
     """
     return render_document(title, _sections(title, report, parts), page_data(parts))
 
@@ -62,7 +63,7 @@ def _sections(title: str, report: Mapping[str, Any], parts: Sequence[PagePart]) 
 def _causes(report: Mapping[str, Any]) -> str:
     if not report.get("causes"):
         return '<p class="hint">The causes of this bubble were not computed.</p>'
-    hint = '<p class="hint">Seconds, summed over stages; they add up to the measured bubble.</p>'
+    hint = '<p class="hint">Seconds, summed over stages. They add up to the measured bubble.</p>'
     return cause_bars([report["causes"]]) + hint
 
 

@@ -1,16 +1,16 @@
-"""Series that the charts of a page draw: every span of the timelines, and distributions cut into bins.
+"""Series that the charts of a page draw: every span of the timelines, and distributions in bins.
 
 The spans become one JSON document that page.js reads. Long series are blocks: little-endian arrays, deflated, in
-base64. A stage's spans are integers, each counted from the end of the span before it, in ticks:
+base64. A stage's spans are integers in ticks, each measured from the end of the previous span:
 
-    gaps       |--3--|        |0|       |-1-|           start minus the end before it (the first: minus first issue)
+    gaps       |--3--|        |0|       |-1-|           start minus previous end (the first: minus first issue)
     lengths          |===5====| |===5===|   |==4==|
-    issue                 0         1          2        position in the run's issued microbatches, -1: not known;
-                                                        -2, -3 ...: the head of position 0, 1 ..., on the first stage
+    issue                 0         1          2        position in the run's issued microbatches. -1: not known.
+                                                        -2, -3 ...: LM head of position 0, 1 ... on the first stage
 
 Idle spans have gaps and lengths too, and `states` instead of `issue`: positions in IDLE_STATES.
 
-The charts are drawn from these; figures that are printed come from the report instead.
+Only the charts are drawn from these series. Printed figures come from the report.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IDLE_STATES: tuple[IdleState, ...] = get_args(IdleState)
 def spans(timeline: Timeline, bubbles: Bubbles) -> dict[str, Any]:
     """Return the spans of one run. Times count from its first issue.
 
-    A tick is a microsecond, or as much more as it takes for every gap and length to fit 32 bits.
+    A tick is a microsecond. It is longer if a gap or a length would not fit into 32 bits.
     """
     origin_s = _origin(timeline)
     tick_s = max(_TICK_S, _longest(timeline.stages, origin_s) / _INT32_MAX)
@@ -70,7 +70,7 @@ def _origin(timeline: Timeline) -> float:
 
 
 def _longest(stages: Iterable[StageTimeline], origin_s: float) -> float:
-    """Return a bound on every gap and length: twice the largest distance of a stage's edges from the origin."""
+    """Return an upper bound of all gaps and lengths: twice the largest distance of a stage's edges from the origin."""
     edges = [edge for stage in stages if stage.starts for edge in (stage.starts[0], max(stage.ends))]
     return 2 * max((abs(edge - origin_s) for edge in edges), default=0.0)
 
@@ -80,7 +80,7 @@ def _stage_spans(stage: StageTimeline, origin_s: float, tick_s: float, position:
     of_heads = (_NO_ISSUE - 1 - position[m] if m in position else _NO_ISSUE for m in stage.heads.microbatches)
     heads = zip(stage.heads.starts, stage.heads.ends, of_heads, strict=True)
     spans = merge(zip(stage.starts, stage.ends, issue, strict=True), heads)
-    # Rounded before they are subtracted, so that no error adds up along the run.
+    # Times are rounded before the subtraction, so that errors do not add up along the run.
     ticks = [(round((start - origin_s) / tick_s), round((end - origin_s) / tick_s), of) for start, end, of in spans]
     ends = [0, *(end for _, end, _ in ticks)]
     return {
@@ -106,7 +106,11 @@ def _idle_spans(stage: StageTimeline, window: Interval, origin_s: float, tick_s:
 
 
 def _block(values: Iterable[int]) -> str:
-    """Return integers as a block. Raises InputError for a number that no run writes."""
+    """Return integers as a block.
+
+    Raises:
+        InputError: a number is larger than any run writes.
+    """
     try:
         numbers = array("i", values)
     except OverflowError:
@@ -121,7 +125,7 @@ def _deflated(data: bytes) -> str:
 
 
 def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
-    """Return the values of each distribution. Latencies are those whose percentiles the report has."""
+    """Return the values of each distribution. The report has the percentiles of the same latencies."""
     return {
         **latency_series(timeline.finished),
         "microbatch_tokens": [float(event.num_tokens) for event in timeline.issued[: timeline.num_returned]],
@@ -130,9 +134,10 @@ def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
 
 
 def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
-    """Return {log, edges, shares} by key. Bins are the same for all runs; the shares of a run sum to 1.
+    """Return {log, edges, shares} by key. All runs have the same bins. The shares of a run sum to 1.
 
-    Bins of seconds grow. A run without a single value has an empty list; without any value there are no edges.
+    Bins of seconds grow with the value. A run without values has an empty list of shares. If no run has a value, the
+    list of edges is empty.
     """
     found = {}
     series = [_series(timeline, bubbles) for timeline, bubbles in runs]
@@ -145,7 +150,7 @@ def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
 
 
 def _edges(values: list[float], grows: bool) -> list[float]:
-    """Return edges of equal bins, or of bins in equal ratios. Values that are all the same get bins around them."""
+    """Return the edges of equal bins, or of bins in equal ratios. If all values are equal, the bins are around them."""
     if not values:
         return []
     high = max(values)
@@ -168,7 +173,7 @@ def _shares(values: list[float], edges: list[float]) -> list[float]:
 
 
 def request_bubble_cdf(bubbles: Bubbles) -> dict[str, list[float]]:
-    """Return {seconds, shares}: the share of requests with a bubble up to each time, at most about 400 points."""
+    """Return {seconds, shares}: the share of requests with a bubble up to each time, in about 400 points at most."""
     ordered = sorted(bubbles.request_bubble_s.values())
     step = max(1, len(ordered) // _MAX_CDF_POINTS)
     kept = sorted({*range(0, len(ordered), step), len(ordered) - 1} - {-1})

@@ -1,4 +1,4 @@
-"""The timeline on a page: the frame that page.js draws into, and what explains it."""
+"""The timeline on a page: the frame that page.js draws into, and the text that explains it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TIMELINE = f"""<div class="tools" role="toolbar" aria-label="Time shown">
 <button type="button" data-move="all">whole run</button>
 <p class="legend"><span>decodes only</span><i class="ramp"></i><span>prefill only</span>
 <span><i class="steady"></i>steady window</span></p>
-<p class="legend">below each stage, why it is idle: {_IDLE}</p>
+<p class="legend">below each stage, the reason why it is idle: {_IDLE}</p>
 </div>
 <div id="timeline-view" tabindex="0" role="application"
- aria-label="What each stage computed when. Arrow keys move, plus and minus zoom, 0 shows the whole run.">
+ aria-label="Microbatches of each stage over time. Arrow keys move, plus and minus zoom, 0 shows the whole run.">
 <canvas id="timeline-canvas" aria-hidden="true"></canvas><div id="timeline-tip" role="status" hidden></div></div>
-<p class="hint"><code>m7[s3:256+128 | d s1:300]</code> is microbatch 7: the 128 prompt tokens of sequence 3 from
+<p class="hint"><code>m7[s3:256+128 | d s1:300]</code> is microbatch 7. It has 128 prompt tokens of sequence 3 from
 position 256, and a decode of sequence 1 that reads 300 tokens. <code>head</code> is the LM head of a microbatch that
 the first stage computes for the last one.</p>
-<p class="hint">Wheel to zoom, drag to move; with the keyboard arrows, + and -, 0. Where microbatches are narrower
-than a pixel, its colour is their mix and fades by the idle share.</p>"""
+<p class="hint">Turn the wheel to zoom, and drag to move. Or use the keys: arrows, +, - and 0. If several microbatches
+share a pixel, it has their mixed colour, which is paler the longer the stage is idle.</p>"""

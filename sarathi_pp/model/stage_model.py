@@ -32,7 +32,7 @@ from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
 from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.batch_invariant import batch_invariant_mode
-from sarathi_pp.model.checkpoint.files import open_checkpoint
+from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
@@ -282,10 +282,21 @@ def _load(
     return module, needed
 
 
-def stage_bytes(directory: Path, layers: tuple[int, int], dtype: torch.dtype, shard: TensorShard | None = None) -> int:
-    """Return the bytes of weights that `load_stage` takes for the layers [first, end), from headers alone."""
+def stage_bytes(
+    directory: Path,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    shard: TensorShard | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> int:
+    """Return the bytes of weights that `load_stage` loads for the layers [first, end).
+
+    Args:
+        layers: an empty range at the model's end counts the LM head alone, as `load_lm_head` loads it.
+        checkpoint: the tensors of the model; None reads them from the headers of its files.
+    """
     family, config = load_config(directory)
-    return _num_bytes(_stored(directory, family, config, layers, dtype, None, shard, ReadCount())[0])
+    return _num_bytes(_stored(directory, family, config, layers, dtype, None, shard, ReadCount(), checkpoint)[0])
 
 
 def _stored(
@@ -297,13 +308,15 @@ def _stored(
     device: torch.device | None,
     shard: TensorShard | None,
     count: ReadCount,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[dict[str, StoredTensor], Split | None]:
     """Return the stored tensors of some layers, or a shard's part of them.
 
     Also return that shard's Split; None without shards.
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
-    tensors = stage_tensors(open_checkpoint(directory), family, layers, num_layers, tied, dtype, count, device)
+    checkpoint = checkpoint or open_checkpoint(directory)
+    tensors = stage_tensors(checkpoint, family, layers, num_layers, tied, dtype, count, device)
     if shard is None or shard.size == 1:
         return tensors, None
     check_shards(directory, shard.size)

@@ -15,15 +15,9 @@ from sarathi_pp.core.cost.sizing import inflight, saturation, typical_load
 from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.checkpoint.files import read_json
-from sarathi_pp.model.checkpoint.support import ConfigFile, ModelFacts
+from sarathi_pp.model.checkpoint.mlp import read_mlp
+from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.outputs.profile_file import read_profile
-
-# Keys of config.json for the width of a layer's MLP, or of one expert. The first key that exists counts.
-_INTERMEDIATE = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
-_EXPERTS = ("num_local_experts", "num_experts")
-# Families whose MLP has two matrices, not three.
-_UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "starcoder2"})
 
 
 def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
@@ -79,7 +73,7 @@ def estimated_cost(
     dtype: str,
     device: str,
     page_size: int,
-    speed: DeviceSpeed | None = None,
+    speed: DeviceSpeed | Sequence[DeviceSpeed] | None = None,
     shards: int = 1,
 ) -> CostModel:
     """Estimate the cost of a model's stages from its config.json, without a measurement.
@@ -87,24 +81,23 @@ def estimated_cost(
     Args:
         facts: facts of the whole model.
         layers: [first, end) for each stage.
-        speed: speed of the device; None if only its kind is known.
+        speed: speed of every stage's device, or one per stage; None if only the kind of device is known.
         shards: ranks that hold each stage together.
     """
-    config = ConfigFile(model_dir, read_json(model_dir, "config.json"))
-    sizes = (config.optional_size(key, None) for key in _INTERMEDIATE)
+    mlp = read_mlp(model_dir, facts)
     return estimate_cost(
         layers,
         hidden_size=facts.hidden_size,
-        intermediate_size=next(filter(None, sizes), 4 * facts.hidden_size),
+        intermediate_size=mlp.width,
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
         weight_bytes=4 if dtype == "float32" else 2,
         speed=speed or DEVICE_SPEEDS[device],
-        mlp_matrices=2 if facts.model_type in _UNGATED else 3,
-        num_experts=next(filter(None, (config.optional_size(key, None) for key in _EXPERTS)), 1),
-        experts_per_token=config.optional_size("num_experts_per_tok", None) or 1,
+        mlp_matrices=mlp.matrices,
+        num_experts=mlp.num_experts,
+        experts_per_token=mlp.experts_per_token,
         page_size=page_size,
         shards=shards,
     )

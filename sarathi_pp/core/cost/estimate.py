@@ -87,7 +87,7 @@ def estimate_cost(
     head_dim: int,
     vocab_size: int,
     weight_bytes: int,
-    speed: DeviceSpeed,
+    speed: DeviceSpeed | Sequence[DeviceSpeed],
     mlp_matrices: int = 3,
     num_experts: int = 1,
     experts_per_token: int = 1,
@@ -109,43 +109,50 @@ def estimate_cost(
     Each shard has a T-th of weights, heads and keys, and all of the LM head. Every layer adds two sums of hidden
     states, after attention and after the MLP. Their fixed time is in a0, and the time of their bytes is in a1.
 
-    The ridge is in whole tiles. Reading beyond it is added to a0 too. That is at most the time of one tile, which on an
-    A100 is all of the reading. The embedding is a lookup and costs nothing.
+    The ridge is in whole tiles, and the smallest of the stages' ridges counts. Reading beyond it is added to a0 too. On
+    equal stages that is at most the time of one tile, which on an A100 is all of the reading. The embedding is a lookup
+    and costs nothing.
 
     Args:
         layers: [first, end) of each stage.
         weight_bytes: size of one weight, and of one key or value.
-        speed: with `sums` if there are several shards.
+        speed: speed of every stage's device, or one speed per stage; with `sums` if there are several shards.
         mlp_matrices: 3 with a gate, 2 without.
         num_experts: of intermediate_size each.
         shards: T ranks that hold each stage together. Coefficients and page_bytes are then those of each of them.
     """
-    assert shards == 1 or speed.sums is not None, "the speed of sums is not known"
-    flops = speed.flops[2 if weight_bytes <= 2 else 4]
+    speeds = [speed] * len(layers) if isinstance(speed, DeviceSpeed) else list(speed)
+    assert len(speeds) == len(layers), f"{len(speeds)} speeds for {len(layers)} stages"
+    assert shards == 1 or all(own.sums is not None for own in speeds), "the speed of sums is not known"
+    assert len({own.tile for own in speeds}) == 1, "stages have one tile"
     attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
     expert = mlp_matrices * hidden_size * intermediate_size
-    read_s = (attention + num_experts * expert) / shards * weight_bytes / speed.bytes_per_s
-    token_s = 2 * (attention + experts_per_token * expert) / shards / flops
+    read_bytes = (attention + num_experts * expert) / shards * weight_bytes
+    token_flops = 2 * (attention + experts_per_token * expert) / shards
     kv_bytes = 2 * (num_kv_heads // shards) * head_dim * weight_bytes
-    sums_s = sums_token_s = 0.0
-    if speed.sums is not None:
-        sums_s = 2 * speed.sums.fixed_s(shards)
-        sums_token_s = 2 * speed.sums.byte_s(shards) * hidden_size * weight_bytes
-    tiles_read = int(speed.hidden_share * read_s / (token_s * speed.tile))
-    fixed_s = read_s - tiles_read * token_s * speed.tile + speed.layer_s + sums_s
-    stages = [
-        StageCost(
+    size = 2 if weight_bytes <= 2 else 4
+    tile = speeds[0].tile
+    tiles_read = min(
+        int(own.hidden_share * read_bytes / own.bytes_per_s / (token_flops / own.flops[size] * tile)) for own in speeds
+    )
+
+    def stage_cost(first: int, end: int, own: DeviceSpeed) -> StageCost:
+        token_s, count = token_flops / own.flops[size], end - first
+        sums_s = 2 * own.sums.fixed_s(shards) if own.sums is not None else 0.0
+        sums_token_s = 2 * own.sums.byte_s(shards) * hidden_size * weight_bytes if own.sums is not None else 0.0
+        return StageCost(
             (first, end),
-            a0=(end - first) * fixed_s,
-            a1=(end - first) * (token_s + sums_token_s) * speed.tile,
-            a2=(end - first) * 4 * num_heads / shards * head_dim / (speed.attention_share * flops),
-            a3=(end - first) * kv_bytes / speed.bytes_per_s,
+            a0=count * (read_bytes / own.bytes_per_s - tiles_read * token_s * tile + own.layer_s + sums_s),
+            a1=count * (token_s + sums_token_s) * tile,
+            a2=count * 4 * num_heads / shards * head_dim / (own.attention_share * own.flops[size]),
+            a3=count * kv_bytes / own.bytes_per_s,
             a4=0.0,
-            page_bytes=(end - first) * kv_bytes * page_size,
+            page_bytes=count * kv_bytes * page_size,
         )
-        for first, end in layers
-    ]
+
+    stages = [stage_cost(first, end, own) for (first, end), own in zip(layers, speeds, strict=True)]
     head_weights = hidden_size * vocab_size
-    head_read_s = head_weights * weight_bytes / speed.bytes_per_s
-    stages[-1] = replace(stages[-1], a0=stages[-1].a0 + head_read_s, head_s=2 * head_weights / flops)
-    return CostModel(speed.tile, tuple(stages), ridge=tiles_read * speed.tile)
+    head_read_s = head_weights * weight_bytes / speeds[-1].bytes_per_s
+    head_s = 2 * head_weights / speeds[-1].flops[size]
+    stages[-1] = replace(stages[-1], a0=stages[-1].a0 + head_read_s, head_s=head_s)
+    return CostModel(tile, tuple(stages), ridge=tiles_read * tile)

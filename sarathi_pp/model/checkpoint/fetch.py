@@ -7,7 +7,8 @@ Then come the small files and the index. The last are the weights that a run rea
 from __future__ import annotations
 
 import glob
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sarathi_pp.errors import MissingError, SarathiError, StoppedError
@@ -29,20 +30,59 @@ def find_model(name: str) -> Path:
         InputError: it cannot be read, or is a file.
         UnsupportedModelError: it is another kind of model. From a repository, only config.json is fetched then.
     """
+    if _is_directory(name):
+        return Path(name)
+    with _hub_session(name):
+        return _fetch(name)
+
+
+def find_config(name: str) -> Path:
+    """Return a directory with the model's config.json. From a Hub repository, nothing else is fetched.
+
+    If the local cache has a copy, the Hub is not asked.
+
+    Args:
+        name: a directory, a file named config.json, or the id of a Hub repository.
+
+    Raises:
+        MissingError: neither exists, or the Hub does not give access.
+        InputError: it cannot be read, or is another file.
+        UnsupportedModelError: it is a file of another kind of model.
+    """
+    path = Path(name)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    if _is_directory(name):
+        return path
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    with _hub_session(name):
+        cached = try_to_load_from_cache(name, "config.json")
+        return Path(cached if isinstance(cached, str) else hf_hub_download(name, "config.json")).parent
+
+
+def _is_directory(name: str) -> bool:
+    """Return if a name is a local directory. Raise if it is a file, or cannot be the id of a repository either."""
     path = Path(name)
     with reading(path):
         if path.is_dir():
-            return path
+            return True
         if path.exists():
             raise refuse_path(name, path.suffix)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise MissingError(f"--model {name}: there is no such directory")
+    return False
+
+
+@contextmanager
+def _hub_session(name: str) -> Iterator[None]:
+    """Limit the time of the Hub's answers, and raise its errors as MissingError."""
     from huggingface_hub import get_session
 
     session = get_session()
     before, session.timeout = session.timeout, _ANSWER_S  # its own default is to wait for ever
     try:
-        return _fetch(name)
+        yield
     except SarathiError:
         raise
     except Exception as error:  # no network, no such repository, no permission: one message for all

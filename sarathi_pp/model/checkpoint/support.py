@@ -9,8 +9,10 @@ import hashlib
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsafeError, UnsupportedModelError
 from sarathi_pp.model.checkpoint.files import (
@@ -140,18 +142,50 @@ def _file_names(directory: Path) -> list[str]:
     return names
 
 
-def _check_config(directory: Path, names: Collection[str]) -> tuple[ConfigFile, Family]:
+def describe_config(directory: Path) -> tuple[ModelFacts, str | None]:
+    """Return a model's facts from config.json alone. Quantised and missing weights are accepted.
+
+    The dtype is the one in config.json. If it names none, the dtype is bfloat16 for quantised weights, because they are
+    multiplied in that type, and float32 for others.
+
+    Returns:
+        The facts, and the quantisation method of the published weights; None if they are not quantised.
+
+    Raises:
+        InputError, MissingError, UnsafeError, UnsupportedModelError: see `check_model`.
+    """
+    with reading(directory):
+        names = _file_names(directory)
+        config, family = _check_config(directory, names, allow_quantised=True)
+        with suppress(MissingError):
+            check_weights(str(directory), names)
+        quantised = _quantisation(config)
+        facts = ModelFacts(
+            model_type=family.model_type,
+            architecture=family.architecture,
+            **_find_sizes(config, family),
+            dtype=_named_dtype(config) or ("bfloat16" if quantised else "float32"),
+            fingerprint=hashlib.sha256(safe_path(directory, "config.json").read_bytes()).hexdigest(),
+            **_find_features(config, family),
+        )
+    return facts, quantised
+
+
+def _check_config(
+    directory: Path, names: Collection[str], *, allow_quantised: bool = False
+) -> tuple[ConfigFile, Family]:
     adapter = read_json(directory, ADAPTER_FILE) if (directory / ADAPTER_FILE).is_file() else {}
     check_kind(str(directory), names, adapter.get("base_model_name_or_path"))
     config = ConfigFile(directory, read_json(directory, "config.json"))
-    _refuse_quantised(config)
+    if not allow_quantised and (method := _quantisation(config)) is not None:
+        raise config.refuse(f"quantised weights ({method}) are not supported; use the unquantised model")
     family = find_family(config)
     _refuse_features(config)
     _refuse_rope(config)
     return config, family
 
 
-def _find_sizes(config: ConfigFile, family: Family) -> dict[str, int]:
+def _find_sizes(config: ConfigFile, family: Family) -> dict[str, Any]:
     """Return the model's sizes from config.json, by the names of ModelFacts. Raise InputError."""
     check_ranges(config.path, config.values)
     num_layers = config.size(family.keys.get("num_hidden_layers", "num_hidden_layers"))
@@ -178,13 +212,20 @@ def _find_facts(config: ConfigFile, family: Family, checkpoint: Checkpoint) -> M
         architecture=family.architecture,
         **sizes,
         dtype=_stored_dtype(config.directory, tensors),
-        tie_word_embeddings=config.flag("tie_word_embeddings", family.tied),
         fingerprint=_fingerprint(config.directory, checkpoint),
-        softcap=family.softcap is not None and config.values.get(family.softcap, True) is not None,
-        sinks=family.sinks,
-        lm_head_size=config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
         note=surplus_note(checkpoint),
+        **_find_features(config, family),
     )
+
+
+def _find_features(config: ConfigFile, family: Family) -> dict[str, Any]:
+    """Return the settings of embedding, attention and LM head in config.json, by the names of ModelFacts."""
+    return {
+        "tie_word_embeddings": config.flag("tie_word_embeddings", family.tied),
+        "softcap": family.softcap is not None and config.values.get(family.softcap, True) is not None,
+        "sinks": family.sinks,
+        "lm_head_size": config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
+    }
 
 
 def check_shards(directory: Path, size: int) -> None:
@@ -300,11 +341,19 @@ def _refuse_features(config: ConfigFile) -> None:
         raise config.refuse("per_layer_config gives layers sizes of their own, which is not supported")
 
 
-def _refuse_quantised(config: ConfigFile) -> None:
+def _quantisation(config: ConfigFile) -> str | None:
+    """Return the quantisation method of the weights; None if they are not quantised."""
     for key in ("quantization_config", "compression_config", "quantization"):
         if quantised := config.values.get(key):
             method = quantised.get("quant_method", key) if isinstance(quantised, dict) else quantised
-            raise config.refuse(f"quantised weights ({method!s:.100}) are not supported; use the unquantised model")
+            return f"{method!s:.100}"
+    return None
+
+
+def _named_dtype(config: ConfigFile) -> str | None:
+    """Return the float type that config.json names; None if it names none, or one that is not supported."""
+    named = str(config.values.get("dtype") or config.values.get("torch_dtype")).removeprefix("torch.")
+    return named if named in _DTYPE_NAMES.values() else None
 
 
 def _refuse_rope(config: ConfigFile) -> None:

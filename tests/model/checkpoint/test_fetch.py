@@ -1,4 +1,4 @@
-"""What is fetched of a Hub repository, and in which order: config.json first, then what a run reads and no more."""
+"""Files are fetched from a Hub repository in order: config.json first, then what a run reads, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 }
 SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 SMALL = ["generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
-# What repositories hold beside the model, each of which has been fetched by some engine.
+# Other files of repositories. Some engine has fetched each of them.
 BESIDE = [
     "consolidated.safetensors",
     "model-00001-of-00001.safetensors",
@@ -51,12 +51,12 @@ def repository(directory: Path, *names: str, config: dict[str, Any] | None = Non
     return directory
 
 
-def find(home: Path, endpoint: str, *, offline: str = "0") -> tuple[int, str]:
+def find(home: Path, endpoint: str, *, offline: str = "0", function: str = "find_model") -> tuple[int, str]:
     """The exit code of a process that looks for the model, and the directory it found or the error."""
     code = (
         "import sys\nfrom sarathi_pp.errors import SarathiError\n"
-        "from sarathi_pp.model.checkpoint.fetch import find_model\n"
-        "try:\n    print(find_model(sys.argv[1]))\n"
+        f"from sarathi_pp.model.checkpoint.fetch import {function}\n"
+        f"try:\n    print({function}(sys.argv[1]))\n"
         "except SarathiError as error:\n    print(type(error).__name__, error)\n    sys.exit(error.exit_code)\n"
     )
     hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": offline}
@@ -68,7 +68,7 @@ def find(home: Path, endpoint: str, *, offline: str = "0") -> tuple[int, str]:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_config_comes_first_and_one_format_of_the_weights_last(sharded: bool, tmp_path: Path) -> None:
-    """Of one commit, although the branch moves after the first look; and with what was fetched no hub is needed."""
+    """All files are of one commit, although the branch moves after the first request. Later no hub is needed."""
     weights = SHARDS if sharded else ["model.safetensors"]
     index = ["model.safetensors.index.json"] if sharded else []
     directory = repository(tmp_path / "hub", *weights, *index, *SMALL, *BESIDE)
@@ -90,6 +90,15 @@ def test_config_comes_first_and_one_format_of_the_weights_last(sharded: bool, tm
         assert served == [], "it is fetched once"
     for offline in "01":
         assert find(tmp_path / "home", endpoint, offline=offline) == (0, found)
+
+
+def test_for_a_plan_nothing_but_config_is_fetched(tmp_path: Path) -> None:
+    directory = repository(tmp_path / "hub", "model.safetensors", *SMALL)
+    served: list[str] = []
+    with serving(directory=directory, served=served) as endpoint:
+        code, found = find(tmp_path / "home", endpoint, function="find_config")
+    assert (code, served, Path(found).name) == (0, ["config.json"], COMMIT)
+    assert find(tmp_path / "home", endpoint, offline="1", function="find_config") == (0, found)
 
 
 @pytest.mark.parametrize(

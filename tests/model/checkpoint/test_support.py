@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import transformers
 from safetensors.torch import save_file
 
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError, UnsupportedModelError
-from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from tests.model.families import FAMILIES, VOCAB_SIZE, architecture, write_checkpoint
 
@@ -44,6 +45,36 @@ def write(tmp_path: Path) -> Write:
         return tmp_path
 
     return write
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_without_weights_are_the_same(family: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path)
+    whole = check_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    alone, quantised = describe_config(tmp_path)
+    assert quantised is None
+    assert replace(alone, fingerprint=whole.fingerprint) == whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "dtype", "quantised"),
+    [
+        ({}, "float32", None),
+        ({"torch_dtype": "bfloat16"}, "bfloat16", None),
+        ({"dtype": "float16"}, "float16", None),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "bfloat16", "mxfp4"),
+    ],
+)
+def test_the_dtype_without_weights(write: Write, changed: dict[str, Any], dtype: str, quantised: str | None) -> None:
+    facts, found = describe_config(write(**changed))
+    assert (facts.dtype, found) == (dtype, quantised)
+
+
+def test_pickled_weights_are_refused_even_if_they_are_not_loaded(tmp_path: Path, write: Write) -> None:
+    (write() / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsafeError, match="pytorch_model.bin"):
+        describe_config(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,43 @@
+"""The sizes of a layer's MLP, or of its experts, from config.json. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sarathi_pp.model.checkpoint.files import read_json
+from sarathi_pp.model.checkpoint.support import ConfigFile, ModelFacts
+
+# Keys of config.json for the width of a layer's MLP, or of one expert. The first key that exists counts.
+_WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
+_EXPERTS = ("num_local_experts", "num_experts")
+# Families whose MLP has two matrices, not three.
+_UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "starcoder2"})
+
+
+@dataclass(frozen=True, slots=True)
+class MLPShape:
+    """The MLP of one layer. In a model with experts, that of a layer with experts.
+
+    Attributes:
+        width: channels between the matrices, per expert.
+        matrices: 3 with a gate, 2 without.
+    """
+
+    width: int
+    matrices: int
+    num_experts: int = 1
+    experts_per_token: int = 1
+
+
+def read_mlp(directory: Path, facts: ModelFacts) -> MLPShape:
+    """Return the sizes of the MLP. Raise InputError for a size that is not a positive integer."""
+    config = ConfigFile(directory, read_json(directory, "config.json"))
+    widths = (config.optional_size(key, None) for key in _WIDTHS)
+    experts = (config.optional_size(key, None) for key in _EXPERTS)
+    return MLPShape(
+        width=next(filter(None, widths), 4 * facts.hidden_size),
+        matrices=2 if facts.model_type in _UNGATED else 3,
+        num_experts=next(filter(None, experts), 1),
+        experts_per_token=config.optional_size("num_experts_per_tok", None) or 1,
+    )

@@ -1,0 +1,44 @@
+"""Describe the tensors of a model from its config.json alone, as if its weights were stored.
+
+The model is created on torch's meta device, where tensors have a shape and no memory. That takes a second for 405
+billion parameters. Names are those of the modules. Published files may store the parts of experts separately, but the
+bytes per layer are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import transformers
+
+from sarathi_pp.model.checkpoint.files import ITEM_BYTES, Checkpoint, TensorEntry
+from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
+
+
+def describe_tensors(directory: Path) -> Checkpoint:
+    """Return the tensors of a checkpoint with this config.json. They are stored in no file.
+
+    A tensor that two modules share is listed once, under its first name.
+
+    Raises:
+        InputError: transformers cannot create a model from this config.json.
+    """
+    family, config = load_config(directory)
+    try:
+        with torch.device("meta"):
+            module = getattr(transformers, family.architecture)(config)
+    except Exception as error:  # no weights are read, so config.json is the cause
+        raise refuse_config(directory, error) from error
+    stored = set(module.state_dict())
+    named = (*module.named_parameters(), *module.named_buffers())
+    tensors = {name: _entry(directory, tensor) for name, tensor in named if name in stored}
+    return Checkpoint(tensors, {})
+
+
+def _entry(directory: Path, tensor: torch.Tensor) -> TensorEntry:
+    """Describe one tensor. Loading converts all float types to that of the run, so one of them represents all."""
+    dtype = "F32" if tensor.is_floating_point() else "I64"
+    shape = tuple(tensor.shape)
+    return TensorEntry(directory / "config.json", dtype, shape, 0, math.prod(shape) * ITEM_BYTES[dtype])

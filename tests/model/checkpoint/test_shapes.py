@@ -1,0 +1,45 @@
+"""Tensors that are described from config.json have the bytes of the stored tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sarathi_pp.errors import InputError
+from sarathi_pp.model.checkpoint.shapes import describe_tensors
+from sarathi_pp.model.stage_model import stage_bytes
+from sarathi_pp.model.tensor_parallel import TensorShard
+from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
+
+SPANS = ((0, 2), (2, 4), (4, NUM_LAYERS), (0, NUM_LAYERS), (NUM_LAYERS, NUM_LAYERS))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_stage_has_the_bytes_that_loading_takes(family: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path)
+    described = describe_tensors(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        stored = [stage_bytes(tmp_path, span, dtype) for span in SPANS]
+        assert [stage_bytes(tmp_path, span, dtype, checkpoint=described) for span in SPANS] == stored
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_each_shard_has_the_bytes_that_loading_takes(family: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path)
+    shard = TensorShard(0, 2, lambda summand: summand)
+    stored, described = (
+        stage_bytes(tmp_path, (1, NUM_LAYERS), torch.float32, shard, checkpoint)
+        for checkpoint in (None, describe_tensors(tmp_path))
+    )
+    assert stored == described
+
+
+def test_a_config_for_which_transformers_has_no_model_is_an_input_error(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "none-such"}))
+    with pytest.raises(InputError, match="hidden_act is 'none-such'"):
+        describe_tensors(tmp_path)

@@ -62,6 +62,19 @@ class Bytes(click.ParamType[int]):
         return size
 
 
+class Listed(click.ParamType[tuple[Any, ...]]):
+    """One or several values, separated by commas: 80GiB,24GiB,24GiB."""
+
+    def __init__(self, one: click.ParamType[Any], metavar: str) -> None:
+        self._one = one
+        self.name = metavar
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._one.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
 class Real(click.FloatRange):
     """A number in a range. It refuses nan, which passes click's check because every comparison with it is false."""
 

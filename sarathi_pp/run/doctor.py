@@ -40,7 +40,7 @@ from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
-from sarathi_pp.stages.capacity import kv_budget_bytes, pools_of
+from sarathi_pp.stages.capacity import DeviceMemory, kv_budget_bytes
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.wire.shared_memory import can_share
 
@@ -251,8 +251,9 @@ def _host(device: torch.device) -> Iterator[Finding]:
     limit = f", of which a cgroup allows {quota:g}" if quota is not None and quota < cores else ""
     shared = f"threads: {threads[1]} for a single stage, {threads[2]} for each of two stages"
     yield Finding("host", "cores", "used", f"{cores}{limit}; {shared}")
-    budget = in_gib(kv_budget_bytes(RunConfig(model=""), device, {}))
-    tightest = min(pools_of(device), key=lambda pool: pool.free_bytes)
+    memory = DeviceMemory.of(device)
+    budget = in_gib(kv_budget_bytes(RunConfig(model=""), memory, {}))
+    tightest = min(memory.pools, key=lambda pool: pool.free_bytes)
     free = f"{in_gib(tightest.free_bytes)} free in {tightest.title}"
     yield Finding("host", "memory", "used", f"{free}; KV pages of a stage get {budget}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,29 +22,55 @@ _CPU_SHARE = 0.4
 _CPU_MOST_BYTES = 4 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of one rank's device: a device of this host, or one that the user describes.
+
+    Attributes:
+        kind: cpu or cuda.
+        pools: pools that all must have room for the rank's weights and KV shard.
+        total_bytes: memory of a GPU, used or free; 0 for a CPU.
+    """
+
+    kind: str
+    pools: tuple[MemoryPool, ...]
+    total_bytes: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory:
+        """Read the memory that is free now on a device of this host."""
+        if device.type != "cuda":
+            return cls(device.type, memory_pools())
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(device.type, (MemoryPool(f"{host_id()} {gpu}", f"the memory of GPU {gpu}", int(free)),), int(total))
+
+    def kept_bytes(self, config: RunConfig) -> int:
+        """Return the bytes that a run leaves free on a GPU; 0 if the user sets the size of the KV cache."""
+        if self.kind != "cuda" or config.kv_cache_memory_bytes is not None:
+            return 0
+        return math.ceil(self.total_bytes * (1 - config.gpu_memory_utilization))
+
+
 def pools_of(device: torch.device) -> tuple[MemoryPool, ...]:
     """Return the pools of memory from which a stage on this device takes its weights and its KV shard."""
-    if device.type != "cuda":
-        return memory_pools()
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    free, _ = torch.cuda.mem_get_info(device)
-    return (MemoryPool(f"{host_id()} {gpu}", f"the memory of GPU {gpu}", int(free)),)
+    return DeviceMemory.of(device).pools
 
 
-def kv_budget_bytes(config: RunConfig, device: torch.device, sharers: Mapping[str, int], working_bytes: int = 0) -> int:
-    """Return the bytes that this stage may give its KV shard, after its weights are loaded.
+def kv_budget_bytes(config: RunConfig, memory: DeviceMemory, sharers: Mapping[str, int], working_bytes: int = 0) -> int:
+    """Return the bytes that a stage may give its KV shard, after its weights are loaded.
 
     Args:
+        memory: the device's memory after all ranks have loaded their weights.
         sharers: number of ranks that draw on each of this device's pools, by the pool's id. A missing pool has one.
         working_bytes: memory that a stage on a GPU needs besides weights and KV.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    if device.type == "cuda":
-        kept = torch.cuda.mem_get_info(device)[1] * (1 - config.gpu_memory_utilization)
-        (pool,) = pools_of(device)
-        return max(0, int(pool.free_bytes - kept) // sharers.get(pool.id, 1) - working_bytes)
-    budgets = (int(pool.free_bytes * _CPU_SHARE) // sharers.get(pool.id, 1) for pool in pools_of(device))
+    if memory.kind == "cuda":
+        (pool,) = memory.pools
+        return max(0, (pool.free_bytes - memory.kept_bytes(config)) // sharers.get(pool.id, 1) - working_bytes)
+    budgets = (int(pool.free_bytes * _CPU_SHARE) // sharers.get(pool.id, 1) for pool in memory.pools)
     return min(_CPU_MOST_BYTES, *budgets)
 
 

@@ -28,17 +28,24 @@ from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.stage_model import LMHead, StageModel, load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
-from sarathi_pp.stages.capacity import count_pages, kv_budget_bytes, make_shard, resolve_limits, shard_bytes
+from sarathi_pp.stages.capacity import (
+    DeviceMemory,
+    count_pages,
+    kv_budget_bytes,
+    make_shard,
+    resolve_limits,
+    shard_bytes,
+)
 from sarathi_pp.stages.stage import Compute, StageOutput
 from sarathi_pp.stages.working_memory import (
     DRAWN,
     GREEDY,
     LargestMicrobatch,
+    edge_bytes,
     measure_working_bytes,
     smaller_options,
 )
 from sarathi_pp.trace.clock import SystemClock
-from sarathi_pp.wire.channel import edge_buffers
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +128,7 @@ class ModelStages:
             self.has_head = False
 
     def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
-        budget = kv_budget_bytes(self._config, self._device, sharers, self._working)
+        budget = kv_budget_bytes(self._config, DeviceMemory.of(self._device), sharers, self._working)
         if budget == 0 and self._working:
             raise self._no_working_memory(
                 layers, f"it takes {in_gib(self._working)}, which leaves no room for KV pages"
@@ -211,10 +218,9 @@ class ModelStages:
         give_back()
         if not self._by_nccl:
             return computing
-        # Activations arrive in buffers on the device. They leave from the memory in which they were computed.
         edges = (layers[0] > 0) + (layers[1] < facts.num_layers)
-        activations = largest.num_tokens * facts.hidden_size * self._dtype.itemsize
-        return computing + edges * edge_buffers(limits.inflight) * activations
+        item_bytes = self._dtype.itemsize
+        return computing + edge_bytes(edges, largest.num_tokens, facts.hidden_size, item_bytes, limits.inflight)
 
     def _limits(self) -> Limits:
         """Return the limits of a run whose KV pages hold every sequence that may run at once."""

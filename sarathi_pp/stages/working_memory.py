@@ -1,4 +1,6 @@
-"""The memory that a stage on a GPU needs besides its weights and KV pages, measured before pages are counted.
+"""The memory that a stage on a GPU needs besides its weights and KV pages.
+
+A run measures it with a loaded stage, before pages are counted. A plan estimates it from the model's shape.
 
 It is measured with the largest microbatch that the policy can emit, with as many drawn rows as possible:
 
@@ -19,12 +21,17 @@ import torch
 
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.core.policy import Limits, PolicySpec
+from sarathi_pp.model.checkpoint.mlp import MLPShape
+from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.graphs import StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.stage_model import StageModel
+from sarathi_pp.wire.channel import edge_buffers
 
+# The sampling kernel has a float64 weight for each token of the vocabulary.
+_WEIGHT_BYTES = 8
 # Sampling parameters of synthetic rows.
 GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, seed=0)
@@ -89,6 +96,56 @@ def measure_working_bytes(
     with _measured(device) as capturing:
         StageGraphs(model, kv, shapes, hidden_size, num_heads, device, [_NotCaptured()] * len(shapes))
     return computing.num_bytes + capturing.num_bytes
+
+
+def estimate_working_bytes(
+    facts: ModelFacts,
+    mlp: MLPShape,
+    largest: LargestMicrobatch,
+    item_bytes: int,
+    *,
+    has_lm_head: bool,
+    graphed: bool,
+) -> int:
+    """Estimate the result of `measure_working_bytes` without a loaded stage.
+
+        layer    T * (4 hidden + the larger of attention and MLP)   4: residual, norm, output of the module, sum
+        LM head  T * hidden + R * (hidden + vocabulary), and R float64 distributions
+        graphs   the same again for the largest graph, whose memory stays allocated
+
+    T is the number of tokens, and R that of rows with logits.
+
+    Args:
+        facts: facts of the model, with the heads that one rank has.
+        mlp: the part of the MLP that one rank has.
+        item_bytes: size of one activation.
+        graphed: the stage has CUDA graphs.
+    """
+    attention = (3 * facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+    wide = mlp.matrices * mlp.width
+    if mlp.num_experts > 1:
+        wide = mlp.experts_per_token * (wide + 2 * facts.hidden_size)  # each expert copies its tokens
+
+    def computing(num_tokens: int, *, draws: bool) -> int:
+        layer = num_tokens * (4 * facts.hidden_size + max(attention, wide)) * item_bytes
+        if not has_lm_head:
+            return layer
+        num_rows = min(largest.num_rows, num_tokens)
+        row = (facts.hidden_size + facts.vocab_size) * item_bytes + draws * facts.vocab_size * _WEIGHT_BYTES
+        return max(layer, num_tokens * facts.hidden_size * item_bytes + num_rows * row)
+
+    num_bytes = computing(largest.num_tokens, draws=True)
+    if graphed:
+        num_bytes += computing(graph_shapes(largest.num_tokens, largest.num_rows)[0].num_tokens, draws=False)
+    return num_bytes
+
+
+def edge_bytes(num_edges: int, num_tokens: int, hidden_size: int, item_bytes: int, inflight: int) -> int:
+    """Return the bytes of the activations that a GPU keeps for its edges.
+
+    They arrive in buffers, and leave from the memory in which they were computed.
+    """
+    return num_edges * edge_buffers(inflight) * num_tokens * hidden_size * item_bytes
 
 
 def _compute(

@@ -31,7 +31,7 @@ OF_NO_RUN_CONFIG = {
         *("resume", "retry_errors", "force", "max_restarts", "verify"),
     },
     "profile": {"output", "overwrite", "as_json", "quiet"},
-    "plan": {"workload", "as_json"},
+    "plan": {"workload", "as_json", "cards", "device_memory", "devices", "hosts"},
 }
 # A field of RunConfig, the options of generate that set it, and its value then.
 FIELDS: dict[str, tuple[list[str], object]] = {

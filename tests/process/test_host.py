@@ -1,4 +1,4 @@
-"""What a host and its cgroups leave a process, from files as kernels, containers and batch systems write them."""
+"""The memory and cores that a host and its cgroups leave to a process, read from files of kernels and containers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.transport import choose_transport
 from sarathi_pp.process.host import host_id, machine_id, memory_pools, usable_cpus
 from sarathi_pp.stages import capacity
-from sarathi_pp.stages.capacity import kv_budget_bytes, room_bytes
+from sarathi_pp.stages.capacity import DeviceMemory, kv_budget_bytes, room_bytes
 from sarathi_pp.wire.mesh import Mesh
 
 GIB = 1 << 30
@@ -188,9 +188,10 @@ def test_limits_of_the_container_decide_budgets_and_threads(name, tmp_path, monk
         monkeypatch.setattr(module, "usable_cpus", lambda: usable_cpus(root))
     cpu, config = torch.device("cpu"), RunConfig(model="")
     assert room_bytes(cpu) == free_gib * GIB
-    assert kv_budget_bytes(config, cpu, {}) == min(4 * GIB, int(0.4 * free_gib * GIB))
+    memory = DeviceMemory.of(cpu)
+    assert kv_budget_bytes(config, memory, {}) == min(4 * GIB, int(0.4 * free_gib * GIB))
     both = {pool.id: 2 for pool in pools}
-    assert kv_budget_bytes(config, cpu, both) == min(4 * GIB, int(0.4 * free_gib * GIB) // 2)
+    assert kv_budget_bytes(config, memory, both) == min(4 * GIB, int(0.4 * free_gib * GIB) // 2)
     assert RankEnvironment(world_size=2, local_world_size=2).num_threads({}) == max(1, cpus // 2)
     workers = Workers(tmp_path / "store", Mesh(stages=3))
     assert workers._variables(0, {})["OMP_NUM_THREADS"] == str(max(1, cpus // 3))

@@ -18,15 +18,17 @@ from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import saturation
-from sarathi_pp.errors import CapacityError, ConfigError, MissingError, PartitionError
+from sarathi_pp.errors import ConfigError, MissingError, PartitionError
 from sarathi_pp.sim.workload import Workload, parse_workload
+from sarathi_pp.tuning.hardware import Hardware
 from sarathi_pp.tuning.plan import make_plan
 from sarathi_pp.tuning.prediction import Prediction, predict
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")  # 5 layers, hidden size 64, 1152 positions
+CONFIGS = Path(__file__).parent / "configs"
 # A page of one of its layers: keys and values of 16 tokens, 2 heads of 16 channels, in float32.
 PAGE_BYTES = 2 * 16 * 2 * 16 * 4
-# 20 decodes a microbatch: 40 requests, 2 in flight.
+# 20 decodes per microbatch: 40 requests, 2 in flight.
 WORKLOAD = "fixed:n=40,prompt=330,output=34"
 
 PROFILE = Profile(
@@ -72,14 +74,14 @@ def test_the_chunk_size_is_saraths_optimum(output: int, chunk_size: int, tmp_pat
 
 
 def compared_by(monkeypatch: pytest.MonkeyPatch, predict: Callable[..., Prediction]) -> dict[int, Prediction]:
-    """What a plan will compare, by chunk size."""
+    """Return the predictions that a plan will compare, by chunk size."""
     seen = {}
 
     def predicting(profile: Profile, workload: Workload, run: ResolvedRun) -> Prediction:
         seen[run.chunk_size] = predict(profile, workload, run)
         return seen[run.chunk_size]
 
-    monkeypatch.setattr("sarathi_pp.tuning.plan.predict", predicting)
+    monkeypatch.setattr("sarathi_pp.tuning.planner.predict", predicting)
     return seen
 
 
@@ -129,7 +131,7 @@ def test_layers_leave_a_stage_whose_head_is_heavy(tmp_path: Path) -> None:
 
 
 def test_pages_and_memory_of_each_stage(tmp_path: Path) -> None:
-    """What the profile's larger stage had, each may have; a run has the fewest pages, and no more than it uses."""
+    """Each stage may have the KV cache of the profile's larger stage. A run has the fewest pages of all stages."""
     found = plan(tmp_path, layer_split=(4, 1))
     budget = 2000 * 3 * PAGE_BYTES
     assert [stage["pages"] for stage in found["per_stage"]] == [budget // (4 * PAGE_BYTES), budget // PAGE_BYTES]
@@ -185,7 +187,7 @@ def test_a_profile_of_other_shards_is_noted_and_one_of_the_same_is_not(tmp_path:
     assert found["notes"] == []
     file = StringIO()
     Console(file=file, width=80).print(render_plan(found))
-    assert "2 ranks hold each stage together; weights and KV are of one of them" in file.getvalue()
+    assert "2 ranks hold each stage together; the table shows the memory of one rank" in file.getvalue()
 
 
 def test_a_jittery_machine_gets_one_microbatch_more(tmp_path: Path) -> None:
@@ -219,29 +221,111 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
         plan(tmp_path, replace(PROFILE, model="other", hidden_size=32))
     with pytest.raises(ConfigError, match="tensor-parallel-size is 3; the model has 2 KV heads"):
         plan(tmp_path, tensor_parallel_size=3)
-    with pytest.raises(CapacityError, match="for one KV page"):
-        plan(tmp_path, kv_cache_memory_bytes=100)
+    assert plan(tmp_path, kv_cache_memory_bytes=100)["verdict"].startswith("does not fit: the KV cache lacks")
+    with pytest.raises(ConfigError, match="--device cpu: --card and --device-memory describe GPUs"):
+        make_plan(RunConfig(model=ADDER, device="cpu"), parse_workload(WORKLOAD), Hardware(cards=("l4",)))
     with pytest.raises(MissingError, match="cannot read the profile"):
         make_plan(RunConfig(model=ADDER, profile=tmp_path / "none.json"), parse_workload(WORKLOAD))
 
 
-def test_the_table_says_what_to_give_generate(tmp_path: Path) -> None:
+def test_the_verdict_comes_first_and_then_what_to_give_generate(tmp_path: Path) -> None:
     found = plan(tmp_path)
     file = StringIO()
-    Console(file=file, width=80).print(render_plan(found))
-    lines = file.getvalue().splitlines()
-    assert lines[0].split() == [
-        *("--chunk-size", str(found["chunk_size"]), "--layer-split", ",".join(map(str, found["layer_split"]))),
-        *("--inflight", "3", "--max-num-seqs", "128"),
-    ]
+    Console(file=file, width=80).print(render_plan(found), crop=False)
+    verdict, options, *lines = file.getvalue().splitlines()
+    assert verdict.startswith("fits")
+    assert (
+        options.removeprefix("options to use: ").split()
+        == found["options"]
+        == [
+            *("--stages", "2", "--layer-split", ",".join(map(str, found["layer_split"]))),
+            *("--chunk-size", str(found["chunk_size"]), "--inflight", "3", "--max-num-seqs", "128"),
+        ]
+    )
     assert any(line.split()[:2] == ["0", f"0-{found['layer_split'][0] - 1}"] for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+# Published config.json files, with the number of parameters of the published weights.
+LARGE = {"llama-3.1-405b": 405_853_388_800, "qwen3-235b-a22b": 235_093_634_560, "gpt-oss-120b": 116_829_156_672}
+SMALL_WORKLOAD = "fixed:n=8,prompt=64,output=8"
+
+
+def plan_large(name: str, hardware: Hardware, **options: Any) -> dict[str, Any]:
+    config = RunConfig(model=str(CONFIGS / name / "config.json"), **options)
+    return make_plan(config, parse_workload(SMALL_WORKLOAD), hardware, use_all_devices=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "fits"),
+    [
+        ("llama-3.1-405b", 80, True),
+        ("llama-3.1-405b", 24, False),
+        ("qwen3-235b-a22b", 80, True),
+        ("qwen3-235b-a22b", 24, False),
+        ("gpt-oss-120b", 80, True),
+        ("gpt-oss-120b", 24, True),
+    ],
+)
+def test_a_large_model_is_planned_from_its_config_alone(name: str, gib: int, fits: bool) -> None:
+    found = plan_large(name, Hardware(hosts=2, devices=8, memory=(gib << 30,)))
+    stages = found["per_stage"]
+    assert found["fits"] is fits and found["stages"] == len(stages) == 16
+    assert sum(stage["weights_bytes"] for stage in stages) == 2 * LARGE[name]
+    usable = 0.9 * (gib << 30) - (512 << 20)
+    for stage in stages:
+        assert stage["total_bytes"] == stage["weights_bytes"] + stage["working_bytes"] + stage["kv_bytes"]
+        assert stage["room_bytes"] == pytest.approx(usable, abs=1)
+        assert fits is False or stage["free_bytes"] >= 0
+        assert 0.01 < stage["working_bytes"] / 2**30 < 3
+    assert ("mxfp4" in found["notes"][0]) is (name == "gpt-oss-120b")
+
+
+def test_cards_of_several_kinds_get_layers_by_time_within_their_memory() -> None:
+    cards = ("h200", "h100-80g", "a100-40g", "rtx-4090", "rtx-4090")
+    found = plan_large("gpt-oss-120b", Hardware(cards=cards))
+    assert found["fits"] and found["layer_split"] == sorted(found["layer_split"], reverse=True)
+    assert all(stage["free_bytes"] >= 0 for stage in found["per_stage"])
+    times = [stage["microbatch_s"] for stage in found["per_stage"]]
+    assert max(times) < 1.5 * min(times)
+
+
+def test_a_stage_that_two_devices_hold_has_the_memory_of_one() -> None:
+    whole = plan_large("qwen3-235b-a22b", Hardware(devices=8, memory=(80 << 30,)))
+    half = plan_large("qwen3-235b-a22b", Hardware(devices=16, memory=(80 << 30,)), tensor_parallel_size=2)
+    assert (whole["stages"], half["stages"]) == (8, 8)
+    assert half["per_stage"][3]["weights_bytes"] < 0.55 * whole["per_stage"][3]["weights_bytes"]
+
+
+def test_more_devices_than_layers_or_than_stages_are_noted() -> None:
+    found = make_plan(RunConfig(model=ADDER, stages=2), parse_workload(SMALL_WORKLOAD), Hardware(cards=("l4",) * 3))
+    assert found["stages"] == 2 and "2 of 3 devices are used" in found["notes"]
+    with pytest.raises(ConfigError, match="need 4 devices, and 3 are described"):
+        make_plan(RunConfig(model=ADDER, stages=4), parse_workload(SMALL_WORKLOAD), Hardware(cards=("l4",) * 3))
+
+
+def test_times_of_a_profile_and_memory_of_cards(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(PROFILE.to_json()))
+    config = RunConfig(model=ADDER, stages=2, profile=profile)
+    found = make_plan(config, parse_workload(SMALL_WORKLOAD), Hardware(cards=("l4", "l4")))
+    assert found["source"] == "profile" and found["per_stage"][0]["room_bytes"] > 19 << 30
+
+
+def test_the_command_ends_with_2_if_the_model_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(CONFIGS / "gpt-oss-120b")
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--model", model, "--device-memory", "24GiB,24GiB", "--workload", SMALL_WORKLOAD, "--json"])
+    said = capsys.readouterr()
+    assert left.value.code == 2
+    found = json.loads(said.out)
+    assert found["stages"] == 2 and f"CapacityError: {found['verdict']}\n" in said.err
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--profile", "profile.json", "--gpu-memory-utilization", "0.5"), "--profile says how many KV pages fit"),
+        (("--profile", "profile.json", "--gpu-memory-utilization", "0.5"), "--profile sets the number of KV pages"),
         (("--attention", "sdpa"), "--attention"),
         (("--workload", "zips:n=3"), "'zips:n=3' is not known"),
     ],

@@ -1,0 +1,123 @@
+"""The times and the memory from which a plan is made: of a profile, or estimated for a device here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.core.cost.estimate import DeviceSpeed
+from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.cost.profile import Profile
+from sarathi_pp.core.cost.repartition import repartition
+from sarathi_pp.core.partition import Layers, partition
+from sarathi_pp.distributed.devices import choose_device
+from sarathi_pp.distributed.environment import RankEnvironment
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.outputs.profile_file import read_profile
+from sarathi_pp.run.auto_options import estimated_cost, tuned
+from sarathi_pp.stages.capacity import DeviceMemory
+from sarathi_pp.tuning.fitting import Rooms
+from sarathi_pp.tuning.hardware import Device, local_memories
+from sarathi_pp.tuning.model_memory import ModelMemory, PlannedModel
+
+# An assumed link between stages: gloo over loopback, or through host memory.
+_LINK_LATENCY_S = 1e-3
+_LINK_BYTES_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """The source of times and memory.
+
+    Attributes:
+        source: profile or estimate.
+        profile: times of some split of the layers. Its pages are not used.
+        device: cpu or cuda.
+        cost_of: returns the costs of the same stages with other layers.
+        rooms: memory of the stages' devices.
+        devices: device of each rank; empty if they are those of this host.
+    """
+
+    source: str
+    profile: Profile
+    device: str
+    cost_of: Callable[[Layers], CostModel]
+    rooms: Rooms
+    devices: Sequence[Device]
+
+
+def measured_basis(model: PlannedModel, config: RunConfig, devices: Sequence[Device]) -> Basis:
+    """Take times from the run's profile.
+
+    The KV cache is that of the profile's stages, unless devices are described.
+
+    Raises:
+        ConfigError: the profile is that of another model.
+        MissingError, InputError: see `read_profile`.
+    """
+    assert config.profile is not None
+    tuned(config, model.facts)  # refuses the profile of another model
+    profile = read_profile(config.profile)
+    device = "cuda" if devices else profile.device
+    kv_bytes = profile.pages * max(stage.page_bytes for stage in profile.cost.stages)
+    most = max(partition(model.facts.num_layers, len(profile.cost.stages)), key=lambda layers: layers[1] - layers[0])
+    # A profile that was written manually may lack the size of a page.
+    kv_bytes = kv_bytes or profile.pages * ModelMemory.of(model, config, device, 1).page_bytes(most)
+    rooms = Rooms(config, _memories(config, devices), kv_bytes)
+    return Basis("profile", profile, device, lambda layers: repartition(profile.cost, layers), rooms, devices)
+
+
+def estimated_basis(model: PlannedModel, config: RunConfig, devices: Sequence[Device]) -> Basis:
+    """Estimate times from the model's shape. Memory is that of the devices, or of this host.
+
+    Raises:
+        ConfigError: --device cuda, and this host has no GPU.
+    """
+    facts, shards = model.facts, config.tensor_parallel_size
+    if config.device == "cuda" and not devices and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device on this host; name a card with --card")
+    device = torch.device("cuda") if devices else choose_device(config.device, RankEnvironment())
+    memories = _memories(config, devices) if devices else local_memories(device, config.stages * shards)
+    memory = ModelMemory.of(model, config, device.type, 1)
+
+    def cost_of(layers: Layers) -> CostModel:
+        return estimated_cost(
+            model.directory,
+            facts,
+            layers,
+            dtype=memory.dtype_name,
+            device=device.type,
+            page_size=memory.page_size,
+            speed=_slowest_speeds(devices, len(layers), shards) if devices else None,
+            shards=shards,
+        )
+
+    profile = Profile(
+        model=config.model,
+        device=device.type,
+        dtype=memory.dtype_name,
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
+        cost=cost_of(partition(facts.num_layers, config.stages)),
+        link_latency_s=_LINK_LATENCY_S,
+        link_bytes_per_s=_LINK_BYTES_PER_S,
+        jitter_cv=0.0,
+        pages=1,
+        max_num_seqs=1,
+    )
+    return Basis("estimate", profile, device.type, cost_of, Rooms(config, memories), devices)
+
+
+def _memories(config: RunConfig, devices: Sequence[Device]) -> tuple[DeviceMemory, ...]:
+    return tuple(
+        device.memory(index) for index, device in enumerate(devices[: config.stages * config.tensor_parallel_size])
+    )
+
+
+def _slowest_speeds(devices: Sequence[Device], num_stages: int, shards: int) -> list[DeviceSpeed]:
+    """Return the speed of each stage: that of its device with the lowest FLOP/s."""
+    groups = (devices[start : start + shards] for start in range(0, num_stages * shards, shards))
+    return [min((device.speed for device in group), key=lambda speed: speed.flops[2]) for group in groups]

@@ -1,0 +1,263 @@
+"""The memory that the stages of a model need on their devices, by the functions that a run uses.
+
+weights     stage_bytes, from the headers of the weight files, or from config.json if they are missing
+working     estimate_working_bytes, for the largest microbatch; a run on a GPU measures it
+KV pages    page_bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.errors import MissingError
+from sarathi_pp.model.checkpoint.fetch import find_config
+from sarathi_pp.model.checkpoint.files import Checkpoint, indexed_files, open_checkpoint
+from sarathi_pp.model.checkpoint.kind import INDEX_FILE, SINGLE_FILE
+from sarathi_pp.model.checkpoint.mlp import read_mlp
+from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards, describe_config
+from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.model.tensor_parallel import TensorShard
+from sarathi_pp.stages.capacity import resolve_limits
+from sarathi_pp.stages.working_memory import LargestMicrobatch, edge_bytes, estimate_working_bytes
+
+# The default of every backend but flash and varlen.
+_PAGE_SIZE = 16
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model for a plan. Its weights may be elsewhere.
+
+    Attributes:
+        facts: facts of the whole model.
+        checkpoint: its tensors, stored or only described.
+        from_config: sizes come from config.json alone.
+        quantised: quantisation method of the published weights; None if they are not quantised.
+    """
+
+    directory: Path
+    facts: ModelFacts
+    checkpoint: Checkpoint
+    from_config: bool
+    quantised: str | None = None
+
+    @classmethod
+    def find(cls, name: str) -> PlannedModel:
+        """Read the headers if all weight files exist, otherwise config.json alone. Raise as `check_model` does."""
+        directory = find_config(name)
+        facts, quantised = describe_config(directory)
+        if quantised is None and _has_weights(directory):
+            return cls(directory, check_model(directory), open_checkpoint(directory), from_config=False)
+        from sarathi_pp.model.checkpoint.shapes import describe_tensors  # takes seconds
+
+        return cls(directory, facts, describe_tensors(directory), from_config=True, quantised=quantised)
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """Return notes for the user about the source of the sizes."""
+        if self.quantised is not None:
+            return [
+                f"the published weights are quantised ({self.quantised}), and a run refuses them; sizes are those of "
+                f"unquantised weights in {self.dtype_name(config)}"
+            ]
+        if self.from_config:
+            return [f"the weights are not on this host; sizes are those of config.json in {self.dtype_name(config)}"]
+        return []
+
+    def dtype_name(self, config: RunConfig) -> str:
+        return self.facts.dtype if config.dtype == "auto" else config.dtype
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the weights that one rank of a stage loads, for any stage.
+
+    Attributes:
+        shards: ranks that hold each stage together.
+    """
+
+    model: PlannedModel
+    dtype: torch.dtype
+    shards: int
+
+    def num_bytes(self, layers: Span) -> int:
+        """Return the bytes of the layers [first, end), with the embedding and the LM head at the ends.
+
+        For an empty range at the model's end, only the LM head counts.
+        """
+        first, end = layers
+        if first == end or end - first == self.model.facts.num_layers:
+            return self._stage_bytes(layers)  # a tied embedding serves both ends, and counts once
+        return self._sums[end] - self._sums[first]
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        """Bytes of the layers before each layer. The embedding counts with the first, the LM head with the last."""
+        sums = [0]
+        for layer in range(self.model.facts.num_layers):
+            sums.append(sums[-1] + self._stage_bytes((layer, layer + 1)))
+        return sums
+
+    def _stage_bytes(self, layers: Span) -> int:
+        from sarathi_pp.model.stage_model import stage_bytes  # takes seconds
+
+        shard = TensorShard(0, self.shards, _no_sum)
+        return stage_bytes(self.model.directory, layers, self.dtype, shard, self.model.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Bytes of working memory.
+
+    Attributes:
+        layers: on a stage without the LM head.
+        lm_head: on a stage with it.
+        edge: buffers of one edge.
+    """
+
+    layers: int
+    lm_head: int
+    edge: int
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes that one rank of a stage needs under the options of a run, for any stage.
+
+    Attributes:
+        device: cpu or cuda.
+        longest: tokens of a request for which each stage must have KV pages.
+    """
+
+    weights: Weights
+    config: RunConfig
+    device: str
+    longest: int
+
+    @property
+    def model(self) -> PlannedModel:
+        return self.weights.model
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.facts.num_layers
+
+    @property
+    def dtype_name(self) -> str:
+        return self.model.dtype_name(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.dtype
+
+    @property
+    def page_size(self) -> int:
+        return self.config.page_size or _PAGE_SIZE
+
+    @cached_property
+    def rank_facts(self) -> ModelFacts:
+        """The model's facts, with the heads that one rank of a stage has."""
+        return self.model.facts.sharded(self.config.tensor_parallel_size)
+
+    @classmethod
+    def of(cls, model: PlannedModel, config: RunConfig, device: str, longest: int) -> ModelMemory:
+        dtype = getattr(torch, model.dtype_name(config))
+        return cls(Weights(model, dtype, config.tensor_parallel_size), config, device, longest)
+
+    def with_options(self, **options: Any) -> ModelMemory:
+        """Return the memory under other options of the run.
+
+        Raises:
+            ConfigError: the model cannot be divided among this number of shards.
+        """
+        config = replace(self.config, **options)
+        check_shards(self.model.directory, config.tensor_parallel_size)
+        same = config.tensor_parallel_size == self.weights.shards
+        weights = self.weights if same else replace(self.weights, shards=config.tensor_parallel_size)
+        return replace(self, weights=weights, config=config)
+
+    def page_bytes(self, layers: Span) -> int:
+        facts = self.rank_facts
+        return page_bytes(layers[1] - layers[0], self.page_size, facts.num_kv_heads, facts.head_dim, self.dtype)
+
+    def least_kv_bytes(self, layers: Span) -> int:
+        """Return the size of the KV pages of one request of the longest length."""
+        return -(-self.longest // self.page_size) * self.page_bytes(layers)
+
+    def least_bytes(self, layers: Span, chunk_size: int) -> int:
+        """Return the least memory of a rank of this stage.
+
+        It has KV pages for one request, or the KV cache of the options if that is larger.
+        """
+        kv_bytes = max(self.least_kv_bytes(layers), self.config.kv_cache_memory_bytes or 0)
+        return self.weights.num_bytes(layers) + self.working_bytes(layers, chunk_size) + kv_bytes
+
+    def excess_bytes(self, layers: Span, chunk_size: int, room_bytes: int, num_requests: int = 1) -> int:
+        """Return the bytes by which a rank of this stage exceeds its room. At most 0 if it fits.
+
+        Args:
+            num_requests: requests for which it must have KV pages. If the options set the size of the KV cache, only
+                one request has to fit it.
+        """
+        needed, least_kv = self.least_bytes(layers, chunk_size), self.least_kv_bytes(layers)
+        given = self.config.kv_cache_memory_bytes
+        if given is None:
+            return needed + (num_requests - 1) * least_kv - room_bytes
+        return max(needed - room_bytes, least_kv - given)
+
+    def working_bytes(self, layers: Span, chunk_size: int) -> int:
+        """Return the memory for computing the largest microbatch, with the buffers of its edges."""
+        working = self._working.get(chunk_size)
+        if working is None:
+            working = self._working[chunk_size] = self._estimate(chunk_size)
+        first, end = layers
+        ends = end == self.num_layers
+        return (working.lm_head if ends else working.layers) + ((first > 0) + (not ends)) * working.edge
+
+    def _estimate(self, chunk_size: int) -> Working:
+        config, facts = self.config, self.model.facts
+        shards = config.tensor_parallel_size
+        limits = resolve_limits(replace(config, chunk_size=chunk_size), facts, config.stages, (), self.page_size)
+        largest = LargestMicrobatch.of(parse_policy(config.policy), limits)
+        mlp = read_mlp(self.model.directory, facts)
+        mlp = replace(mlp, width=-(-mlp.width // shards))
+        graphed = self.device == "cuda" and not config.enforce_eager and shards == 1
+        without, with_head = (
+            estimate_working_bytes(
+                self.rank_facts, mlp, largest, self.dtype.itemsize, has_lm_head=has_lm_head, graphed=graphed
+            )
+            for has_lm_head in (False, True)
+        )
+        edge = 0
+        if self.device == "cuda":
+            edge = edge_bytes(1, largest.num_tokens, facts.hidden_size, self.dtype.itemsize, limits.inflight)
+        return Working(without, with_head, edge)
+
+    @cached_property
+    def _working(self) -> dict[int, Working]:
+        """Cache of estimates, by chunk size."""
+        return {}
+
+
+def _no_sum(summand: Tensor) -> Tensor:
+    raise AssertionError("a plan computes nothing")
+
+
+def _has_weights(directory: Path) -> bool:
+    """Return if all weight files exist."""
+    if (directory / SINGLE_FILE).is_file():
+        return True
+    if not (directory / INDEX_FILE).is_file():
+        return False
+    try:
+        return all((directory / name).is_file() for name in indexed_files(directory))
+    except MissingError:
+        return False

@@ -15,7 +15,9 @@ from sarathi_pp.analysis.replicas import Replica
 from sarathi_pp.cli import stdout
 from sarathi_pp.cli.options import RUN
 from sarathi_pp.errors import ConfigError, OutputError
+from sarathi_pp.process.activity import Activity
 from sarathi_pp.report.run_reader import Run, read_run
+from sarathi_pp.report.status import StatusLine
 from sarathi_pp.report.table import render
 
 if TYPE_CHECKING:
@@ -39,7 +41,19 @@ def report(
     A file named - is standard output. Then nothing else is printed there.
     """
     printed = refuse_two_on_stdout({"--html": html, "--perfetto": perfetto, "--csv": csv}, as_json)
-    found = read_run(run, attempt)
+    activity = Activity()
+    with StatusLine(Console(stderr=True), activity):
+        with activity.phase(f"reading the traces of {run} and explaining the bubble"):
+            found = read_run(run, attempt)
+        with activity.phase("writing files"):
+            _write_files(run, found, html, perfetto, csv)
+    if as_json:
+        click.echo(json.dumps(found.report))
+    elif not printed:
+        Console().print(render(found.report))
+
+
+def _write_files(run: Path, found: Run, html: Path | None, perfetto: Path | None, csv: Path | None) -> None:
     if html is not None:
         from sarathi_pp.report.page.run_page import render_page
 
@@ -58,10 +72,6 @@ def report(
         for path, replica in _each(csv, found):
             with writing(path) as file:
                 write_csv(replica.timeline, file)
-    if as_json:
-        click.echo(json.dumps(found.report))
-    elif not printed:
-        Console().print(render(found.report))
 
 
 def refuse_two_on_stdout(files: Mapping[str, Path | None], as_json: bool) -> bool:
